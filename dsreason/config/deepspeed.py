@@ -1,0 +1,250 @@
+"""From a DeepSpeed JSON and the run configuration to the dict that DeepSpeed gets.
+
+The JSON owns sharding and offload. Batch sizes, learning rate, clipping and precision belong to the run configuration:
+there they are `"auto"` or absent, and a concrete value that differs is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, TOP_LEVEL, ZERO
+from dsreason.config.load import read_document
+from dsreason.config.problems import config_error, nearest
+from dsreason.config.schema import SFTConfig
+from dsreason.config.shipped import find_file
+from dsreason.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+
+SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""DeepSpeed's scheduler: the `optim.schedule` that says the same."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A DeepSpeed key that the run configuration, or the package itself, decides."""
+
+    path: tuple[str, ...]
+    values: tuple[Any, ...]
+    """What the JSON may say; empty: nothing concrete."""
+    owner: str
+    """Who decides, with its value: `train.global_batch_size (32)`."""
+
+
+def resolve_deepspeed(
+    name: str, config: SFTConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
+) -> dict[str, Any]:
+    """The finished DeepSpeed configuration for a run on `world_size` ranks.
+
+    Args:
+        name: path of a JSON, or bare name of one in the current folder or of a shipped one (`zero3.json`).
+        config_name: how error texts call the run configuration.
+
+    Raises:
+        ConfigError: every contradiction, unknown or removed key at once.
+    """
+    document = read_deepspeed(name)
+    problems = [*_key_problems(document), *_zero_problems(document, config)]
+    for owned in owned_keys(config, world_size):
+        found = _concrete(document, owned.path)
+        if found is not None and not _agrees(found, owned.values):
+            problems.append(
+                f"{'.'.join(owned.path)} ({json.dumps(found)}) contradicts {owned.owner} of {config_name}; "
+                'set it to "auto" or remove it'
+            )
+    if problems:
+        raise config_error([f"{name}: {text}" for text in problems])
+    return _finished(document, config, device, world_size)
+
+
+def read_deepspeed(name: str) -> dict[str, Any]:
+    file = find_file(name, "ds_configs")
+    if file.suffix.lower() != ".json":
+        raise ConfigError(f"{name}: is not a .json file; give a DeepSpeed JSON, such as zero3.json")
+    return read_document(file, name)
+
+
+def micro_batch_size(config: SFTConfig) -> int:
+    """Samples per forward as DeepSpeed is told; under a token budget it has no meaning and is 1."""
+    return config.train.micro_batch_size or 1
+
+
+def accumulation_steps(config: SFTConfig, world_size: int) -> int:
+    """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
+    return max(1, math.ceil(config.train.global_batch_size / (micro_batch_size(config) * world_size)))
+
+
+def owned_keys(config: SFTConfig, world_size: int) -> list[Owned]:
+    """Every DeepSpeed key that is not the JSON's to decide, with what it may say."""
+    return [*_batch_keys(config, world_size), *_precision_keys(config), *_optimizer_keys(config)]
+
+
+def _batch_keys(config: SFTConfig, world_size: int) -> Iterator[Owned]:
+    train = config.train
+    yield Owned(
+        ("train_batch_size",), (train.global_batch_size,), f"train.global_batch_size ({train.global_batch_size})"
+    )
+    if train.max_tokens_per_micro_batch is not None:
+        owner = f"train.max_tokens_per_micro_batch ({train.max_tokens_per_micro_batch})"
+        yield Owned(("train_micro_batch_size_per_gpu",), (), owner)
+        yield Owned(("gradient_accumulation_steps",), (), owner)
+        return
+    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
+    yield Owned(("train_micro_batch_size_per_gpu",), (micro,), f"train.micro_batch_size ({micro})")
+    batch = f"train.global_batch_size ({train.global_batch_size}), train.micro_batch_size ({micro})"
+    owner = f"the {steps} that {batch} and the number of ranks ({world_size}) give, in the words"
+    yield Owned(("gradient_accumulation_steps",), (steps,), owner)
+
+
+def _precision_keys(config: SFTConfig) -> Iterator[Owned]:
+    precision = f"train.precision ({config.train.precision})"
+    for block in ("bf16", "bfloat16"):
+        yield Owned((block, "enabled"), (config.train.precision == "bf16",), precision)
+    yield Owned(("fp16", "enabled"), (False,), precision)
+    yield Owned(("torch_autocast", "enabled"), (False,), precision)
+    master = "float32 master weights and optimizer states, which every run has, also that"
+    yield Owned(("bf16", "bf16_master_weights_and_grads"), (False,), master)
+    yield Owned(("bf16", "bf16_optimizer_states"), (False,), master)
+    yield Owned(("fp16", "fp16_master_weights_and_grads"), (False,), master)
+    fp32 = ("fp32", "float32", "torch.float32")
+    yield Owned(("data_types", "grad_accum_dtype"), fp32, "accumulation in fp32, which every run has, also that")
+    yield Owned(("communication_data_type",), fp32, "reduction in fp32, which every run has, also that")
+    yield Owned(("gradient_allreduce_op",), ("mean",), "the mean over ranks, which the loss is scaled for, also that")
+    yield Owned(("managed_gradient_accumulation",), (True,), "the boundaries that the trainer sets, also those")
+    yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "torch's AdamW, which every run uses, also that")
+
+
+def _optimizer_keys(config: SFTConfig) -> Iterator[Owned]:
+    optim = config.optim
+    yield Owned(("gradient_clipping",), (optim.max_grad_norm,), f"optim.max_grad_norm ({optim.max_grad_norm:g})")
+    yield Owned(("optimizer", "type"), ("Adam", "AdamW", "adam", "adamw"), "AdamW, which every run uses, also that")
+    params = ("optimizer", "params")
+    yield Owned((*params, "lr"), (optim.lr,), f"optim.lr ({optim.lr:g})")
+    yield Owned((*params, "betas"), (list(optim.betas),), f"optim.betas ({list(optim.betas)})")
+    yield Owned((*params, "eps"), (optim.eps,), f"optim.eps ({optim.eps:g})")
+    yield Owned((*params, "weight_decay"), (optim.weight_decay,), f"optim.weight_decay ({optim.weight_decay:g})")
+    yield Owned((*params, "max_grad_norm"), (optim.max_grad_norm,), f"optim.max_grad_norm ({optim.max_grad_norm:g})")
+    yield Owned((*params, "adam_w_mode"), (True,), "AdamW, which every run uses, also that")
+    alike = tuple(name for name, schedule in SCHEDULERS.items() if schedule == optim.schedule)
+    yield Owned(("scheduler", "type"), alike, f"optim.schedule ({optim.schedule})")
+    params = ("scheduler", "params")
+    yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr ({optim.lr:g})")
+    yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup ({optim.warmup:g})")
+    yield Owned((*params, "total_num_steps"), (config.train.max_steps,), f"train.max_steps ({config.train.max_steps})")
+
+
+def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in allowed)
+
+
+def _concrete(document: Any, path: tuple[str, ...]) -> Any:
+    """The value at `path`, None where it is absent or `"auto"`."""
+    for key in path:
+        if not isinstance(document, dict):
+            return None
+        document = document.get(key)
+    return None if document == "auto" else document
+
+
+def _key_problems(document: dict[str, Any]) -> Iterator[str]:
+    for key, value in document.items():
+        if key in REMOVED:
+            yield f"{key}: DeepSpeed has removed this block; remove it ({REMOVED[key]})"
+        elif key not in TOP_LEVEL:
+            yield _unknown(key, key, TOP_LEVEL)
+        elif key in BLOCKS and not isinstance(value, dict):
+            yield f"{key}: {json.dumps(value)} is not an object; write {{…}} with its keys"
+    zero = document.get("zero_optimization", {})
+    for key in zero if isinstance(zero, dict) else ():
+        if key in REMOVED_ZERO:
+            yield f"zero_optimization.{key}: DeepSpeed has removed this key; remove it ({REMOVED_ZERO[key]})"
+        elif key not in ZERO:
+            yield _unknown(f"zero_optimization.{key}", key, ZERO)
+    for block in ("optimizer", "scheduler"):
+        section = document.get(block)
+        params = section.get("params") if isinstance(section, dict) else None
+        for key in params if isinstance(params, dict) else ():
+            if key not in PARAMS[block]:
+                yield f"{block}.params.{key}: is not used, the run configuration's [optim] decides; remove it"
+
+
+BLOCKS = frozenset({"zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", "data_types"})
+PARAMS = {
+    "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
+    "scheduler": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"},
+}
+
+
+def _unknown(where: str, key: str, known: frozenset[str]) -> str:
+    meant = nearest(key, sorted(known))
+    return f"{where}: DeepSpeed has no such key; " + (f"did you mean {meant}?" if meant else "remove it")
+
+
+def _zero_problems(document: dict[str, Any], config: SFTConfig) -> Iterator[str]:
+    zero = document.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        yield f"zero_optimization.stage: {json.dumps(stage)} is not 0, 1, 2 or 3; choose one"
+        return
+    for block, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+        offload = zero.get(block) or {}
+        if not isinstance(offload, dict):
+            yield f'zero_optimization.{block}: {json.dumps(offload)} is not an object; write {{"device": "cpu"}}'
+        elif offload.get("device", "none") != "none" and stage < lowest:
+            yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
+    if stage == 0 and config.train.precision == "bf16":
+        yield (
+            "zero_optimization.stage: DeepSpeed cannot accumulate gradients in fp32 at stage 0 with train.precision "
+            "(bf16); use stage 1, 2 or 3, or train.precision = fp32"
+        )
+
+
+def _finished(document: dict[str, Any], config: SFTConfig, device: Device, world_size: int) -> dict[str, Any]:
+    result: dict[str, Any] = _without_auto(document)
+    for key in ("optimizer", "scheduler", "bfloat16"):  # the trainer builds its own; bfloat16 is an old name of bf16
+        result.pop(key, None)
+    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
+    result |= {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        # DeepSpeed insists on the product; a global batch that does not divide evenly is a little smaller.
+        "train_batch_size": micro * steps * world_size,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    result["bf16"] = result.get("bf16", {}) | {"enabled": config.train.precision == "bf16"}
+    result["data_types"] = result.get("data_types", {}) | {"grad_accum_dtype": "fp32"}
+    result["zero_optimization"] = _fit_device(result.get("zero_optimization", {}), device)
+    return result
+
+
+def _without_auto(value: Any) -> Any:
+    """A copy without `"auto"` entries: they are filled in here, or DeepSpeed's own default holds."""
+    if isinstance(value, dict):
+        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+    if isinstance(value, list):
+        return [_without_auto(item) for item in value]
+    return (
+        int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
+    )  # bucket sizes: 5e7
+
+
+def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
+    """Pinned memory and overlapping streams exist on a GPU only."""
+    zero = dict(zero)
+    for block in ("offload_optimizer", "offload_param"):
+        if block in zero:
+            pin = device == "cuda" and (zero[block] or {}).get("pin_memory", True)
+            zero[block] = (zero[block] or {}) | {"pin_memory": pin}
+    if device == "cpu":
+        zero["overlap_comm"] = False
+    return zero

@@ -1,0 +1,92 @@
+"""The keys of a configuration schema: which are known, and which one a person may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dsreason.config.problems import nearest
+
+KeyPath = tuple[str | int, ...]
+"""`("data", "sources", 0, "path")`, written `data.sources.0.path`."""
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also inside a list or beside plain values; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        if found := section_of(argument):
+            return found
+    return None
+
+
+def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    """The field at `path`; list indexes are passed over."""
+    section: type[BaseModel] | None = schema
+    field = None
+    for name in (part for part in path if isinstance(part, str)):
+        if section is None or name not in section.model_fields:
+            return None
+        field = section.model_fields[name]
+        section = section_of(field.annotation)
+    return field
+
+
+def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
+    """The document without the keys that the schema does not have, and the paths of those."""
+    known: dict[str, Any] = {}
+    unknown: list[KeyPath] = []
+    for key, value in document.items():
+        if key not in schema.model_fields:
+            unknown.append((key,))
+            continue
+        known[key], below = _split_value(section_of(schema.model_fields[key].annotation), value)
+        unknown += [(key, *path) for path in below]
+    return known, unknown
+
+
+def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list[KeyPath]]:
+    if section is not None and isinstance(value, dict):
+        return split_unknown(section, value)
+    if section is not None and isinstance(value, list):
+        parts = [_split_value(section, item) for item in value]
+        return [part for part, _ in parts], [(i, *path) for i, (_, paths) in enumerate(parts) for path in paths]
+    return value, []
+
+
+def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every key of every section, list entries without their index."""
+    for name, field in schema.model_fields.items():
+        yield (*prefix, name)
+        if section := section_of(field.annotation):
+            yield from all_keys(section, (*prefix, name))
+
+
+def suggest(schema: type[BaseModel], path: KeyPath) -> str:
+    """What to do about an unknown key: the key meant, looked for in its section, then in the whole schema."""
+    word = str(path[-1])
+    section = _section_at(schema, path[:-1])
+    everywhere = sorted(all_keys(schema), key=len)  # stable: the order of the schema within one depth
+    # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
+    if homes := [dotted(key) for key in everywhere if key[-1] == word]:
+        return f"did you mean {' or '.join(homes[:3])}?"
+    if near := nearest(word, section.model_fields, cutoff=0.7):
+        return f"did you mean {dotted((*path[:-1], near))}?"
+    if near := nearest(word, (str(key[-1]) for key in everywhere)):
+        return f"did you mean {next(dotted(key) for key in everywhere if key[-1] == near)}?"
+    where = f"[{dotted(path[:-1])}]" if path[:-1] else "the configuration"
+    return f"{where} has {', '.join(section.model_fields)}"
+
+
+def _section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel]:
+    field = field_at(schema, path)
+    section = section_of(field.annotation) if field else None
+    return section or schema

@@ -1,0 +1,214 @@
+"""Run configuration from a TOML, YAML or JSON file and `--set a.b=v`, checked as a whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest
+from dsreason.config.messages import reworded
+from dsreason.config.problems import config_error
+from dsreason.config.schema import SourceConfig
+from dsreason.config.shipped import find_file, shipped_file
+from dsreason.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
+
+RECIPES = "launch/recipes"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set`: `data.sources.0.path=/videos`."""
+
+    text: str
+    path: KeyPath
+    value: Any
+
+
+def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (), *, default_recipe: str) -> S:
+    """The configuration in `path` (its bare name may be a shipped recipe), with overrides applied.
+
+    Args:
+        overrides: `a.b=v`; `v` is a TOML value, `null`, or else a string, and a number in the key indexes a list.
+        default_recipe: name of the shipped recipe that is used where `path` is None.
+
+    Raises:
+        ConfigError: every problem at once, each with the file or `--set` it comes from.
+    """
+    file = shipped_file(RECIPES, default_recipe) if path is None else find_file(str(path), RECIPES)
+    name = f"{default_recipe} (shipped)" if path is None else str(path)
+    in_file = read_document(file, name)
+    parsed = [parse_override(text) for text in overrides]
+    document = json_like(in_file)
+    for override in parsed:
+        _apply(document, override)
+    known, unknown = split_unknown(schema, document)
+    problems = [(key, f"unknown key; {suggest(schema, key)}") for key in unknown]
+    try:
+        config = schema.model_validate(known)
+    except ValidationError as error:
+        problems += reworded(schema, error.errors(include_url=False), known)
+    if problems:
+        raise config_error([_line(name, key, text, in_file, parsed) for key, text in problems])
+    return config
+
+
+def dump_config(config: BaseModel) -> dict[str, Any]:
+    """The resolved configuration as JSON values, loadable again. The schema has no secrets: those stay in the environment."""
+    document: dict[str, Any] = config.model_dump(mode="json")
+    if document.get("data", {}).get("sources"):
+        # Beside `sources` the same keys of the section itself are errors when loaded.
+        document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
+    return document
+
+
+def read_document(file: Path, name: str) -> dict[str, Any]:
+    """The mapping in a TOML, YAML or JSON file, by suffix. `name` is how error texts call it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot be read ({error}); give a readable text file") from None
+    try:
+        document = _parse(text, file.suffix, name)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}; correct that place") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}: line {error.lineno}: not valid JSON: {error.msg}; correct that place") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise ConfigError(f"{name}: line {line}: not valid YAML: {error.problem}; correct that place") from None
+    if document is None:  # an empty YAML file
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name}: holds a {type(document).__name__}; write sections with keys")
+    return document
+
+
+def _parse(text: str, suffix: str, name: str) -> Any:
+    match suffix.lower():
+        case ".toml":
+            return tomllib.loads(text)
+        case ".yaml" | ".yml":
+            return _parse_yaml(text)
+        case ".json":
+            return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
+    raise ConfigError(f"{name}: unknown file type {suffix!r}; use .toml, .yaml or .json")
+
+
+def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"{name}: {', '.join(twice)}: set twice in the same section; keep one")
+    return dict(pairs)
+
+
+def _parse_yaml(text: str) -> Any:
+    """YAML as people expect it: `1e-6` is a number (PyYAML reads a string), a key twice is an error."""
+    _reject_twice(yaml.compose(text, Loader=_YamlLoader))
+    return yaml.load(text, Loader=_YamlLoader)
+
+
+_YamlLoader: Any = type("_YamlLoader", (yaml.SafeLoader,), {})
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _reject_twice(node: Any) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+            _reject_twice(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _reject_twice(item)
+
+
+def parse_override(text: str) -> Override:
+    """`optim.lr=1e-5` → `Override(path=("optim", "lr"), value=1e-5)`."""
+    key, equals, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {text}: is not of the form section.key=value; write one such as optim.lr=1e-5")
+    return Override(text, tuple(int(part) if part.isdigit() else part for part in parts), parse_value(value.strip()))
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value, `null` for "unset", or else the text itself."""
+    if text == "null":
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return json_like(parsed["value"]) if len(parsed) == 1 else text
+
+
+def json_like(value: Any) -> Any:
+    """A deep copy with string keys, so that overrides leave the file's own values alone."""
+    if isinstance(value, dict):
+        return {str(key): json_like(item) for key, item in value.items()}
+    return [json_like(item) for item in value] if isinstance(value, list) else value
+
+
+def _apply(document: dict[str, Any], override: Override) -> None:
+    here: Any = document
+    for depth, part in enumerate(override.path):
+        last = depth == len(override.path) - 1
+        _check_step(here, part, override, override.path[:depth])
+        if isinstance(here, list) and part == len(here):
+            here.append({})
+        if last:
+            here[part] = override.value
+        elif isinstance(here, list):
+            here = here[int(part)]
+        else:
+            following = override.path[depth + 1]
+            here = here.setdefault(part, [] if isinstance(following, int) else {})
+
+
+def _check_step(here: Any, part: str | int, override: Override, path: KeyPath) -> None:
+    where = f"--set {override.text}: {dotted(path)}"
+    if isinstance(here, list):
+        if not isinstance(part, int) or part > len(here):
+            raise ConfigError(
+                f"{where} is a list of {len(here)} entries, not {part!r}; give an index from 0 to {len(here)}"
+            )
+    elif not isinstance(here, dict):
+        raise ConfigError(f"{where} is the value {here!r}, not a section; set it as a whole")
+    elif isinstance(part, int):
+        raise ConfigError(f"{where} is a section, not a list; name one of its keys instead of {part}")
+
+
+def _line(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
+    return f"{_where(name, key, in_file, overrides)}: {dotted(key)}: {text}" if key else f"{name}: {text}"
+
+
+def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
+    """The file, or the `--set` that brought the value, or both where a section is wrong as a whole."""
+    for override in reversed(overrides):
+        if override.path == key[: len(override.path)]:
+            return f"--set {override.text}"
+    inside = [f"--set {override.text}" for override in overrides if override.path[: len(key)] == key]
+    return " and ".join([name] * _holds(in_file, key) + inside) or name
+
+
+def _holds(document: Any, key: KeyPath) -> bool:
+    for part in key:
+        in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
+        if not in_list and not (isinstance(document, dict) and part in document):
+            return False
+        document = document[part]
+    return True

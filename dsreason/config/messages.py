@@ -1,0 +1,103 @@
+"""pydantic's errors in the words of a configuration file: the value, the bound, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from dsreason.config.keys import KeyPath, field_at
+from dsreason.config.problems import nearest
+
+EXPECTED = {
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a section",
+    "model_type": "a section",
+    "model_attributes_type": "a section",
+}
+"""pydantic's error type: what the value should have been."""
+
+
+def reworded(
+    schema: type[BaseModel], errors: Iterable[ErrorDetails], document: dict[str, Any]
+) -> list[tuple[KeyPath, str]]:
+    """One text per key, without the key: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for error in errors:
+        by_path.setdefault(_path_in(document, error["loc"]), []).append(error)
+    # Where one form of a union fits up to a key inside it, the other forms say nothing of use.
+    shallow = {path[:depth] for path in by_path for depth in range(len(path))}
+    return [
+        (path, _text(schema, path, found)) for path, found in by_path.items() if not _only_types(found, path, shallow)
+    ]
+
+
+def _only_types(errors: list[ErrorDetails], path: KeyPath, shallow: set[KeyPath]) -> bool:
+    return path in shallow and all(error["type"] in EXPECTED for error in errors)
+
+
+def _path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
+    """The key that an error is about: `loc` without the parts that name a form of a union."""
+    path: list[str | int] = []
+    for part in loc:
+        inside = (
+            part in document if isinstance(document, dict) else isinstance(document, list) and isinstance(part, int)
+        )
+        if inside:
+            path.append(part)
+            document = document[part]
+    return tuple(path)
+
+
+def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) -> str:
+    field = field_at(schema, path)
+    default = field.default if field else PydanticUndefined
+    types = list(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
+    others = [_one(error, default) for error in errors if error["type"] not in EXPECTED]
+    if types and not others:
+        plain = default is not None and isinstance(default, (bool, int, float, str)) and default != ""
+        example = f", such as {default!r}" if plain else ""
+        others = [f"{errors[0]['input']!r} is not {' or '.join(types)}; set one{example}"]
+    return "; ".join(dict.fromkeys(others))
+
+
+def _one(error: ErrorDetails, default: Any) -> str:
+    value, context = repr(error["input"]), error.get("ctx", {})
+    match error["type"]:
+        case "greater_than":
+            return f"{value} is not greater than {context['gt']}; raise it"
+        case "greater_than_equal":
+            return f"{value} is less than {context['ge']}; raise it"
+        case "less_than":
+            return f"{value} is not less than {context['lt']}; lower it"
+        case "less_than_equal":
+            return f"{value} is greater than {context['le']}; lower it"
+        case "literal_error":
+            return _not_a_choice(error["input"], str(context["expected"]))
+        case "string_pattern_mismatch":
+            return f"{value} is not of the form {default!r}; write it like that"
+        case "missing":
+            return "is missing or too short; give all its values"
+        case "too_long":
+            return f"has {context['actual_length']} entries, at most {context['max_length']} belong here; remove some"
+        case "value_error":
+            return str(context["error"])
+    return f"{value}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _not_a_choice(value: Any, expected: str) -> str:
+    choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
+    meant = nearest(str(value), choices)
+    return f"{value!r} is not one of {', '.join(choices)}; " + (f"did you mean {meant}?" if meant else "choose one")

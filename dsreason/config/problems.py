@@ -1,0 +1,21 @@
+"""Several problems as one error, and the nearest word to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from dsreason.errors import ConfigError
+
+
+def config_error(problems: Sequence[str]) -> ConfigError:
+    """One error that tells all problems: `file: key: what, with both values; what to do`, one a line."""
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
+
+
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like `word`, or None where none is alike: `nearest("temprature", ["temperature"])`."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None

@@ -1,0 +1,264 @@
+"""The run configuration: every key, its type, its bounds and what it means.
+
+Validators are pure: no file, network, environment or torch. What depends on the number of ranks is checked by
+`check_world`, once, at start-up.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values cannot be changed after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    path: str = "tiny:qwen2_5_vl"
+    """Hugging Face folder or hub name; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are small random models for trying things."""
+    revision: str | None = None
+    """Hub revision."""
+    max_length: int = Field(4096, ge=8)
+    """Longest sample in tokens, media included."""
+    on_too_long: Literal["error", "skip"] = "error"
+    """What to do with a longer sample: stop and name it, or leave it out, count it and list it."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions, searched in parameter names (`visual`, `language_model\\.layers\\.[0-3]\\.`); each must match one."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """`auto` takes torch's scaled-dot-product attention."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for code you have read."""
+
+    @field_validator("freeze")
+    @classmethod
+    def check_patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct it") from None
+        return patterns
+
+
+class VisionConfig(Section):
+    """How media are sampled and resized. A part's own key in a sample wins over these."""
+
+    fps: float | None = Field(None, gt=0)
+    """Frames per second to sample from a video. Unset together with nframes: 2."""
+    nframes: int | None = Field(None, ge=1)
+    """Exact number of frames to sample, instead of `fps`."""
+    min_frames: int | None = Field(None, ge=1)
+    """At least this many frames (with `fps`)."""
+    max_frames: int | None = Field(None, ge=1)
+    """At most this many frames (with `fps`)."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Smallest size of an image or frame, in pixels."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Largest size of an image or frame, in pixels."""
+    total_pixels: int | None = Field(None, ge=1)
+    """Largest sum of pixels over the sampled frames of one video."""
+    video_start: float | None = Field(None, ge=0)
+    """Seconds at which a video begins."""
+    video_end: float | None = Field(None, gt=0)
+    """Seconds at which a video ends."""
+
+    @model_validator(mode="after")
+    def check_fps_or_nframes(self) -> VisionConfig:
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError(f"fps ({self.fps}) and nframes ({self.nframes}) exclude each other; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def check_ranges(self) -> VisionConfig:
+        for low, high in (
+            ("min_frames", "max_frames"),
+            ("min_pixels", "max_pixels"),
+            ("video_start", "video_end"),
+        ):
+            a, b = getattr(self, low), getattr(self, high)
+            if a is not None and b is not None and a > b:
+                raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
+        return self
+
+
+class SourceConfig(Section):
+    """One data set."""
+
+    adapter: str = "jsonl"
+    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
+    path: str = ""
+    """File, folder or hub name that the adapter reads."""
+    media_path: str = ""
+    """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
+    subset: str | None = None
+    """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
+    revision: str | None = None
+    """Hub revision."""
+    split: str | tuple[str, ...] = "train"
+    """One split or several, concatenated; row ranges as in `train[:100]`."""
+    limit: int | None = Field(None, ge=1)
+    """At most this many rows, from the first on."""
+    system_prompt: str = ""
+    """System message for samples that have none."""
+    question: str = "Describe what you see in this video."
+    """Question for data sets that have only labels (adapter `local_labels`)."""
+    vision: VisionConfig = VisionConfig()
+
+
+class WeightedSourceConfig(SourceConfig):
+    weight: float = Field(1.0, gt=0)
+    """How often an epoch sees each row: 1 once, 2 twice, 0.5 a (seeded) half of them."""
+
+
+class DataConfig(SourceConfig):
+    adapter: str = "builtin"
+    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
+    sources: tuple[WeightedSourceConfig, ...] = ()
+    """Several data sets instead of the one above."""
+    validation: float | int | SourceConfig = 0
+    """Share (0 to 1) or number of rows held out of training, or a data set of its own."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
+    workers: int = Field(2, ge=0)
+    """Processes per rank that decode media; 0 decodes in the training process."""
+    prefetch: int = Field(4, ge=1)
+    """Steps that are decoded ahead."""
+    shuffle: bool = True
+    """New order every epoch, derived from `train.seed`."""
+
+    @model_validator(mode="after")
+    def check_sources(self) -> DataConfig:
+        owned = set(SourceConfig.model_fields) & self.model_fields_set
+        if self.sources and owned:
+            raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
+        return self
+
+    @model_validator(mode="after")
+    def check_validation(self) -> DataConfig:
+        v = self.validation
+        if isinstance(v, float) and not v.is_integer() and not 0 < v < 1:
+            raise ValueError(f"validation ({v}) must be a share between 0 and 1 or a whole number of rows")
+        if isinstance(v, (int, float)) and v < 0:
+            raise ValueError(f"validation ({v}) is negative")
+        return self
+
+    def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
+        """The training sources: `sources`, or the section itself as the only one."""
+        if self.sources:
+            return self.sources
+        return (WeightedSourceConfig(**{k: getattr(self, k) for k in SourceConfig.model_fields}),)
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    """Applied to matrices, not to norms and biases."""
+    warmup: float | int = Field(0.03, ge=0)
+    """Warmup steps: a whole number, or a share (below 1) of all steps."""
+    schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
+    """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
+    decay_share: float = Field(0.2, gt=0, le=1)
+    """wsd: share of all steps that decays."""
+    min_lr_share: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end as a share of `lr`."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradient clipping; 0 only measures the norm."""
+
+
+class TrainConfig(Section):
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    """Stop earlier, after this many steps."""
+    global_batch_size: int = Field(32, ge=1)
+    """Samples per step, over all ranks. Accumulation steps are derived."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Padded tokens per forward on one rank, instead of a fixed number of samples."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of weights and activations; master weights, accumulation and reduction are always fp32."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def check_micro_batch(self) -> TrainConfig:
+        if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_micro_batch "
+                f"({self.max_tokens_per_micro_batch}) exclude each other; remove one"
+            )
+        return self
+
+
+class ValidationConfig(Section):
+    every: int = Field(0, ge=0)
+    """Steps between validations; 0: only before the first and after the last step."""
+    before_training: bool = True
+    micro_batch_size: int = Field(8, ge=1)
+    """Samples per forward and per generate call on one rank."""
+    generate: bool = True
+    """Also let the model answer, and compare with the reference (`val/accuracy`)."""
+    max_completion_length: int = Field(64, ge=1)
+    """Longest generated answer in tokens."""
+    max_samples: int | None = Field(None, ge=1)
+    """At most this many held-out rows."""
+    show: int = Field(4, ge=0)
+    """Generated answers shown in TensorBoard."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(500, ge=0)
+    """Steps between checkpoints; 0: only the last."""
+    keep: int = Field(2, ge=-1)
+    """How many of the newest to keep; -1 keeps all."""
+    keep_best: bool = True
+    """Also keep the best by `best_metric`."""
+    best_metric: Literal["val/accuracy", "val/loss"] = "val/loss"
+    export: Literal["all", "final", "none"] = "final"
+    """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
+    export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
+    """Of the exported weights; auto: `train.precision`."""
+    max_shard_size: str = Field("4GB", pattern=r"^\d+(\.\d+)?\s*[KMG]B$")
+    """Of one safetensors file."""
+
+
+class MonitorConfig(Section):
+    log_every: int = Field(1, ge=1)
+    """Steps between lines in metrics.jsonl and TensorBoard."""
+    wandb: bool = False
+    """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
+    wandb_project: str = "dsreason"
+    wandb_name: str | None = None
+
+
+class SFTConfig(Section):
+    """Everything of one `dsreason sft` run."""
+
+    output_dir: str | None = None
+    """Folder of the run; unset: `outputs/sft-<time>`."""
+    deepspeed: str = "zero3.json"
+    """DeepSpeed JSON: a path, or the name of a shipped one (`--ds-config` wins)."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def check_best_metric(self) -> SFTConfig:
+        if self.checkpoint.best_metric == "val/accuracy" and not self.validation.generate:
+            raise ValueError("checkpoint.best_metric (val/accuracy) needs validation.generate = true")
+        return self

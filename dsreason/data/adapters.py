@@ -1,0 +1,128 @@
+"""Finding an adapter: what turns one raw row of a data set into a `Sample`.
+
+An adapter is a module, or any object in one, with `to_sample(row, data) -> Sample`; `data` may be left out of the
+signature when it is not needed. Where the default (`dsreason.data.rows.read_rows`) does not serve, it also has
+`rows(data) -> Sequence`. That is called once for every split, with `data.split` a plain name: ranges such as
+`train[:100]` and `data.limit` are applied to what it returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.config.schema import SourceConfig
+from dsreason.data.rows import ListRows, Rows, parse_splits, read_rows, select
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was found under `name`."""
+
+    name: str
+    to_sample: Callable[[Any, SourceConfig], Sample]
+    read: Callable[[SourceConfig], Sequence[Any]]
+
+    def rows(self, data: SourceConfig) -> Rows:
+        """All rows that `data` asks for: its splits, ranges and limit."""
+        parts = []
+        for split in parse_splits(data.split):
+            rows = self.read(data.model_copy(update={"split": split.name}))
+            name = f"{data.path or self.name} ({split.name})" if split.name != "train" else data.path or self.name
+            parts.append((rows if isinstance(rows, Rows) else ListRows(rows, name), split))
+        return select(parts, data.limit)
+
+    def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
+        # A worker process that is not forked finds the adapter again: functions of a file given by path have no import name.
+        return find_adapter, (self.name,)
+
+
+def shipped_adapters() -> list[str]:
+    """Short names of the adapters that come with dsreason."""
+    import data_adapters
+
+    return sorted(module.name for module in pkgutil.iter_modules(data_adapters.__path__))
+
+
+def find_adapter(name: str) -> Adapter:
+    """The adapter called `name`: a shipped one, `package.module`, or a `.py` file; each may end in `:attr`.
+
+    Errors: ConfigError when there is none, when it has no `to_sample`, or when its file does not import.
+    """
+    target, _, attribute = name.partition(":")
+    shipped = shipped_adapters()
+    if target in shipped:
+        module = importlib.import_module(f"data_adapters.{target}")
+    elif target.endswith(".py") or "/" in target:
+        module = _import_file(Path(target).expanduser(), name)
+    else:
+        module = _import_module(target, name, shipped)
+    found = _attribute(module, attribute, name) if attribute else module
+    if "to_sample" not in dir(found):
+        raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
+    return Adapter(name, _with_data(found.to_sample), _reader(found))
+
+
+def _reader(found: Any) -> Callable[[SourceConfig], Sequence[Any]]:
+    return found.rows if "rows" in dir(found) else read_rows
+
+
+def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:
+    if len(inspect.signature(to_sample).parameters) > 1:
+        return to_sample
+    return lambda row, data: to_sample(row)
+
+
+def _attribute(module: Any, attribute: str, name: str) -> Any:
+    if attribute not in vars(module):
+        raise ConfigError(f'data.adapter "{name}": {module.__name__} has no "{attribute}"')
+    return vars(module)[attribute]
+
+
+def _import_module(target: str, name: str, shipped: list[str]) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # `python -m dsreason` has the current folder on the path, the installed command has not: make them agree.
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
+            raise ConfigError(f'data.adapter "{name}" needs a package that is not installed: {error.name}') from error
+        near = difflib.get_close_matches(target, shipped, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else "."
+        raise ConfigError(
+            f'data.adapter "{name}" was not found{hint} Shipped: {", ".join(shipped)}. '
+            "Your own: package.module, package.module:attr or a path to a .py file"
+        ) from error
+
+
+def _import_file(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(f'data.adapter "{name}": no file {path.absolute()}')
+    path = path.resolve()
+    module_name = f"dsreason_adapter_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f'data.adapter "{name}": {path} is not a Python file')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        del sys.modules[module_name]
+        raise ConfigError(f'data.adapter "{name}": {path} does not import: {error}') from error
+    return module

@@ -1,0 +1,309 @@
+"""Messages and media files to token ids, loss mask, positions and pixels.
+
+One plan, made from media headers and the chat template alone, gives the token count (`measure`) and the exact size of
+every medium. `encode` then decodes each file once, resizes it once to that size, and calls the Hugging Face processor
+with resizing and frame sampling off, so that the same decoded media and the same ids can be given to another engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from dsreason.data import media, vision
+from dsreason.data.render import Segment, render_prompt, render_training
+from dsreason.data.types import EncodedSample, Message, Sample
+from dsreason.errors import DataError
+
+Medium = Image.Image | tuple[np.ndarray, dict[str, Any]]
+"""Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
+
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+PER_VIDEO_LIMITS = ("Qwen3VLVideoProcessor",)
+"""Video processors whose `size` bounds the pixels of all frames together instead of one frame's."""
+
+
+class SampleTooLong(DataError):
+    """A sample with more tokens than `max_length`. Nothing is ever cut off."""
+
+
+@dataclass(frozen=True)
+class PlannedMedium:
+    """A medium as it will be, known from its header. `size` is the (height, width) it is resized to."""
+
+    kind: Literal["image", "video"]
+    path: str
+    size: tuple[int, int]
+    grid: tuple[int, int, int]  # patches: time, height, width
+    indices: tuple[int, ...] = ()
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt for generation: `prompt_ids` hold one placeholder per medium, `encoded.input_ids` one per vision token."""
+
+    sample: Sample
+    encoded: EncodedSample
+    prompt_ids: list[int]
+    media: list[Medium]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns samples into tensors; picklable. `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T]."""
+
+    processor: ProcessorMixin
+    position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    max_length: int
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.processor.tokenizer.pad_token_id)
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """The whole conversation. Trained: the text of every assistant turn and its end-of-turn token.
+
+        DataError names the sample; SampleTooLong when it has more than `max_length` tokens.
+        """
+        planned = self._plan_media(sample, sample.messages)
+        ids, mask = self._expand(sample, render_training(self.processor, sample), planned)
+        return self._finish(sample, ids, mask, planned, self._load(sample, planned))
+
+    def encode_prompt(self, sample: Sample) -> EncodedPrompt:
+        """The messages without a last assistant turn, and the generation prompt. Its ids begin those of `encode`."""
+        messages = prompt_messages(sample)
+        planned = self._plan_media(sample, messages)
+        segments = render_prompt(self.processor, replace(sample, messages=messages))
+        ids, mask = self._expand(sample, segments, planned)
+        loaded = self._load(sample, planned)
+        prompt_ids = [token for segment in segments for token in segment.ids]
+        return EncodedPrompt(sample, self._finish(sample, ids, mask, planned, loaded), prompt_ids, loaded)
+
+    def measure(self, sample: Sample) -> int:
+        """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
+        planned = self._plan_media(sample, sample.messages)
+        ids, _ = self._expand(sample, render_training(self.processor, sample), planned)
+        return len(ids)
+
+    def dummy(self, kind: Literal["image", "video"]) -> EncodedSample:
+        """The smallest medium that the vision tower takes, black, between its start and end tokens; nothing is trained."""
+        side = self._limits(kind).factor
+        sample = Sample(id=f"dummy {kind}", messages=[])
+        if kind == "image":
+            planned = PlannedMedium("image", "", (side, side), self._grid(1, (side, side)))
+            loaded: Medium = Image.new("RGB", (side, side))
+        else:
+            frames = self._temporal_patch
+            metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
+            planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
+            loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
+        text = VISION_START + self._placeholder(kind) + VISION_END
+        segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids, mask = self._expand(sample, [segment], [planned])
+        return self._finish(sample, ids, mask, [planned], [loaded])
+
+    # ------------------------------------------------------------ planning
+
+    def _plan_media(self, sample: Sample, messages: list[Message]) -> list[PlannedMedium]:
+        planned = []
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") in ("image", "video"):
+                    try:
+                        planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
+                    except DataError as error:
+                        raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
+        return planned
+
+    def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
+        path = _path_of(part)
+        height, width = media.probe_image(path)
+        try:
+            size = vision.image_size(height, width, part, self._limits("image"))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        return PlannedMedium("image", path, size, self._grid(1, size))
+
+    def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
+        path, patch = _path_of(part), self._temporal_patch
+        info = media.probe_video(path)
+        try:
+            chosen = vision.sample_frames(info, part, patch)
+            count = len(chosen.indices)
+            size = vision.video_size(info.height, info.width, count, part, self._limits("video"), patch)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        metadata = _metadata(info.num_frames, chosen, info.fps)
+        return PlannedMedium("video", path, size, self._grid(count, size), chosen.indices, metadata)
+
+    def _limits(self, kind: Literal["image", "video"]) -> vision.PixelLimits:
+        processor = self.processor.image_processor if kind == "image" else self.processor.video_processor
+        return vision.PixelLimits(
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+            per_video=type(processor).__name__ in PER_VIDEO_LIMITS,
+        )
+
+    @property
+    def _temporal_patch(self) -> int:
+        return int(self.processor.video_processor.temporal_patch_size)
+
+    def _grid(self, num_frames: int, size: tuple[int, int]) -> tuple[int, int, int]:
+        patch = self.processor.image_processor.patch_size
+        return -(-num_frames // self._temporal_patch), size[0] // patch, size[1] // patch
+
+    # ------------------------------------------------------------ tokens
+
+    def _placeholder(self, kind: Literal["image", "video"]) -> str:
+        return self.processor.image_token if kind == "image" else self.processor.video_token
+
+    def _expand(
+        self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids and loss mask with every placeholder replaced by its medium's tokens."""
+        kind_of = {self.processor.image_token_id: "image", self.processor.video_token_id: "video"}
+        ids: list[int] = []
+        mask: list[bool] = []
+        remaining = iter(planned)
+        for segment in segments:
+            for token, trained in zip(segment.ids, segment.mask, strict=True):
+                if token in kind_of:
+                    medium = next(remaining, None)
+                    if medium is None or medium.kind != kind_of[token]:
+                        raise DataError(
+                            f"sample {sample.id!r}: the chat template does not show its media in their order"
+                        )
+                    expanded = self._medium_ids(medium)
+                    ids += expanded
+                    mask += [False] * len(expanded)
+                else:
+                    ids.append(token)
+                    mask.append(trained)
+        if next(remaining, None) is not None:
+            raise DataError(f"sample {sample.id!r}: the chat template leaves out some of its {len(planned)} media")
+        return ids, mask
+
+    def _medium_ids(self, medium: PlannedMedium) -> list[int]:
+        """What the processor puts in place of one placeholder (Qwen3-VL video: with a time before each frame group)."""
+        merge = self.processor.image_processor.merge_size
+        time, height, width = medium.grid
+        per_group = height * width // merge**2
+        if medium.kind == "image":
+            return [self.processor.image_token_id] * per_group
+        # The processor writes the text for one token per group; repeating ids is cheaper than tokenizing repeated text.
+        inputs = {
+            "video_grid_thw": torch.tensor([[time, merge, merge]]),
+            "video_metadata": [_video_metadata(medium.metadata)],
+        }
+        text = self.processor.replace_video_token(inputs, video_idx=0)
+        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        video_id = self.processor.video_token_id
+        return [token for short in ids for token in ([short] * (per_group if short == video_id else 1))]
+
+    # ------------------------------------------------------------ tensors
+
+    def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
+        """Each file decoded and resized once."""
+        try:
+            return [_load_medium(medium) for medium in planned]
+        except DataError as error:
+            raise DataError(f"sample {sample.id!r}: {error}") from error
+
+    def _finish(
+        self, sample: Sample, ids: list[int], mask: list[bool], planned: list[PlannedMedium], loaded: list[Medium]
+    ) -> EncodedSample:
+        if len(ids) > self.max_length:
+            raise SampleTooLong(
+                f"sample {sample.id!r} has {len(ids)} tokens, more than model.max_length ({self.max_length}); "
+                'raise it, use fewer frames or pixels, or leave such samples out with data.on_bad_row = "skip"'
+            )
+        mm_kwargs = self._mm_kwargs(loaded)
+        for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+            grids = [list(medium.grid) for medium in planned if medium.kind == kind]
+            if grids and mm_kwargs[key].tolist() != grids:
+                raise DataError(
+                    f"sample {sample.id!r}: the processor made {key} {mm_kwargs[key].tolist()}, not {grids}"
+                )
+        input_ids = torch.tensor(ids, dtype=torch.int64)
+        types = torch.zeros_like(input_ids)
+        types[input_ids == self.processor.image_token_id] = 1
+        types[input_ids == self.processor.video_token_id] = 2
+        return EncodedSample(
+            id=sample.id,
+            input_ids=input_ids,
+            loss_mask=torch.tensor(mask, dtype=torch.bool),
+            position_ids=self.position_ids(types, mm_kwargs),
+            mm_token_type_ids=types,
+            mm_kwargs=mm_kwargs,
+        )
+
+    def _mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
+        """The model's keyword arguments, made by its own processor from media that already have their final size."""
+        images = [medium for medium in loaded if isinstance(medium, Image.Image)]
+        videos = [medium for medium in loaded if not isinstance(medium, Image.Image)]
+        if not loaded:
+            return {}
+        options: dict[str, Any] = {"do_resize": False, "return_tensors": "pt"}
+        if videos:
+            options["do_sample_frames"] = False
+            options["video_metadata"] = [_video_metadata(metadata) for _, metadata in videos]
+        inputs = self.processor(images=images or None, videos=[frames for frames, _ in videos] or None, **options)
+        return {key: _as_forward_takes_it(value) for key, value in inputs.items()}
+
+
+def prompt_messages(sample: Sample) -> list[Message]:
+    """The messages that a completion follows: all of them, without the last one where that is the assistant's."""
+    last = sample.messages[-1] if sample.messages else {}
+    return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages
+
+
+def _load_medium(medium: PlannedMedium) -> Medium:
+    if medium.kind == "video":
+        return media.load_video(medium.path, medium.indices, size=medium.size), dict(medium.metadata or {})
+    image = media.load_image(medium.path)
+    height, width = medium.size
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _metadata(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
+    """A video's description in the form that vLLM takes; `total_num_frames` counts the range that was sampled from.
+
+    The processors derive seconds per frame group from it: sampled fps = frames / total_num_frames x fps.
+    """
+    return {
+        "total_num_frames": chosen.range_frames,
+        "fps": fps,
+        "duration": num_frames / fps,
+        "video_backend": "pyav",
+        "frames_indices": list(chosen.indices),
+        "do_sample_frames": False,
+    }
+
+
+def _video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
+    fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
+    return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
+
+
+def _as_forward_takes_it(value: Tensor | list[float]) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)
+
+
+def _path_of(part: Mapping[str, Any]) -> str:
+    path = part.get(part["type"])
+    if not isinstance(path, str | Path) or not str(path):
+        raise DataError(f"a part of type {part['type']!r} needs the key {part['type']!r} with a path; it has {path!r}")
+    return str(path)

@@ -1,0 +1,301 @@
+"""Image and video files: sizes from their headers, pixels as uint8 RGB. A file that cannot be used is a `DataError`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from PIL import Image, ImageOps
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as tvf
+
+from dsreason.errors import ConfigError, DataError
+
+MAX_IMAGE_PIXELS = 150_000_000
+"""Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb)."""
+MAX_VIDEO_FRAMES = 2_000_000
+"""Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
+SEEK_FROM_FRAME = 128
+"""When the first wanted frame lies beyond this one, jump to the key frame before it instead of decoding from the start."""
+BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
+
+EXIF_ORIENTATION = 0x0112
+PILLOW_ERRORS = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """`height` and `width` in pixels after rotation, `duration` in seconds, `fps` averaged over the whole stream."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    duration: float
+
+
+def local_path(path: str | Path) -> Path:
+    """The file behind a path or `file://` address. DataError when it is no readable, non-empty file on this machine."""
+    text = str(path)
+    if "://" in text:
+        parts = urlsplit(text)
+        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+            raise DataError(f"{text}: media must be local files; download it and give the path")
+        text = unquote(parts.path)
+    file = Path(text)
+    if not file.exists():
+        raise DataError(f"{file}: no such file")
+    if not file.is_file():
+        raise DataError(f"{file}: is not a file")
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file}: no permission to read it")
+    if file.stat().st_size == 0:
+        raise DataError(f"{file}: the file is empty (0 bytes)")
+    return file
+
+
+# ---------------------------------------------------------------- images
+
+
+def probe_image(path: str | Path) -> tuple[int, int]:
+    """(height, width) after EXIF rotation, from the header alone."""
+    with _opened_image(local_path(path)) as image:
+        width, height = image.size
+        return (width, height) if image.getexif().get(EXIF_ORIENTATION) in (5, 6, 7, 8) else (height, width)
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
+    with _opened_image(local_path(path)) as image:
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _opened_image(file: Path) -> Iterator[Image.Image]:
+    try:
+        with Image.open(file) as image:
+            if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
+                raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
+            yield image
+    except PILLOW_ERRORS as error:
+        raise DataError(f"{file}: not a usable image: {error}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a sample: Pillow's own conversion would clip at 255
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+# ---------------------------------------------------------------- videos
+
+
+def probe_video(path: str | Path) -> VideoInfo:
+    """Number of frames, rate and size of the first video stream.
+
+    The count is the one that decoding yields. The header is believed where it agrees with its own index; otherwise the
+    packets are counted by reading through the file without decoding. One frame is decoded, because PyAV shows a
+    stream's rotation on frames only.
+    """
+    file = local_path(path)
+    with _opened_video(file) as (container, stream):
+        average = float(stream.average_rate or 0)
+        if _header_is_exact(file, stream):
+            num_frames, fps = stream.frames, average
+        else:
+            times = _packet_times(container, stream)
+            num_frames, fps = len(times), _rate_of(times, stream, average)
+            container.seek(0)
+        if not 0 < num_frames <= MAX_VIDEO_FRAMES:
+            raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
+        if fps <= 0:
+            raise DataError(f"{file}: the frame rate cannot be told from the header or the {num_frames} frames")
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
+        height, width = _rotated_size(first)
+        return VideoInfo(num_frames, fps, height, width, num_frames / fps)
+
+
+def load_video(
+    path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None, backend: str | None = None
+) -> np.ndarray:
+    """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
+
+    `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
+    do), so that the full-size frames are never held together. `backend` is `pyav` or `torchcodec` (default: the
+    environment variable DSREASON_VIDEO_BACKEND, else `pyav`).
+    """
+    file = local_path(path)
+    if not indices or min(indices) < 0 or list(indices) != sorted(indices):
+        raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
+    wanted = sorted(set(indices))
+    backend = backend or os.environ.get(BACKEND_VARIABLE, "pyav")
+    if backend == "torchcodec":
+        frames = _torchcodec_frames(file, wanted, size)
+    elif backend == "pyav":
+        frames = _pyav_frames(file, wanted, size)
+    else:
+        raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
+    row_of = {index: row for row, index in enumerate(wanted)}
+    stacked = np.stack(frames)
+    return stacked if len(wanted) == len(indices) else stacked[[row_of[index] for index in indices]]
+
+
+def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation; unchanged when it has that size."""
+    if frames.shape[-3:-1] == size:
+        return frames
+    channels_first = torch.from_numpy(frames).movedim(-1, -3)
+    resized = tvf.resize(channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return resized.movedim(-3, -1).contiguous().numpy()
+
+
+@contextmanager
+def _opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    try:
+        # Only plain files: a playlist in disguise must not make FFmpeg fetch anything else.
+        with av.open(
+            str(file.absolute()), metadata_errors="ignore", options={"protocol_whitelist": "file"}
+        ) as container:
+            if not container.streams.video:
+                raise DataError(f"{file}: holds no video stream (container {container.format.name})")
+            if container.format.name.endswith("_pipe") or container.format.name == "image2":
+                raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
+            stream = container.streams.video[0]
+            if stream.frames > MAX_VIDEO_FRAMES:
+                raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
+            if stream.width * stream.height > MAX_IMAGE_PIXELS:
+                raise DataError(
+                    f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels"
+                )
+            stream.thread_type = "AUTO"
+            stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
+            yield container, stream
+    except av.FFmpegError as error:
+        raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+
+
+def _header_is_exact(file: Path, stream: VideoStream) -> bool:
+    """True when the header's count equals the entries of its index and none of them is cut away by an edit list."""
+    if (
+        stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
+    ):  # PyAV < 18 hides the index
+        return False
+    kept, end = 0, 0
+    for entry in stream.index_entries:
+        kept += not entry.is_discard
+        end = max(end, entry.pos + entry.size)
+    if end > (size := file.stat().st_size):
+        raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
+    return kept == stream.frames == len(stream.index_entries)
+
+
+def _packet_times(container: InputContainer, stream: VideoStream) -> list[int | None]:
+    """Presentation time of every frame that decoding shows, in units of the stream's time base, in presentation order."""
+    times: list[int | None] = []
+    for packet in container.demux(stream):
+        if packet.size and not packet.is_discard:
+            times.append(packet.pts)
+            if len(times) > MAX_VIDEO_FRAMES:
+                break
+    return times if None in times else sorted(times)
+
+
+def _rate_of(times: list[int | None], stream: VideoStream, average: float) -> float:
+    known = [time for time in times if time is not None]
+    if len(known) == len(times) and len(known) > 1 and known[-1] > known[0] and stream.time_base:
+        return (len(known) - 1) / float((known[-1] - known[0]) * stream.time_base)
+    return average
+
+
+def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+    if wanted[0] >= SEEK_FROM_FRAME:
+        frames = _frames_after_seek(file, wanted, size)
+        if len(frames) == len(wanted):
+            return frames
+    return _frames_from_start(file, wanted, size)
+
+
+def _frames_from_start(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+    frames: list[np.ndarray] = []
+    count = 0
+    chosen = set(wanted)
+    with _opened_video(file) as (container, stream):
+        for index, frame in enumerate(container.decode(stream)):
+            count = index + 1
+            if index in chosen:
+                if frame.is_corrupt:
+                    raise DataError(f"{file}: frame {index} is damaged")
+                frames.append(_to_array(frame, size))
+            if index >= wanted[-1]:
+                return frames
+    raise DataError(
+        f"{file}: frame {wanted[-1]} is wanted but only {count} can be decoded; the file is damaged or truncated"
+    )
+
+
+def _frames_after_seek(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+    """As `_frames_from_start`, found by presentation time; fewer than `wanted` where the times do not allow it."""
+    frames: list[np.ndarray] = []
+    with _opened_video(file) as (container, stream):
+        times = _packet_times(container, stream)
+        if None in times or len(set(times)) != len(times) or wanted[-1] >= len(times):
+            return frames
+        chosen = {times[index] for index in wanted}
+        container.seek(times[wanted[0]], stream=stream)
+        for frame in container.decode(stream):
+            if frame.pts in chosen and not frame.is_corrupt:
+                frames.append(_to_array(frame, size))
+            if frame.pts is None or frame.pts >= times[wanted[-1]]:
+                break
+    return frames
+
+
+def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> np.ndarray:
+    array = frame.to_ndarray(format="rgb24")
+    if turns := _quarter_turns(frame):
+        array = np.ascontiguousarray(np.rot90(array, turns))
+    return array if size is None else resize_frames(array, size)
+
+
+def _quarter_turns(frame: VideoFrame) -> int:
+    """Counter-clockwise quarter turns that show the frame upright (display matrix, rounded to 90 degrees)."""
+    return round(frame.rotation / 90) % 4
+
+
+def _rotated_size(frame: VideoFrame) -> tuple[int, int]:
+    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
+
+
+def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+    if importlib.util.find_spec("torchcodec") is None:
+        raise ConfigError(f"video backend torchcodec is not installed; install it or unset {BACKEND_VARIABLE}")
+    try:
+        from torchcodec.decoders import VideoDecoder
+    except (ImportError, RuntimeError, OSError) as error:  # its shared library needs FFmpeg's
+        raise ConfigError(f"video backend torchcodec cannot be loaded ({str(error).splitlines()[0]})") from error
+    try:
+        decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=torch.get_num_threads())
+        frames = decoder.get_frames_at(indices=wanted).data.numpy()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if "libtorchcodec" in str(error):  # found only now that FFmpeg's libraries are missing
+            raise ConfigError(f"video backend torchcodec needs FFmpeg's libraries; unset {BACKEND_VARIABLE}") from error
+        raise DataError(f"{file}: not a usable video: {error}") from error
+    return list(frames if size is None else resize_frames(frames, size))

@@ -1,0 +1,181 @@
+"""The chat template applied to a conversation, cut where a generation begins, with the trained tokens marked.
+
+The text is tokenized piece by piece: up to a generation prompt, then the assistant's text, then the next piece. So the
+ids of a prompt always begin the ids of its training sample, and the tokens of an answer are those that sampling makes;
+tokenizing the whole text at once would merge a line break that begins an answer with the one that ends the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import ProcessorMixin
+
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+RESERVED_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of one piece of a rendered conversation; the first `num_trained` of them are trained."""
+
+    ids: list[int]
+    num_trained: int = 0
+
+    @property
+    def mask(self) -> list[bool]:
+        return [position < self.num_trained for position in range(len(self.ids))]
+
+
+def render_training(processor: ProcessorMixin, sample: Sample) -> list[Segment]:
+    """The whole conversation; trained are the text of every assistant turn and the end-of-turn token after it.
+
+    DataError when there is no assistant turn, or when the template shows an assistant's text otherwise than it is.
+    """
+    messages = clean_messages(processor, sample)
+    turns = _assistant_turns(messages)
+    if not turns:
+        raise DataError(f"sample {sample.id!r}: no assistant message, so there is nothing to train on")
+    rendered = _render(processor, sample, messages, generate=False)
+    spans = []
+    for number in turns:
+        prompt = _render(processor, sample, messages[:number], generate=True)
+        span = _assistant_span(rendered, prompt, messages[number]["content"])
+        if span is None:
+            raise DataError(_changed_text(sample, number, rendered, prompt, messages[number]["content"]))
+        end_of_turn = processor.tokenizer.eos_token
+        if not rendered.startswith(end_of_turn, span[1]):
+            raise DataError(
+                f"sample {sample.id!r}, message {number}: the chat template does not end the assistant's turn with "
+                f"{end_of_turn!r} but with {rendered[span[1] : span[1] + 20]!r}"
+            )
+        spans.append(span)
+    return _segments(processor, rendered, spans)
+
+
+def render_prompt(processor: ProcessorMixin, sample: Sample) -> list[Segment]:
+    """The whole conversation and the prompt for the next assistant turn; nothing is trained."""
+    messages = clean_messages(processor, sample)
+    rendered = _render(processor, sample, messages, generate=True)
+    prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _assistant_turns(messages)}
+    spans = [_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
+    # A turn that the template shortens is not trained here, so it needs no token boundaries of its own.
+    segments = _segments(processor, rendered, [span for span in spans if span is not None])
+    return [Segment(segment.ids) for segment in segments]
+
+
+def _assistant_turns(messages: list[Message]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[Segment]:
+    """Tokens of `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
+    segments: list[Segment] = []
+    position = 0
+    num_after = 0  # tokens after the span that belong to it: its end-of-turn token
+    for start, stop in spans:
+        segments.append(Segment(_tokenize(processor, rendered[position:start]), num_after))
+        answer = _tokenize(processor, rendered[start:stop])
+        segments.append(Segment(answer, len(answer)))
+        position, num_after = stop, 1
+    segments.append(Segment(_tokenize(processor, rendered[position:]), num_after))
+    return segments
+
+
+def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
+    """Characters of `rendered` that the model writes after `prompt`; None when `content` does not follow it unchanged."""
+    if not rendered.startswith(prompt):
+        return None
+    # Some templates trim the text; some put its beginning ("<think>\n") into the generation prompt.
+    for text in (content, content.strip()):
+        for overlap in range(min(len(prompt), len(text)) + 1):
+            if prompt.endswith(text[:overlap]) and rendered.startswith(text[overlap:], len(prompt)):
+                return len(prompt), len(prompt) + len(text) - overlap
+    return None
+
+
+def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
+    shown = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
+    return (
+        f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning of "
+        f"earlier turns): the assistant's text begins {content[:80]!r}, the template shows {shown}; split the conversation "
+        "so that this is its last turn, or change the template"
+    )
+
+
+def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], *, generate: bool) -> str:
+    try:
+        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error
+
+
+def _tokenize(processor: ProcessorMixin, text: str) -> list[int]:
+    return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+# ---------------------------------------------------------------- checking messages
+
+
+def clean_messages(processor: ProcessorMixin, sample: Sample) -> list[Message]:
+    """The messages as templates take them: bare media parts, assistant text as one string. DataError names the message."""
+    if not sample.messages:
+        raise DataError(f"sample {sample.id!r} has no messages")
+    reserved = {*RESERVED_TOKENS, processor.image_token, processor.video_token, processor.tokenizer.eos_token}
+    cleaned = []
+    for number, message in enumerate(sample.messages):
+        where = f"sample {sample.id!r}, message {number}"
+        if (role := message.get("role")) not in ROLES:
+            raise DataError(f"{where}: role is {role!r}; it must be one of {', '.join(ROLES)}")
+        content = _clean_content(where, message.get("content"), reserved)
+        if role == "assistant":
+            content = _assistant_text(where, content)
+        cleaned.append({**message, "content": content})
+    if cleaned[0]["role"] == "assistant":
+        raise DataError(
+            f"sample {sample.id!r}: the conversation begins with the assistant; a user message must be first"
+        )
+    return cleaned
+
+
+def _clean_content(where: str, content: Any, reserved: set[str]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return _clean_text(where, content, reserved)
+    if not isinstance(content, list):
+        raise DataError(f"{where}: content is {content!r}; it must be text or a list of parts")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            parts.append({"type": "text", "text": _clean_text(where, part.get("text"), reserved)})
+        elif kind in ("image", "video"):
+            parts.append({"type": kind})
+        else:
+            raise DataError(f"{where}: part {part!r} has no known type; it must be text, image or video")
+    return parts
+
+
+def _clean_text(where: str, text: Any, reserved: set[str]) -> str:
+    if not isinstance(text, str):
+        raise DataError(f"{where}: text is {text!r}; it must be a string")
+    for token in reserved:
+        if token in text:
+            raise DataError(f"{where}: the text contains the model's control token {token!r}; remove it")
+    return text
+
+
+def _assistant_text(where: str, content: str | list[dict[str, str]]) -> str:
+    if isinstance(content, list):
+        if any(part["type"] != "text" for part in content):
+            raise DataError(f"{where}: an assistant message may hold text only, no image or video")
+        content = "".join(part["text"] for part in content)
+    if not content.strip():
+        raise DataError(f"{where}: the assistant's text is empty")
+    return content

@@ -1,0 +1,347 @@
+"""Rows of a data set, read one at a time: JSON lists, JSON lines and Hugging Face data sets.
+
+Rows and lines are counted from 1 in messages, as editors do. Nothing here unpickles or runs code that comes with data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dsreason.config.schema import SourceConfig
+from dsreason.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+
+
+class Rows(Sequence[Any]):
+    """Rows that know where they came from."""
+
+    @abstractmethod
+    def location(self, index: int) -> str:
+        """Where row `index` stands, for messages: `train.jsonl, row 3`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return SelectedRows([(self, range(*index.indices(len(self))))])
+        return self.row(range(len(self))[index])
+
+    @abstractmethod
+    def row(self, index: int) -> Any:
+        """The row at `index`, which is not negative."""
+
+
+class ListRows(Rows):
+    """Rows that an adapter's own `rows()` returned."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self.rows, self.name = rows, name
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index]
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class JsonListRows(Rows):
+    """A file that holds one JSON list.
+
+    The rows are kept as their JSON text in one block: a list of Python objects takes several times the memory, again in
+    every worker process (reference counts defeat copy-on-write).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rows = _parse_json(path)
+        if not isinstance(rows, list):
+            raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
+        texts = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+        self.ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        self.block = b"".join(texts)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def row(self, index: int) -> Any:
+        start = self.ends[index - 1] if index else 0
+        return json.loads(self.block[start : self.ends[index]])
+
+    def location(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+
+class JsonLinesRows(Rows):
+    """A file with one JSON object a line. Only line offsets are held; a line is read and parsed when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        offsets, lines, position = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    offsets.append(position)
+                    lines.append(number)
+                position += len(line)
+        self.offsets = np.array(offsets, dtype=np.int64)
+        self.lines = np.array(lines, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def row(self, index: int) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(int(self.offsets[index]))
+            line = file.readline()
+        try:
+            return json.loads(line.decode("utf-8-sig"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{self.path}, line {self.lines[index]}: not a JSON object ({error}); correct the line"
+            ) from error
+
+    def location(self, index: int) -> str:
+        line = int(self.lines[index])
+        return f"{self.path}, row {index + 1}" + (f" (line {line})" if line != index + 1 else "")
+
+
+class TableRows(Rows):
+    """A Hugging Face data set. Images and videos inside it stay `{"bytes": …, "path": …}`: nothing is decoded here."""
+
+    def __init__(self, table: datasets.Dataset, name: str) -> None:
+        self.features = _undecoded_features(table.features)
+        self.table = table.with_format("arrow")
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def row(self, index: int) -> Any:
+        return self.features.decode_example(self.table[index : index + 1].to_pylist()[0])
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class SelectedRows(Rows):
+    """Ranges of other rows, one after the other. Locations stay those of the rows selected from."""
+
+    def __init__(self, parts: Sequence[tuple[Rows, range]]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(span) for _, span in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        rows, span = self.parts[part]
+        return rows, span[index - (int(self.ends[part - 1]) if part else 0)]
+
+    def row(self, index: int) -> Any:
+        rows, position = self._find(index)
+        return rows[position]
+
+    def location(self, index: int) -> str:
+        rows, position = self._find(index)
+        return rows.location(position)
+
+
+@dataclass(frozen=True)
+class Split:
+    """`train`, `train[:100]` or `train[10%:20%]`, with the meaning that Hugging Face datasets gives them."""
+
+    name: str
+    start: str | None = None
+    stop: str | None = None
+
+    def span(self, length: int) -> range:
+        """Positions in a split of `length` rows; like a Python slice, it ends where the rows do."""
+        return range(length)[_position(self.start, length) : _position(self.stop, length)]
+
+
+def _position(bound: str | None, length: int) -> int | None:
+    if bound is None or not bound.endswith("%"):
+        return None if bound is None else int(bound)
+    return round(int(bound[:-1]) * length / 100)
+
+
+_SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+
+
+def parse_splits(split: str | Sequence[str]) -> list[Split]:
+    """The splits named by `data.split`: one, several, or several joined with `+`."""
+    expressions = [split] if isinstance(split, str) else split
+    splits = []
+    for expression in (part.replace(" ", "") for text in expressions for part in text.split("+")):
+        match = _SPLIT.fullmatch(expression)
+        if match is None:
+            raise ConfigError(f'data.split ("{expression}") is not a split; write train, train[:100] or train[10%:20%]')
+        bounds = match.group(2), match.group(3)
+        if any(b is not None and b.endswith("%") and abs(int(b[:-1])) > 100 for b in bounds):
+            raise ConfigError(f'data.split ("{expression}") goes beyond 100%')
+        splits.append(Split(match.group(1), *bounds))
+    return splits
+
+
+def read_rows(data: SourceConfig) -> Rows:
+    """The rows at `data.path` (one split, no range): a file, a folder or a data set on the hub."""
+    if not data.path:
+        raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
+    path = Path(data.path).expanduser()
+    if path.is_file():
+        return _read_file(path, data)
+    if path.is_dir():
+        return _read_folder(path, data)
+    if not _is_hub_name(data.path):
+        raise DataError(f"data.path: no file or folder {path.absolute()}")
+    return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
+
+
+def only_train(data: SourceConfig, what: str) -> None:
+    """Reject a split name where the data has no splits."""
+    if data.split != "train":
+        raise DataError(f'{what} has no splits, so data.split must be "train" (it is "{data.split}")')
+
+
+def _is_hub_name(path: str) -> bool:
+    suffix = Path(path).suffix.lower()
+    return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None and suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS)
+
+
+def _read_file(path: Path, data: SourceConfig) -> Rows:
+    if data.split != path.stem:
+        only_train(data, f"{path}: a single file")
+    return _read_files([path], data)
+
+
+def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
+    suffix = paths[0].suffix.lower()
+    if suffix in TABLE_BUILDERS:
+        files = {"train": [str(path) for path in paths]}
+        name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        whole = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
+        return _load_table(TABLE_BUILDERS[suffix], name, whole, data_files=files)
+    if suffix not in JSON_SUFFIXES:
+        known = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
+        raise DataError(f"{paths[0]}: the ending {suffix!r} is not one that is read ({known})")
+    parts = [_read_json(path) for path in paths]
+    return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
+
+
+def _read_json(path: Path) -> Rows:
+    """A list or lines, whatever the ending says: many `.json` files hold one object a line."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return JsonListRows(path) if start.startswith(b"[") else JsonLinesRows(path)
+
+
+def _parse_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not JSON ({error}); correct the file") from error
+
+
+def _read_folder(folder: Path, data: SourceConfig) -> Rows:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _read_saved(folder, data)
+    if _has_configs(folder):
+        return _load_table(str(folder), f"{folder} ({data.subset or 'default'}, {data.split})", data)
+    inside = folder / data.subset if data.subset else folder
+    return _read_files(_split_files(inside, str(data.split)), data)
+
+
+def _read_saved(folder: Path, data: SourceConfig) -> Rows:
+    """What `save_to_disk` wrote: one table, or one a split."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.Dataset):
+        if data.split != str(saved.split):
+            only_train(data, f"{folder}: this data set")
+        return TableRows(saved, str(folder))
+    if data.split not in saved:
+        raise DataError(f'{folder}: no split "{data.split}"; it has {", ".join(saved)}')
+    return TableRows(saved[data.split], f"{folder} ({data.split})")
+
+
+def _has_configs(folder: Path) -> bool:
+    """Whether a README in the hub's format says which files make up which split."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    parts = readme.read_text(errors="replace").split("---", 2)
+    return len(parts) == 3 and not parts[0].strip() and "\nconfigs:" in parts[1]
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """Data files of one kind whose name has the split's name as a word; without such names everything is `train`."""
+    for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
+        files = sorted(f for f in (*folder.glob("*"), *folder.glob("data/*")) if f.suffix.lower() in suffixes)
+        named = [f for f in files if split in _words(f)]
+        if named:
+            return named
+        others = {"train", "test", "val", "validation", "valid", "dev", "eval"}
+        if files and split == "train" and not any(others & _words(f) for f in files):
+            return files
+        if files:
+            raise DataError(f'{folder}: no file for split "{split}" among {", ".join(f.name for f in files[:8])}')
+    raise DataError(f"{folder}: no JSON, JSON lines, Parquet, Arrow or CSV file in this folder; check data.path")
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split(r"[^a-zA-Z0-9]+", path.stem))
+
+
+def _load_table(
+    path: str, name: str, data: SourceConfig, data_files: dict[str, list[str]] | None = None
+) -> TableRows:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(
+            path, data.subset, data_files=data_files, split=data.split, revision=data.revision
+        )
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise DataError(
+            f"{name}: cannot be read: {error}{cause}; check data.path, data.subset, data.split and data.revision"
+        ) from error
+    return TableRows(table, name)
+
+
+def _undecoded_features(features: Any) -> Any:
+    """The same features with media left as bytes or path."""
+    import datasets
+
+    def walk(feature: Any) -> Any:
+        if isinstance(feature, (datasets.Image, datasets.Video, datasets.Audio)):
+            return type(feature)(decode=False)
+        if isinstance(feature, dict):
+            return {name: walk(inner) for name, inner in feature.items()}
+        if isinstance(feature, (datasets.List, datasets.LargeList)):
+            return type(feature)(walk(feature.feature))
+        return feature
+
+    return datasets.Features(walk(dict(features)))
+
+
+def select(parts: Iterable[tuple[Rows, Split]], limit: int | None) -> Rows:
+    """The splits' ranges one after the other, cut after `limit` rows."""
+    selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
+    return selected if limit is None else selected[:limit]

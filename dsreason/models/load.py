@@ -1,0 +1,252 @@
+"""From `model.path` to a model: folder, processor, and weights that no rank ever holds as a whole under ZeRO-3."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+
+from dsreason.config.schema import ModelConfig
+from dsreason.errors import CheckpointError
+from dsreason.models.families import FAMILIES, family_of
+from dsreason.models.weights import Weights, find_weights
+
+TINY = "tiny:"
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+"""What a model folder needs; pickled weights are left on the hub."""
+
+
+def resolve_model(config: ModelConfig, cache: Path) -> Path:
+    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, or a hub download.
+
+    Safe to call from several ranks at once. CheckpointError says what was looked for and where.
+    """
+    if config.path.startswith(TINY):
+        return tiny_model(config.path.removeprefix(TINY), cache)
+    local = Path(config.path).expanduser()
+    if (local / "config.json").is_file():
+        return local
+    if local.exists():
+        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
+        raise CheckpointError(f"model.path {config.path}: no such folder (working folder: {Path.cwd()})")
+    return download(config)
+
+
+def tiny_model(family: str, cache: Path) -> Path:
+    from dsreason.models.tiny import build_tiny  # built only on demand: it trains a tokenizer
+
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"model.path {TINY}{family}: no such tiny model; there are {', '.join(TINY + f for f in FAMILIES)}"
+        )
+    folder = cache / f"tiny-{family}"
+    if (folder / "config.json").is_file():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        built = build_tiny(family, Path(scratch) / "model")
+        try:
+            os.rename(built, folder)
+        except OSError:  # another rank was faster; what it built is the same
+            if not (folder / "config.json").is_file():
+                shutil.copytree(built, folder, dirs_exist_ok=True)
+    return folder
+
+
+def download(config: ModelConfig) -> Path:
+    files = [*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES
+    where = f"model.path {config.path}" + (f" at revision {config.revision}" if config.revision else "")
+    try:
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{where}: the hub asks you to accept its terms and to log in (`hf auth login`)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{where}: the hub has the model, not this revision") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(f"{where}: neither a local folder nor a model on the hub that you may read") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{where}: no local folder, not in the hub's cache, and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"{where}: no local folder, and the download failed: {error}") from error
+
+
+def model_config(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a model folder; CheckpointError where it is unreadable or of an unsupported model."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: config.json cannot be read: {error}") from error
+    try:
+        family_of(config.model_type)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if config.to_dict().get("quantization_config"):
+        raise CheckpointError(f"{path}: the weights are quantised, which cannot be trained; take the unquantised model")
+    return config
+
+
+def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing."""
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
+    if not isinstance(processor.chat_template, str):
+        raise CheckpointError(
+            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
+        )
+    return processor
+
+
+def parameter_names(path: Path) -> list[str]:
+    """Parameter names as they are in memory, from the file headers; a tied `lm_head` is not a parameter of its own."""
+    config = model_config(path)
+    names = find_weights(path, family_of(config.model_type).rename).places
+    return [name for name in names if not (config.tie_word_embeddings and name == "lm_head.weight")]
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    deepspeed: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model with all its weights, on the CPU, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
+
+    Under ZeRO-3 every rank maps the files and copies its own part of each parameter out of them, one parameter at a
+    time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
+    `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
+    """
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    family = family_of(config.model_type)
+    weights = find_weights(path, family.rename)
+    model = empty_model(config, dtype, attention, trust_remote_code)
+    check_weights(model, weights)
+    map_parameters(model, weights)
+    fill_buffers(model)
+    if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
+        from dsreason.models.partition import PartitionOwnPart  # DeepSpeed picks its device when it is imported
+
+        PartitionOwnPart(module=model, config_dict_or_path=deepspeed, dtype=dtype)
+    else:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype, copy=True)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    family.patch(model)
+    return model.train()
+
+
+def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> nn.Module:
+    """The modules without memory behind their tensors; tied embeddings are one parameter already."""
+    implementation = "sdpa" if attention == "auto" else attention
+    try:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(
+                config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
+            )
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
+    # DeepSpeed casts floating buffers to the training dtype; rotary frequencies in bfloat16 are wrong by up to 0.4 %.
+    model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
+    return model
+
+
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(expected)
+    found = weights.shapes()
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys() - tied),
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    lines = [f"  {len(names)} {kind}: {shorten(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
+    check_tied(weights, tied & found.keys())
+
+
+def check_tied(weights: Weights, stored: set[str]) -> None:
+    """A checkpoint may store a tied lm_head too, but not with values of its own: they would be lost."""
+    embedding = "model.language_model.embed_tokens.weight"
+    for name in stored:
+        tensors: dict[str, Tensor] = {}
+        weights.read([name, embedding], tensors.__setitem__)
+        if not torch.equal(tensors[name], tensors[embedding]):
+            raise CheckpointError(
+                f"{weights.folder}: config.json says tie_word_embeddings = true, but {name} differs from {embedding}; "
+                "set it to false to keep both"
+            )
+
+
+def shorten(names: list[str], count: int = 8) -> str:
+    more = f", … ({len(names) - count} more)" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def map_parameters(model: nn.Module, weights: Weights) -> None:
+    """Put the files' tensors in place of the empty parameters (of both modules where two share one)."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((module, name))
+    empty = dict(model.named_parameters())
+
+    def place(name: str, tensor: Tensor) -> None:
+        parameter = nn.Parameter(tensor)
+        for module, attribute in owners[id(empty[name])]:
+            module.register_parameter(attribute, parameter)
+
+    weights.read(list(empty), place)
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Compute the buffers that no file holds (rotary frequencies), by transformers' own initialisation."""
+    for module in model.modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in names:
+            buffer = module.get_buffer(name)
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device="cpu"), persistent=False)
+        if names:
+            model._init_weights(module)
+        if unfilled := [name for name in names if module.get_buffer(name).isnan().any()]:
+            raise TypeError(f"transformers does not initialise {', '.join(unfilled)} of {type(module).__name__}")
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Recompute each decoder layer and vision block in the backward pass.
+
+    transformers also makes the embeddings' outputs require gradients, which only reentrant checkpointing needs; with a
+    frozen vision tower it would run a backward pass through it for nothing.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()

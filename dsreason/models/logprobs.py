@@ -1,0 +1,85 @@
+"""Log-probabilities of chosen tokens, without ever holding the float32 logits of the whole batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+MAX_LOGITS = 2**26
+"""Float32 logits held at once (256 MiB): the chunk of tokens is this over the vocabulary size."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+) -> Tensor:
+    """log softmax(hidden @ weight.T / temperature) at `targets`, in float32.
+
+    Args:
+        hidden: `[N, H]`, the last hidden state before each target token.
+        weight: `[V, H]`, the output embedding.
+        targets: `[N]` token ids.
+        chunk_size: tokens whose logits exist at the same time; the default keeps them under `MAX_LOGITS` values.
+
+    Returns:
+        `[N]` float32. The backward pass computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax)
+        and accumulates the gradient of `weight` in float32.
+    """
+    chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0])
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Tensor:
+        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_norm = torch.empty_like(logprobs)
+        for i in range(0, hidden.shape[0], chunk):
+            part = slice(i, i + chunk)
+            logits = _logits(hidden[part], weight, temperature)
+            chosen = logits.gather(1, targets[part, None]).squeeze(1)
+            largest = logits.amax(dim=1)
+            # In place: a plain logsumexp would hold a second buffer of this size.
+            log_norm[part] = logits.sub_(largest[:, None]).exp_().sum(dim=1).log_().add_(largest)
+            logprobs[part] = chosen - log_norm[part]
+        ctx.save_for_backward(hidden, weight, targets, log_norm)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, targets, log_norm = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        for i in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(i, i + ctx.chunk)
+            logits = _logits(hidden[part], weight, ctx.temperature)
+            grad_logits = logits.sub_(log_norm[part, None]).exp_().neg_()
+            grad_logits.scatter_add_(1, targets[part, None], torch.ones_like(log_norm[part, None]))
+            grad_logits.mul_((grad[part] / ctx.temperature)[:, None])
+            scaled = grad_logits.to(weight.dtype)
+            if need_hidden:
+                grad_hidden[part] = scaled @ weight
+            if need_weight and weight.dtype == torch.float32:
+                grad_weight.addmm_(scaled.t(), hidden[part])
+            elif need_weight:
+                grad_weight += scaled.t() @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """`[n, V]` float32, freshly allocated so that the caller may overwrite it."""
+    logits = (hidden @ weight.t()).float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+class LogprobHead(nn.Linear):
+    """The language model's output layer, extended: with `targets` it returns log-probabilities instead of logits.
+
+    It stays the module that owns the weight, so ZeRO-3 gathers the weight around this call as around any layer's.
+    """
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        return token_logprobs(hidden, self.weight, targets, temperature=temperature)

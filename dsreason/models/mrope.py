@@ -1,0 +1,131 @@
+"""Multimodal rotary positions (mRoPE): each token has a temporal, a height and a width index.
+
+Ours and not transformers', because a model must be trained with the positions it is served with: transformers 5.19 lets
+the text after a Qwen2.5-VL video continue from the spatial extent alone. The rule here is that of the model's original
+code and of vLLM: text after a medium continues from the largest index of all three axes + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsreason.errors import DataError
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+"""Values of `mm_token_type_ids`."""
+
+
+class Grid(NamedTuple):
+    """One run of placeholder tokens: its size in tokens, and how far apart two steps in time are (mRoPE units)."""
+
+    frames: int
+    height: int
+    width: int
+    time_step: float = 1.0
+
+    def positions(self) -> Tensor:
+        """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
+        time = (torch.arange(self.frames, dtype=torch.float64) * self.time_step).long()
+        axes = torch.meshgrid(time, torch.arange(self.height), torch.arange(self.width), indexing="ij")
+        return torch.stack(axes).flatten(1)
+
+
+Grids = tuple[Iterable[Grid], Iterable[Grid]]
+"""The runs of image and of video placeholders, each in the order in which they appear."""
+
+GridRule = Callable[[dict[str, Any], Any], Grids]
+"""What a family adds: `(mm_kwargs, config) -> Grids`."""
+
+
+def merged_grids(grid_thw: Tensor | None, merge_size: int) -> list[Grid]:
+    """A processor's `[media, 3]` grid of patches (frames, height, width) as grids of tokens."""
+    if grid_thw is None:
+        return []
+    return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
+
+
+def sample_positions(mm_token_type_ids: Tensor, grids: Grids) -> Tensor:
+    """Positions `[3, T]` of one sample from its token types `[T]` (0 text, 1 image, 2 video).
+
+    Raises DataError where placeholders and media do not match.
+    """
+    runs = {IMAGE: iter(grids[0]), VIDEO: iter(grids[1])}
+    positions = row_positions(mm_token_type_ids.tolist(), runs)
+    unused = {IMAGE: len(list(runs[IMAGE])), VIDEO: len(list(runs[VIDEO]))}
+    if any(unused.values()):
+        raise DataError(
+            f"{unused[IMAGE]} image and {unused[VIDEO]} video grids have no placeholder tokens in the sample; "
+            "give the text one placeholder per medium"
+        )
+    return positions.to(mm_token_type_ids.device)
+
+
+def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
+    """Positions `[3, T]` of one sample without padding; takes the grids it uses from `runs`."""
+    parts, start, index = [torch.empty(3, 0, dtype=torch.int64)], 0, 0
+    while index < len(types):
+        kind = types[index]
+        if kind == TEXT:
+            length = sum(1 for _ in takewhile(lambda t: t == TEXT, types[index:]))
+            part = torch.arange(length).expand(3, -1)
+        else:
+            part = next_grid(types, index, runs).positions()
+        parts.append(part + start)
+        start = int(parts[-1].max()) + 1
+        index += part.shape[1]
+    return torch.cat(parts, dim=1)
+
+
+def next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> Grid:
+    kind = types[index]
+    name = "image" if kind == IMAGE else "video"
+    grid = next(runs[kind], None)
+    if grid is None:
+        raise DataError(
+            f"token {index} is an {name} placeholder without an {name}; a text may not hold the model's own "
+            "placeholder tokens, only media parts make them"
+        )
+    length = grid.frames * grid.height * grid.width
+    found = sum(1 for t in types[index : index + length] if t == kind)
+    if length == 0 or found != length:
+        raise DataError(
+            f"the {name} at token {index} has {length} tokens ({grid.frames} x {grid.height} x {grid.width}), "
+            f"the text has {found} placeholders there; encode text and media with the same processor settings"
+        )
+    return grid
+
+
+def batch_positions(
+    grid_rule: GridRule,
+    config: Any,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    **mm_kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """What a transformers model calls as `get_rope_index`: positions `[3, B, T]` and deltas `[B, 1]`.
+
+    Rows may be padded left or right (position 0 there). A delta is what to add to the number of tokens so far to get
+    the position of the next one.
+    """
+    images, videos = grid_rule(mm_kwargs, config)
+    runs = {IMAGE: iter(images), VIDEO: iter(videos)}
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    positions = torch.zeros(3, *input_ids.shape, dtype=torch.int64, device=input_ids.device)
+    deltas = []
+    for row, kept in enumerate(mask.bool()):
+        part = row_positions(mm_token_type_ids[row][kept].tolist(), runs)
+        positions[:, row, kept] = part.to(input_ids.device)
+        deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
+    return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)
+
+
+def install(model: nn.Module, grid_rule: GridRule) -> None:
+    """Make `forward` and `generate` of this one model object use our positions where none are given."""
+    model.model.get_rope_index = partial(batch_positions, grid_rule, model.config)

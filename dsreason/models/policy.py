@@ -1,0 +1,41 @@
+"""The model as training sees it: a batch in, the log-probabilities of its trained tokens out."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dsreason.data.types import Batch
+from dsreason.models.logprobs import LogprobHead
+
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face vision-language model (`.model`)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        head = model.lm_head
+        if type(head) is not nn.Linear or head.bias is not None:
+            raise TypeError(f"lm_head is {head}; expected a Linear without bias")
+        head.__class__ = LogprobHead
+
+    def forward(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """Float32 log-probabilities `[N]` of the tokens where `batch.loss_mask` is True, row by row.
+
+        A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
+        must run the same layers forward and backward, whatever its data holds.
+        """
+        hidden = self.model.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            mm_token_type_ids=batch.mm_token_type_ids,
+            use_cache=False,
+            **batch.mm_kwargs,
+        ).last_hidden_state  # [B, T, H]
+        trained = batch.loss_mask[:, 1:]  # token t + 1 is predicted from the hidden state of token t
+        selected, targets = hidden[:, :-1][trained], batch.input_ids[:, 1:][trained]
+        count = targets.shape[0]
+        if count == 0:
+            selected, targets = hidden[0, :1], batch.input_ids[0, :1]
+        return self.model.lm_head(selected, targets, temperature)[:count]

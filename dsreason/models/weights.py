@@ -1,0 +1,100 @@
+"""The tensors of a model folder, read one at a time from memory-mapped safetensors files.
+
+Pickled weights (`.bin`, `.pt`) are never opened: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsreason.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where each tensor is: name in memory → (file, name in that file)."""
+
+    folder: Path
+    places: dict[str, tuple[Path, str]]
+
+    def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
+        """Call `take(name, tensor)` for each name, file by file.
+
+        The tensors are views of the mapped files: their pages are the file's (shared, no anonymous memory) until
+        somebody writes to them.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.places[name][0], []).append(name)
+        for file, members in by_file.items():
+            with open_file(file) as tensors:
+                for name in members:
+                    take(name, tensors.get_tensor(self.places[name][1]))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for file in {place[0] for place in self.places.values()}:
+            with open_file(file) as tensors:
+                members = [(name, key) for name, (home, key) in self.places.items() if home == file]
+                shapes.update({name: tuple(tensors.get_slice(key).get_shape()) for name, key in members})
+        return shapes
+
+
+def find_weights(folder: Path, rename: Callable[[str], str]) -> Weights:
+    """Reads the headers of `model.safetensors`, or of the files in `model.safetensors.index.json`.
+
+    CheckpointError names the file that is missing, damaged or of a kind that is not read.
+    """
+    places: dict[str, tuple[Path, str]] = {}
+    for file in tensor_files(folder):
+        with open_file(file) as tensors:
+            keys = list(tensors.keys())
+        for key in keys:
+            name = rename(key)
+            if name in places:
+                other, first = places[name]
+                raise CheckpointError(
+                    f"{folder}: {first} ({other.name}) and {key} ({file.name}) are the same tensor, {name}"
+                )
+            places[name] = (file, key)
+    return Weights(folder, places)
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}")
+        return [folder / name for name in names]
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has pickled weights only ({', '.join(pickled[:3])}), which are not read because unpickling runs "
+            f"code; convert them to safetensors or take a revision of the model that has {SINGLE}"
+        )
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE} nor {INDEX}; it must be a Hugging Face model folder with weights"
+    )
+
+
+def open_file(file: Path) -> safe_open:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing, though {INDEX} names it; download the model again")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is truncated or damaged ({error}); download or export it again") from error

@@ -1,0 +1,106 @@
+"""What a rollout engine does: hold a copy of the policy, complete prompts with it, and give its memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from dsreason.data.chat import EncodedPrompt
+
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Never sampled: a placeholder in a completion has no pixels behind it, and the policy's forward would fail on it."""
+
+
+class SyncError(RuntimeError):
+    """A weight sync that did not bring every tensor of the policy; the text names the tensors."""
+
+
+class StaleWeightsError(RuntimeError):
+    """Completions were asked of weights that the engine does not hold."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. The stop tokens are those of the model's generation config.
+
+    Example: `Sampling(temperature=0.9, top_p=0.95, max_completion_length=512, seed=7)`.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most probable token (greedy)."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 keeps all."""
+    max_completion_length: int = 64
+    """Longest completion in tokens, the stop token included."""
+    seed: int = 0
+    """Prompt `i` of a call draws from the random stream (seed, i), whatever it is batched with."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_completion_length < 1:
+            raise ValueError(f"impossible sampling settings: {self}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated answer.
+
+    `ids` ends with the stop token when there is one; `text` has no special tokens. `logprobs` are those of the drawn
+    tokens under the distribution they were drawn from (temperature, top_p, top_k and the banned media tokens applied;
+    greedy: temperature 1), in float32. `version` is that of the weights.
+
+    Example: `Completion(ids=(1190, 151645), text="left", logprobs=(-0.02, -0.0004), finish_reason="stop", version=12)`.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    version: int
+
+
+class RolloutEngine(Protocol):
+    """The order of calls is wake, sync, generate (any number of times), sleep, on every rank alike."""
+
+    def wake(self) -> None:
+        """Takes the memory that generation needs."""
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replaces every weight by the policy's.
+
+        Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those that
+        `named_parameters()` of the Hugging Face model gives in memory. Raises `SyncError` when a tensor is missing,
+        unknown or of another shape; the engine then holds no version.
+        """
+
+    def generate(self, prompts: Sequence[EncodedPrompt], sampling: Sampling, *, version: int) -> list[Completion]:
+        """Completes this rank's own prompts with the weights of `version`, in the order of the prompts.
+
+        Raises `StaleWeightsError` when the engine holds other weights than `version`, or none.
+        """
+
+    def sleep(self) -> None:
+        """Gives the memory back. The weights count as lost: `sync` follows the next `wake`."""
+
+    def stats(self) -> dict[str, float]:
+        """Metrics of the last wake, sync, generate and sleep."""
+
+
+def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of `MEDIA_TOKENS`, those that the vocabulary has."""
+    vocabulary = tokenizer.get_vocab()
+    return sorted(vocabulary[token] for token in MEDIA_TOKENS if token in vocabulary)
+
+
+def random_streams(sampling: Sampling, indices: Sequence[int]) -> np.ndarray:
+    """`[len(indices), max_completion_length]` uniform numbers in [0, 1): one stream a prompt, no global RNG involved."""
+    shape = sampling.max_completion_length
+    return np.stack([np.random.default_rng((sampling.seed, index)).random(shape) for index in indices])

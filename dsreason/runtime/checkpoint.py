@@ -1,0 +1,342 @@
+"""Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
+
+    <folder>/step_N/    DeepSpeed's files (one set a rank), rng_rank_R.safetensors, trainer_state.json
+    <folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
+    <folder>/step_N/universal/  made when first resumed on another number of ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from dsreason.errors import CheckpointError
+from dsreason.runtime.engine import full_shape
+from dsreason.runtime.rng import load_rng_state, save_rng_state
+from dsreason.runtime.world import World, agree, barrier, on_rank_zero
+
+MARKER = "COMPLETE"
+STATE_FILE = "trainer_state.json"
+UNIVERSAL = "universal"
+SAVING, DELETING = ".saving_", ".deleting_"
+UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, AssertionError)
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands, beside weights, optimizer and random numbers."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    epoch: float = 0.0
+    consumed_samples: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    model_path: str = ""
+    """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the run wants back; JSON values only."""
+
+
+def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:
+    """Write `<folder>/step_<step>` (all ranks together) and return it.
+
+    It is written under a temporary name and renamed when complete, replacing an older one of the same step.
+    """
+    final, partial = folder / f"step_{step}", folder / f"{SAVING}step_{step}"
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        delete_folder(partial)
+    barrier()
+    engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+    save_rng_state(partial / rng_file(world.rank), world.device)
+    if world.is_main:
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts copies of its own code there
+            (folder / script).unlink(missing_ok=True)
+        write_json(partial / STATE_FILE, describe(engine, state, world))
+    barrier()
+    if world.local_rank == 0:  # one rank of each host flushes what this host has written
+        flush_files(partial)
+    barrier()
+    on_rank_zero(lambda: finish(partial, final, world))
+    return final
+
+
+def finish(partial: Path, final: Path, world: World) -> None:
+    """Write the marker and give the folder its name."""
+    missing = [name for name in map(rng_file, range(world.size)) if not (partial / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{partial.parent}: {', '.join(missing)} not visible on the first host; "
+            "the output folder must be on a file system that all hosts share"
+        )
+    write_json(partial / MARKER, {"files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())}})
+    flush_files(partial)
+    delete_folder(final)
+    partial.rename(final)
+    flush(final.parent)
+
+
+def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
+    """Content of trainer_state.json."""
+    return {
+        "state": asdict(state),
+        "world_size": world.size,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        "parameters": describe_parameters(engine),
+    }
+
+
+def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Name → shape and whether it is trained."""
+    return {
+        name: {"shape": list(full_shape(parameter)), "trained": parameter.requires_grad}
+        for name, parameter in engine.module.named_parameters()
+    }
+
+
+def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> TrainerState:
+    """Continue from `path` (all ranks together): weights, optimizer and random numbers.
+
+    On the number of ranks it was saved with, the run goes on bit for bit; otherwise through DeepSpeed's universal
+    format, which is made once, beside the checkpoint. Frozen parameters then stay as the model was loaded, and ranks
+    that are new keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
+
+    Raises:
+        CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
+    """
+    saved = on_rank_zero(lambda: read_checkpoint(path))
+    check_files(path)
+    check_matches(path, saved, engine)
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
+    error: CheckpointError | None = None
+    if saved["world_size"] != world.size:
+        on_rank_zero(lambda: make_universal(path))
+    try:
+        if saved["world_size"] == world.size:
+            load_same_size(engine, path)
+        else:
+            load_universal(engine, path)
+        if world.rank < saved["world_size"]:
+            load_rng_state(path / rng_file(world.rank), world.device)
+    except UNREADABLE as cause:
+        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint with --resume PATH")
+    agree(error)
+    for group, values in zip(groups_of(engine), settings, strict=True):
+        group.update(values)
+    return TrainerState(**saved["state"])
+
+
+def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
+    return engine.optimizer.param_groups
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """trainer_state.json of a complete checkpoint."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder")
+    if not (path / MARKER).is_file():
+        raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
+    return read_json(path / STATE_FILE)
+
+
+def check_files(path: Path) -> None:
+    """Compare every file with what the marker says; raise on every rank when one differs for any."""
+    error: CheckpointError | None = None
+    try:
+        for name, size in read_json(path / MARKER)["files"].items():
+            file = path / name
+            if not file.is_file():
+                raise CheckpointError(f"{file}: is missing; choose another checkpoint with --resume PATH")
+            if file.stat().st_size != size:
+                raise CheckpointError(
+                    f"{file}: has {file.stat().st_size} bytes instead of {size}; choose another checkpoint with --resume PATH"
+                )
+    except CheckpointError as caught:
+        error = caught
+    agree(error)
+
+
+def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
+    """Compare model, freezing and ZeRO stage with the run that saved the checkpoint."""
+    now, then = describe_parameters(engine), saved["parameters"]
+    trained_now = {name for name in now if now[name]["trained"]}
+    trained_then = {name for name in then if then[name]["trained"]}
+    differences = {
+        "not in the checkpoint": now.keys() - then.keys(),
+        "only in the checkpoint": then.keys() - now.keys(),
+        "of another shape": {name for name in now.keys() & then.keys() if now[name]["shape"] != then[name]["shape"]},
+        "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
+        "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
+    }
+    found = [f"{what}: {shorten(names)}" for what, names in differences.items() if names]
+    if found:
+        raise CheckpointError(f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were")
+    stage = int(engine.zero_optimization_stage())
+    if saved["zero_stage"] != stage:
+        raise CheckpointError(
+            f"{path}: saved with ZeRO stage {saved['zero_stage']}, this run has {stage}; use the DeepSpeed JSON it had"
+        )
+
+
+def shorten(names: set[str], most: int = 3) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+@contextlib.contextmanager
+def safe_loading() -> Iterator[None]:
+    """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
+    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
+    with safe_loading():
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
+
+
+def make_universal(path: Path) -> None:
+    """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state."""
+    if (path / UNIVERSAL).is_dir():
+        return
+    partial = path / f"{SAVING}{UNIVERSAL}"
+    delete_folder(partial)
+    arguments = Namespace(
+        input_folder=str(path),
+        output_folder=str(partial),
+        num_extract_workers=1,  # more would fork this process, and hold several ranks' files in memory
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ds_to_universal.main(arguments)
+        partial.rename(path / UNIVERSAL)
+    except UNREADABLE as cause:
+        raise CheckpointError(
+            f"{path}: cannot be converted for another number of ranks ({cause}); resume on the number it was saved with"
+        ) from cause
+    (path / "latest_universal").unlink(missing_ok=True)
+
+
+def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
+    engine._config.load_universal_checkpoint = True  # as `checkpoint.load_universal` in the JSON would
+    try:
+        with safe_loading():
+            engine.load_checkpoint(str(path), tag=UNIVERSAL)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    # DeepSpeed gives all flat groups one and the same step tensor, which AdamW then counts up once for each of them.
+    for parameter, state in engine.optimizer.optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device, copy=True)
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, None where there is none."""
+    complete = complete_checkpoints(folder)
+    return complete[-1] if complete else None
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """`.../step_12` → 12."""
+    return int(path.name.removeprefix("step_"))
+
+
+def prune_checkpoints(folder: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and `best`. On rank 0 only."""
+    if keep < 0:
+        return
+    complete = complete_checkpoints(folder)
+    for path in complete[: max(len(complete) - keep, 0)]:
+        if path != best:
+            delete_folder(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what an interrupted save or delete has left behind. On rank 0 only, before training."""
+    for prefix in (SAVING, DELETING):
+        for path in folder.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f"{DELETING}{path.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def rng_file(rank: int) -> str:
+    return f"rng_rank_{rank}.safetensors"
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint with --resume PATH") from cause
+
+
+def flush_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        flush(path)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""How much arithmetic a training step needs, and how much a GPU could do: the two halves of MFU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (which print twice as much "with sparsity").
+# The more specific name comes first.
+PEAK_TFLOPS: dict[str, float] = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "L40S": 362.05,
+    "L40": 181.05,
+    "L4": 121.0,
+    "RTX 6000 Ada": 364.25,
+    "RTX A6000": 154.8,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s of one GPU (`torch.cuda.get_device_name()`); None where it is not known.
+
+    A MIG slice has a share of its GPU's peak that the name does not give: None.
+    """
+    if re.search(r"\b(MIG|Laptop|Max-Q)\b", device_name):
+        return None
+    for name, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
+            return tflops * 1e12
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a forward and backward pass, per unit of work.
+
+    A matrix product costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
+    gradient of its weight (none where frozen). Attention costs 4 FLOPs per layer, head channel and pair of tokens
+    forward (scores and weighted sum), twice that backward (Chowdhery et al. 2022, PaLM, appendix B; theirs counts all
+    pairs, this only the causal ones). Recomputation by gradient checkpointing is not counted, as MFU wants it.
+    """
+
+    text_token: float
+    text_pair: float
+    head_token: float  # a trained token: the loss takes logits of no others
+    vision_patch: float
+    vision_merged_token: float
+    vision_pair_full: float
+    vision_pair_windowed: float
+    merge_size: int
+    window: int | None  # merged tokens along one side
+
+    def step(
+        self, *, lengths: Sequence[int], trained_tokens: int, grids: Sequence[Sequence[int]], causal: bool = True
+    ) -> float:
+        """FLOPs for samples of `lengths` tokens whose media are `grids`: (frames, height, width) in patches.
+
+        `causal=False` counts the masked half of text attention too, as an unfused kernel computes it.
+        """
+        text_pairs = sum(n * (n + 1) / 2 if causal else n * n for n in lengths)
+        patches = sum(t * h * w for t, h, w in grids)
+        full_pairs = sum(t * (h * w) ** 2 for t, h, w in grids)  # frames do not see each other
+        windowed_pairs = sum(t * self.window_pairs(h) * self.window_pairs(w) for t, h, w in grids)
+        return (
+            self.text_token * sum(lengths)
+            + self.text_pair * text_pairs
+            + self.head_token * trained_tokens
+            + self.vision_patch * patches
+            + self.vision_merged_token * patches / self.merge_size**2
+            + self.vision_pair_full * full_pairs
+            + self.vision_pair_windowed * windowed_pairs
+        )
+
+    def window_pairs(self, side: int) -> int:
+        """Sum of squared window sides, in patches, along a side of `side` patches; the last window may be cut."""
+        if self.window is None:
+            return 0
+        whole, rest = divmod(side, self.window * self.merge_size)
+        return whole * (self.window * self.merge_size) ** 2 + rest**2
+
+
+def model_flops(model: nn.Module) -> ModelFlops:
+    """Read the costs off a Hugging Face vision-language model (ZeRO-3-partitioned or not).
+
+    Parameters are told apart by name: `visual` (with `merger` and `patch_embed` in it), text layers, head.
+    """
+    text, vision = model.config.text_config, model.config.vision_config
+    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if ".visual." in name)
+    costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
+    for name, parameter in model.named_parameters():
+        kind = matmul_kind(name)
+        if kind is not None:
+            through = 0 if "patch_embed" in name or (".visual." in name and not vision_trained) else 2
+            costs[kind] += numel(parameter) * (2 + through + 2 * parameter.requires_grad)
+    if model.config.tie_word_embeddings or text.tie_word_embeddings:
+        costs["head"] = 6.0 * text.vocab_size * text.hidden_size
+
+    windowed = vision.depth - len(vision.fullatt_block_indexes) if "fullatt_block_indexes" in vision.to_dict() else 0
+    vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
+    return ModelFlops(
+        text_token=costs["text"],
+        text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * head_size(text),
+        head_token=costs["head"],
+        vision_patch=costs["patch"],
+        vision_merged_token=costs["merged"],
+        vision_pair_full=vision_pair * (vision.depth - windowed),
+        vision_pair_windowed=vision_pair * windowed,
+        merge_size=vision.spatial_merge_size,
+        window=vision.window_size // vision.patch_size // vision.spatial_merge_size if windowed else None,
+    )
+
+
+def matmul_kind(name: str) -> str | None:
+    """What one unit of a parameter's work is; None for what takes part in no matrix product (norms, embeddings)."""
+    if not name.endswith(".weight") or "norm" in name or "embed_tokens" in name or "pos_embed" in name:
+        return None
+    if "lm_head" in name:
+        return "head"
+    if ".visual." not in name:
+        return "text"
+    if re.search(r"\.ln_q\.", name):
+        return None
+    return "merged" if "merger" in name else "patch"
+
+
+def numel(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: a ZeRO-3-partitioned one is empty and keeps its size in `ds_numel`."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def head_size(text: Any) -> int:
+    """Qwen3 states it, Qwen2.5 derives it."""
+    return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

@@ -1,0 +1,180 @@
+"""What a person sees while a run works: a bar on a terminal, a plain line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, Self, TextIO
+
+from rich import progress as bars
+from rich.console import Console
+
+Advance = Callable[[int], None]
+"""Call with the number of units just done."""
+
+
+class Progress(Protocol):
+    """What the training loop sees; the same on every rank."""
+
+    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None: ...
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Advance]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def open_progress(
+    *, rank: int, total_steps: int, first_step: int = 0, interval_s: float = 10.0, stream: TextIO | None = None
+) -> Progress:
+    """Progress towards `total_steps` on rank 0 and nothing on the others.
+
+    `first_step` is the step resumed from. `stream` defaults to stdout: a bar where it is a terminal, otherwise a plain
+    line for the first and the last step and every `interval_s` seconds.
+    """
+    if rank != 0:
+        return NoProgress()
+    stream = sys.stdout if stream is None else stream
+    rate = Rate(total_steps, first_step)
+    return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream, interval_s)
+
+
+class NoProgress:
+    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None: ...
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+        yield lambda count: None
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Rate:
+    """Speed over the recent steps, phases such as validation left out."""
+
+    memory = 0.9  # weight of the past in the running means
+
+    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps, self.step, self.clock = total_steps, first_step, clock
+        self.started = clock()
+        self.seconds = self.samples = self.tokens = 0.0  # running means per step
+        self.seen = 0
+
+    def update(self, step: int, samples: int, tokens: int) -> None:
+        now = self.clock()
+        # The first step also warms everything up; it counts only until there is a better one.
+        keep = min(self.memory, max(0, self.seen - 1) / max(1, self.seen))
+        self.seconds = keep * self.seconds + (1 - keep) * (now - self.started)
+        self.samples = keep * self.samples + (1 - keep) * samples
+        self.tokens = keep * self.tokens + (1 - keep) * tokens
+        self.step, self.started, self.seen = step, now, self.seen + 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = self.clock()
+        yield
+        self.started += self.clock() - begin
+
+    def facts(self, loss: float) -> str:
+        """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`."""
+        seconds = max(self.seconds, 1e-9)
+        left = (self.total_steps - self.step) * self.seconds
+        speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
+        return f"loss {loss:.4f}  {speed}  left {duration(left)}"
+
+
+class LineProgress:
+    """Plain lines, for log files and pipes."""
+
+    def __init__(
+        self, rate: Rate, stream: TextIO, interval_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, clock
+        self.next_line = clock()
+
+    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None:
+        self.rate.update(step, samples, tokens)
+        if step == self.rate.total_steps or self.is_time():
+            self.line(f"step {step}/{self.rate.total_steps}  {self.rate.facts(loss)}")
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+        begin, done = self.clock(), 0
+        goal = "" if total is None else f"/{total}"
+        self.line(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
+        self.next_line = begin + self.interval_s
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.is_time():
+                self.line(f"{name}: {done}{goal} {unit}".rstrip())
+
+        with self.rate.paused():
+            yield advance
+        self.line(f"{name}: done in {duration(self.clock() - begin)}")
+
+    def is_time(self) -> bool:
+        due = self.clock() >= self.next_line
+        if due:
+            self.next_line = self.clock() + self.interval_s
+        return due
+
+    def line(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class BarProgress:
+    """A bar that stays on the last lines of a terminal; log lines appear above it."""
+
+    def __init__(self, rate: Rate, stream: TextIO) -> None:
+        self.rate = rate
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[facts]}"),
+        )
+        self.bar = bars.Progress(*columns, console=Console(file=stream))
+        self.steps = self.bar.add_task("step", total=rate.total_steps, completed=rate.step, facts="")
+        self.bar.start()
+
+    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None:
+        self.rate.update(step, samples, tokens)
+        self.bar.update(self.steps, completed=step, facts=self.rate.facts(loss))
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+        task = self.bar.add_task(name, total=total, facts=unit)
+        try:
+            with self.rate.paused():
+                yield lambda count: self.bar.advance(task, count)
+        finally:
+            self.bar.remove_task(task)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def duration(seconds: float) -> str:
+    """`0:03:20`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,38 @@
+"""Learning-rate factors, pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+from dsreason.config.schema import OptimConfig
+
+
+def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+    """`optim.warmup` in steps; below 1 it is a share of `total_steps`."""
+    return round(optim.warmup * total_steps) if optim.warmup < 1 else int(optim.warmup)
+
+
+def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """What the peak learning rate is multiplied with in 0-based `step`.
+
+    Rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
+    `optim.min_lr_share` at `total_steps` (one step after the last).
+    """
+    warmup = warmup_steps(total_steps, optim)
+    if step < warmup:
+        return step / (warmup - 1) if warmup > 1 else 1.0
+    start = warmup
+    if optim.schedule == "wsd":
+        start = max(warmup, total_steps - round(optim.decay_share * total_steps))
+    progress = min(max(step - start, 0) / max(total_steps - start, 1), 1.0)
+    return optim.min_lr_share + (1 - optim.min_lr_share) * _decay(optim.schedule, progress)
+
+
+def _decay(schedule: str, progress: float) -> float:
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - math.sqrt(progress)  # sqrt and wsd

@@ -1,0 +1,184 @@
+"""The ranks of one job: who am I, on which device, and small collectives on plain Python values."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dsreason.errors import ConfigError, DsReasonError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+# Ranks wait here while one of them downloads, converts or exports for all.
+WAITING_TIMEOUT = timedelta(hours=24)
+
+T = TypeVar("T")
+
+_waiting_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_world() -> World:
+    """Join the job that a launcher described in the environment, or start a job of one process.
+
+    Works under this package's own launcher, torchrun and `deepspeed`. A `ConfigError` names what is missing where the
+    environment describes only half a job.
+    """
+    global _waiting_group
+    _describe_single_process()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+    device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        set_threads(_local_size())
+    if not dist.is_initialized():
+        _init_deepspeed("nccl" if on_cuda else "gloo")
+        _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def _describe_single_process() -> None:
+    given = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+        return
+    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if missing:
+        raise ConfigError(
+            f"environment: {', '.join(sorted(given))} set but {', '.join(sorted(missing))} not; "
+            "start with torchrun or deepspeed, or unset them to start plainly"
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _local_size() -> int:
+    """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
+
+
+def set_threads(local_size: int) -> None:
+    """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks; that cannot be told from a person's wish
+    and is kept only when TORCHELASTIC_RUN_ID is absent.
+    """
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _init_deepspeed(backend: str) -> None:
+    import deepspeed  # only now: the accelerator is chosen from DS_ACCELERATOR at import
+
+    if backend == "gloo":
+        # DeepSpeed would compile its shared-memory all-reduce here, and dies where ninja or a compiler is missing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
+
+
+def shutdown() -> None:
+    """Leave the job. Safe to call where none was joined."""
+    global _waiting_group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _waiting_group = None
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch (every device); ranks draw different numbers."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def barrier() -> None:
+    """Wait for every rank, however long one of them takes."""
+    dist.barrier(_waiting_group)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, by rank, on every rank. For small Python objects."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_waiting_group)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_waiting_group)
+    return values[0]
+
+
+def all_sum(value: float) -> float:
+    """Sum over ranks, in float64."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=_waiting_group)
+    return float(total)
+
+
+def on_rank_zero(call: Callable[[], T]) -> T:
+    """Run `call` on rank 0 only and return its (small) result on every rank.
+
+    A `DsReasonError` there is raised on every rank, so that none is left waiting.
+    """
+    result: T | None = None
+    error: DsReasonError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = call()
+        except DsReasonError as caught:
+            error = caught
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def agree(error: DsReasonError | None) -> None:
+    """Raise on every rank when any rank brings an error: the one of the lowest rank."""
+    for found in gather_objects(error):
+        if found is not None:
+            raise found
+
+
+@contextmanager
+def first_rank_first(world: World) -> Iterator[None]:
+    """The first rank of each host runs the body before the others: it fills the caches that they then read."""
+    if world.local_rank != 0:
+        barrier()
+    yield
+    if world.local_rank == 0:
+        barrier()
+    barrier()

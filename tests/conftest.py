@@ -1,0 +1,27 @@
+"""Fixtures that many tests use: tiny random models, built once per test session."""
+
+from pathlib import Path
+
+import pytest
+
+
+def _build(family: str, factory: pytest.TempPathFactory) -> Path:
+    from dsreason.models.tiny import build_tiny
+
+    return build_tiny(family, factory.mktemp("models") / family)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2_5_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("qwen2_5_vl", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("qwen3_vl", tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def tiny(request: pytest.FixtureRequest) -> Path:
+    """The folder of either family's tiny model, one after the other."""
+    return request.getfixturevalue(f"tiny_{request.param}")

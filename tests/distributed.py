@@ -1,0 +1,82 @@
+"""Run a function on real ranks: spawned processes that talk over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
+    """Call `fn(*args)` in `world_size` fresh processes and return their results by rank.
+
+    `fn` must be importable (module level) and joins the job itself with `init_world`. An `AssertionError` with the
+    traceback of the first rank that failed is raised here; ranks still running after `timeout` seconds are stopped.
+    """
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    port = _free_port()
+    ranks = [context.Process(target=_run, args=(fn, rank, world_size, port, results, args)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    collected: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(collected) < world_size:
+            with contextlib.suppress(queue.Empty):
+                rank, error, value = results.get(timeout=1)
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {world_size} failed:\n{error}")
+                collected[rank] = value
+                continue
+            missing = [rank for rank in range(world_size) if rank not in collected]
+            died = {rank: ranks[rank].exitcode for rank in missing if ranks[rank].exitcode not in (None, 0)}
+            if died:
+                raise AssertionError(f"ranks died without a word (rank: exit code): {died}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"ranks {missing} of {world_size} gave no result within {timeout} s")
+    finally:
+        for process in ranks:
+            process.join(timeout=10 if len(collected) == world_size else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [collected[rank] for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        value = fn(*args)
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise SystemExit(1) from None
+    results.put((rank, None, value))
+    # torch tensors in a queue live in shared memory of the sender: results should be plain values or numpy arrays.
+    with contextlib.suppress(ImportError):
+        from dsreason.runtime.world import shutdown
+
+        shutdown()

@@ -1,0 +1,128 @@
+"""Checkpoints on real ranks: exact on the same number of ranks, equal losses on another, clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.errors import CheckpointError
+from tests.distributed import run_on_ranks
+from tests.integration.test_engine import TinyLM, ds_config, run_step, samples, summed_loss
+
+pytestmark = pytest.mark.integration
+
+STAGES = ("zero2", "zero3", "zero3_offload")
+
+
+def build(stage: str, *, bf16: bool = False, freeze: str = "frozen") -> tuple[Any, Any]:
+    from dsreason.config.schema import OptimConfig
+    from dsreason.runtime.engine import build_engine
+    from dsreason.runtime.world import init_world, seed_everything
+
+    world = init_world()
+    seed_everything(5, world.rank)
+    model = TinyLM()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(freeze))
+    optim = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    return build_engine(model, optim, ds_config(stage, bf16=bf16, clip=0.5)), world
+
+
+def train(engine: Any, world: Any, steps: range) -> list[float]:
+    """Loss of the whole batch before each step, as float bits."""
+    from dsreason.runtime.engine import set_learning_rate
+    from dsreason.runtime.world import all_sum
+
+    losses = []
+    for step in steps:
+        set_learning_rate(engine, 1e-2 / (1 + step))
+        with torch.no_grad():
+            losses.append(all_sum(float(summed_loss(engine, samples()[world.rank :: world.size]))))
+        run_step(engine, world, samples()[step % 3 :] + samples()[: step % 3], 1)
+        engine.step()
+    return losses
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """Whole float32 parameters, and this rank's optimizer states, as numpy."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            result[name] = safe_get_full_fp32_param(parameter).cpu().numpy().copy()
+    for i, state in enumerate(engine.optimizer.optimizer.state.values()):
+        for key in ("exp_avg", "exp_avg_sq"):
+            result[f"local.{i}.{key}"] = state[key].cpu().numpy().copy()
+    result["steps"] = [float(state["step"]) for state in engine.optimizer.optimizer.state.values()]
+    result["decay"] = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    return result
+
+
+def save_run(folder: str, bf16: bool) -> dict[str, Any]:
+    """Three steps, a checkpoint, three more, for every stage."""
+    from dsreason.runtime.checkpoint import TrainerState, save_checkpoint
+
+    results = {}
+    for stage in STAGES:
+        engine, world = build(stage, bf16=bf16)
+        train(engine, world, range(3))
+        state = TrainerState(step=3, consumed_samples=24, best_metric=0.5, extra={"a": [1]})
+        save_checkpoint(engine, Path(folder) / stage, 3, state, world)
+        drawn = torch.rand(3).tolist()
+        losses = train(engine, world, range(3, 6))
+        results[stage] = {"losses": losses, "drawn": drawn, **everything(engine)}
+    return results
+
+
+def resume_run(folder: str, bf16: bool) -> dict[str, Any]:
+    from dsreason.runtime.checkpoint import find_checkpoint, load_checkpoint
+
+    results = {}
+    for stage in STAGES:
+        engine, world = build(stage, bf16=bf16)
+        found = find_checkpoint(Path(folder) / stage)
+        assert found is not None
+        state = load_checkpoint(engine, found, world)
+        assert (state.step, state.consumed_samples, state.best_metric, state.extra) == (3, 24, 0.5, {"a": [1]})
+        assert engine.global_steps == 3
+        drawn = torch.rand(3).tolist()
+        losses = train(engine, world, range(3, 6))
+        results[stage] = {"losses": losses, "drawn": drawn, **everything(engine)}
+    return results
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool, list[Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, request.param, run_on_ranks(save_run, 2, str(folder), request.param)
+
+
+def test_resume_on_as_many_ranks_is_exact(saved: tuple[Path, bool, list[Any]]) -> None:
+    folder, bf16, before = saved
+    after = run_on_ranks(resume_run, 2, str(folder), bf16)
+    for rank in range(2):
+        for stage in STAGES:
+            a, b = before[rank][stage], after[rank][stage]
+            for name in a:
+                assert (a[name] == b[name]).all() if hasattr(a[name], "all") else a[name] == b[name], (stage, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_on_another_number_of_ranks_continues_the_same_losses(
+    saved: tuple[Path, bool, list[Any]], ranks: int
+) -> None:
+    folder, bf16, before = saved
+    after = run_on_ranks(resume_run, ranks, str(folder), bf16)
+    for stage in STAGES:
+        a, b = before[0][stage], after[0][stage]
+        assert b["losses"] == pytest.approx(a["losses"], rel=2e-3 if bf16 else 1e-5)
+        assert b["losses"][0] == pytest.approx(a["losses"][0], rel=1e-4 if bf16 else 1e-6)
+        assert set(b["steps"]) == {6.0}
+        assert b["decay"] == a["decay"] == [0.1, 0.0]
+        if not bf16:
+            for name in (name for name in a if name.endswith(("weight", "bias"))):
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), (stage, name)

@@ -1,0 +1,56 @@
+"""Chunked log-probabilities against the plain formula."""
+
+import math
+
+import pytest
+import torch
+
+from dsreason.models.logprobs import LogprobHead, token_logprobs
+
+
+def test_two_way_logits_give_the_hand_computed_value():
+    # logits (2, 0, 0), target 0: -log(e^2 / (e^2 + 2)) = 0.239545
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0], [0.0]])
+    logprobs = token_logprobs(hidden, weight, torch.tensor([0]))
+    assert logprobs.item() == pytest.approx(-0.239545, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    targets, coefficients = torch.randint(11, (7,)), torch.randn(7)
+
+    plain = (hidden @ weight.t() / temperature).log_softmax(-1)[torch.arange(7), targets]
+    expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
+    ours = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
+
+    torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_extreme_logits_do_not_overflow():
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e4], [0.0]])
+    assert token_logprobs(hidden, weight, torch.tensor([1])).item() == -1e4
+
+
+def test_no_tokens_give_zero_gradients():
+    head = LogprobHead(4, 6, bias=False)
+    logprobs = head(torch.randn(1, 4), torch.tensor([2]))[:0]
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert torch.equal(head.weight.grad, torch.zeros(6, 4))
+
+
+def test_head_without_targets_returns_logits():
+    head = LogprobHead(4, 6, bias=False)
+    hidden = torch.randn(2, 3, 4)
+    torch.testing.assert_close(head(hidden), hidden @ head.weight.t())
+
+
+def test_uniform_logits_give_log_of_vocabulary_size():
+    assert token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4])).item() == pytest.approx(-math.log(10))

@@ -1,0 +1,71 @@
+"""A sync is complete or an error that names the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsreason.rollout.protocol import SyncError
+from dsreason.rollout.transformers_engine import copy_weights
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Three parameters under four names: `head.weight` is tied to `embed.weight`."""
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "inner": nn.Linear(2, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def sent(**changes: Tensor | None) -> dict[str, Tensor]:
+    tensors = {"embed.weight": torch.full((4, 2), 3.0), "inner.weight": torch.ones(2, 2), "inner.bias": torch.ones(2)}
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def test_every_tensor_is_copied_and_the_tied_one_with_it(model: nn.Module) -> None:
+    copy_weights(model, iter(sent().items()))
+    assert model["head"].weight.eq(3).all()
+    assert model["inner"].weight.eq(1).all()
+
+
+def test_a_tied_tensor_may_come_under_its_other_name(model: nn.Module) -> None:
+    copy_weights(model, iter(sent(embed__weight=None, head__weight=torch.full((4, 2), 5.0)).items()))
+    assert model["embed"].weight.eq(5).all()
+
+
+def test_bfloat16_weights_become_the_dtype_of_the_copy(model: nn.Module) -> None:
+    copy_weights(model, iter({name: tensor.bfloat16() for name, tensor in sent().items()}.items()))
+    assert model["inner"].bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"inner__bias": None}, "inner.bias did not arrive"),
+        ({"embed__weight": None}, "embed.weight did not arrive"),
+        ({"inner__bias": None, "inner__b": torch.ones(2)}, r"inner.b is unknown; inner.bias did not arrive"),
+        ({"inner__weight": torch.ones(2)}, r"inner.weight has shape \(2,\) instead of \(2, 2\)"),
+    ],
+)
+def test_a_missing_unknown_or_misshapen_tensor_is_named(
+    model: nn.Module, changes: dict[str, Tensor | None], text: str
+) -> None:
+    with pytest.raises(SyncError, match=text):
+        copy_weights(model, iter(sent(**changes).items()))
+
+
+def test_the_iterator_is_read_to_its_end_even_after_a_wrong_tensor(model: nn.Module) -> None:
+    read = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for item in {"strange": torch.ones(1), **sent()}.items():
+            read.append(item[0])
+            yield item
+
+    with pytest.raises(SyncError, match="strange"):
+        copy_weights(model, weights())
+    assert read == ["strange", "embed.weight", "inner.weight", "inner.bias"]

@@ -1,0 +1,60 @@
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import logging, sys, threading, warnings
+from pathlib import Path
+from dsreason.runtime.logs import set_step, setup_logs
+
+noisy = logging.getLogger("DeepSpeed")
+noisy.propagate = False
+noisy.addHandler(logging.StreamHandler(sys.stdout))
+
+setup_logs(Path(sys.argv[1]), rank=int(sys.argv[2]))
+ours = logging.getLogger("dsreason.train")
+ours.info("before the loop")
+set_step(7)
+noisy.info("engine details")
+noisy.warning("library warning")
+warnings.warn("deprecated thing")
+ours.error("our error")
+thread = threading.Thread(target=lambda: {}["thread key"])
+thread.start()
+thread.join()
+raise RuntimeError("the end")
+"""
+
+
+def run_program(folder: Path, rank: int) -> tuple[str, str, str]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(rank)], capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stdout, done.stderr, (folder / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_the_file_has_everything_with_rank_and_step(tmp_path: Path) -> None:
+    _, _, file = run_program(tmp_path, rank=1)
+    assert " rank 1 INFO dsreason.train: before the loop" in file
+    assert " rank 1 step 7 INFO DeepSpeed: engine details" in file
+    assert "deprecated thing" in file
+    assert "uncaught KeyError in thread" in file
+    assert "uncaught RuntimeError" in file
+    assert file.rstrip().endswith("RuntimeError: the end")
+
+
+def test_the_screen_of_rank_0_has_our_lines_and_library_warnings_only(tmp_path: Path) -> None:
+    stdout, stderr, _ = run_program(tmp_path, rank=0)
+    assert stdout == ""
+    assert "before the loop" in stderr
+    assert "library warning" in stderr
+    assert "engine details" not in stderr
+    assert "deprecated thing" not in stderr
+    assert stderr.count("RuntimeError: the end") == 1
+
+
+def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
+    _, stderr, _ = run_program(tmp_path, rank=1)
+    assert "our error" in stderr
+    assert "before the loop" not in stderr
+    assert "library warning" not in stderr
+    assert "RuntimeError: the end" in stderr

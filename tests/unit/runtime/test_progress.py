@@ -1,0 +1,89 @@
+import io
+
+import pytest
+
+from dsreason.runtime.progress import BarProgress, LineProgress, NoProgress, Rate, duration, open_progress
+
+
+class Clock:
+    """A time that moves when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def lines_after(clock: Clock, seconds: list[float], total: int, interval: float = 10.0) -> list[str]:
+    stream = io.StringIO()
+    progress = LineProgress(Rate(total, 0, clock), stream, interval, clock)
+    for step, duration_s in enumerate(seconds, start=1):
+        clock.now += duration_s
+        progress.step(step, loss=1.5, samples=8, tokens=1000)
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_says_step_loss_rates_and_time_left(clock: Clock) -> None:
+    assert lines_after(clock, [2.0], total=101) == ["step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  left 0:03:20"]
+
+
+def test_lines_come_first_last_and_every_interval(clock: Clock) -> None:
+    shown = lines_after(clock, [1.0] * 25, total=25)
+    assert [line.split()[1] for line in shown] == ["1/25", "11/25", "21/25", "25/25"]
+
+
+def test_a_slow_first_step_does_not_spoil_the_time_left(clock: Clock) -> None:
+    shown = lines_after(clock, [60.0, 1.0], total=11, interval=0)
+    assert shown[1].endswith("left 0:00:09")
+
+
+def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = LineProgress(Rate(10, 0, clock), stream, 10.0, clock)
+    clock.now += 1
+    progress.step(1, loss=1, samples=1, tokens=1)
+    with progress.phase("validating", 4, "samples") as advance:
+        clock.now += 100
+        advance(4)
+    clock.now += 1
+    progress.step(2, loss=1, samples=1, tokens=1)
+    assert stream.getvalue().splitlines()[1:] == [
+        "validating: 4 samples",
+        "validating: 4/4 samples",
+        "validating: done in 0:01:40",
+        "step 2/10  loss 1.0000  1.0 samples/s  1 tokens/s  left 0:00:08",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with open_progress(rank=0, total_steps=4, stream=stream) as progress:
+        assert isinstance(progress, BarProgress)
+        progress.step(4, loss=0.25, samples=8, tokens=100)
+        with progress.phase("exporting", 2) as advance:
+            advance(2)
+    assert "4/4" in stream.getvalue()
+    assert "loss 0.2500" in stream.getvalue()
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_progress(rank=1, total_steps=4) as progress:
+        assert isinstance(progress, NoProgress)
+        progress.step(1, loss=1, samples=1, tokens=1)
+        with progress.phase("loading") as advance:
+            advance(1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90061, "25:01:01")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
