@@ -1,0 +1,29 @@
+"""`dsreason export`: from a checkpoint to a Hugging Face folder."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(str, Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint (D/checkpoints/step_N), or the folder of a run.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the written weights.")] = Dtype.bf16,
+    max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "4GB",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    from dsreason.export import export_checkpoint
+    from dsreason.runtime import launch
+
+    launch.prepare_environment()
+    export_checkpoint(checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)
+    typer.echo(f"exported to {output}", err=True)

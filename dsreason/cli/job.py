@@ -1,0 +1,145 @@
+"""What the training commands share: options, the checks before ranks start, and starting them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.load import dump_config, load_config
+from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
+from dsreason.config.schema import SFTConfig
+from dsreason.config.world import check_world
+from dsreason.errors import ConfigError
+from dsreason.runtime import launch
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
+DeepSpeedOption = Annotated[
+    str | None, typer.Option("--ds-config", help="DeepSpeed JSON: a path or a shipped name, such as zero3.json.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=V", help="Change one key, such as optim.lr=1e-5; V is a TOML value or null."),
+]
+OutputOption = Annotated[Path | None, typer.Option("--output-dir", help="Folder of the run.")]
+ResumeOption = Annotated[
+    str | None, typer.Option("--resume", metavar="auto|PATH", help="Continue the newest, or this, checkpoint.")
+]
+NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start; default: one per GPU.")]
+RestartsOption = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="How often to restart from the last checkpoint after a crash.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the configuration, and stop.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a training command."""
+
+    command: str
+    default_recipe: str
+    config: Path | None = None
+    ds_config: str | None = None
+    overrides: tuple[str, ...] = ()
+    output_dir: Path | None = None
+    resume: str | None = None
+    nproc: int | None = None
+    max_restarts: int = 0
+    dry_run: bool = False
+
+    @property
+    def config_name(self) -> str:
+        return str(self.config or f"{self.default_recipe} (shipped)")
+
+    def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
+        """The command line of a rank; relative paths stay relative, ranks start in the same folder."""
+        options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
+        options += [("--set", text) for text in self.overrides]
+        options += [("--output-dir", output_dir), ("--resume", resume)]
+        return [self.command] + [f"{name}={value}" for name, value in options if value is not None]
+
+
+def load_job(job: Job) -> SFTConfig:
+    """The run configuration with the command line's own options in it; says which recipe runs without --config."""
+    if job.config is None and launch.is_first_rank() and not launch.started_by_us():
+        typer.echo(f"no --config: running the built-in recipe {job.default_recipe}", err=True)
+    overrides = list(job.overrides)
+    if job.ds_config is not None:
+        overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
+    if job.output_dir is not None:
+        overrides.append(f"output_dir={json.dumps(str(job.output_dir))}")
+    return load_config(SFTConfig, job.config, overrides, default_recipe=job.default_recipe)
+
+
+def run_job(
+    job: Job,
+    *,
+    check: Callable[[SFTConfig], None],
+    run: Callable[[SFTConfig, Path | None, str | None], None],
+    ranks_on_cpu: int = 1,
+) -> Path | None:
+    """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known.
+
+    Args:
+        check: looks at data and model before any rank starts.
+        run: the work of one rank: configuration, output folder (None: the ranks agree on one), what to resume.
+    """
+    config = load_job(job)
+    if launch.is_rank():
+        return _run_rank(job, config, run)
+    launch.prepare_environment()
+    gpus = launch.gpu_count()
+    ranks = launch.rank_count(job.nproc, gpus, on_cpu=ranks_on_cpu)
+    deepspeed = resolve_deepspeed(
+        config.deepspeed, config, device=launch.device_kind(gpus), world_size=ranks, config_name=job.config_name
+    )
+    output_dir = _output_dir(job, config) or default_output_dir(job.command)
+    config = config.model_copy(update={"output_dir": str(output_dir)})
+    check_output_dir(output_dir, config, job.resume)
+    for note in check_world(config, ranks):
+        typer.echo(f"note: {note}", err=True)
+    check(config)
+    if job.dry_run:
+        _print_config(config, deepspeed)
+        return output_dir
+    typer.echo(f"{job.command} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
+    launch.start_ranks(
+        lambda attempt: job.arguments(output_dir, "auto" if attempt else job.resume),
+        ranks=ranks,
+        log_dir=output_dir / "logs",
+        max_restarts=job.max_restarts,
+    )
+    return output_dir
+
+
+def _run_rank(job: Job, config: SFTConfig, run: Callable[[SFTConfig, Path | None, str | None], None]) -> Path | None:
+    world_size = os.environ["WORLD_SIZE"]
+    if job.nproc is not None:
+        raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
+    if job.max_restarts:
+        raise ConfigError(f"--max-restarts ({job.max_restarts}): belongs to the launcher here; give it to torchrun")
+    output_dir = _output_dir(job, config)
+    if not job.dry_run:
+        run(config, output_dir, job.resume)
+    elif launch.is_first_rank():
+        device = launch.device_kind(launch.gpu_count())
+        name = job.config_name
+        _print_config(
+            config,
+            resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(world_size), config_name=name),
+        )
+    return output_dir
+
+
+def _output_dir(job: Job, config: SFTConfig) -> Path | None:
+    return resume_folder(job.resume, Path(config.output_dir) if config.output_dir else None)
+
+
+def _print_config(config: SFTConfig, deepspeed: dict[str, Any]) -> None:
+    typer.echo(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))

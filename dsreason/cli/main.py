@@ -1,0 +1,54 @@
+"""The `dsreason` command: its subcommands, and the one place where a `DsReasonError` becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from dsreason.cli import demo, export, sft
+from dsreason.errors import DsReasonError
+from dsreason.runtime import launch
+
+app = typer.Typer(
+    help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(sft.sft)
+app.command()(export.export)
+app.command()(demo.demo)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsreason {version('dsreason')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+    show: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    # The deepspeed launcher puts --local_rank=N before the subcommand; LOCAL_RANK says the same.
+    pass
+
+
+def main() -> None:
+    # So that `package.module:attr` is found in the current folder, by the parent as by `python -m` in its ranks.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        if launch.is_rank():
+            launch.enter_rank()
+        app()
+    except DsReasonError as error:
+        sys.exit(launch.report(error))

@@ -1,0 +1,50 @@
+"""`dsreason sft`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsreason.cli.job import (
+    ConfigOption,
+    DeepSpeedOption,
+    DryRunOption,
+    Job,
+    NprocOption,
+    OutputOption,
+    RestartsOption,
+    ResumeOption,
+    SetOption,
+    run_job,
+)
+from dsreason.config.schema import SFTConfig
+
+RECIPE = "builtin_sft.toml"
+
+
+def sft(
+    config: ConfigOption = None,
+    ds_config: DeepSpeedOption = None,
+    overrides: SetOption = None,
+    output_dir: OutputOption = None,
+    resume: ResumeOption = None,
+    nproc: NprocOption = None,
+    max_restarts: RestartsOption = 0,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Fine-tune on questions and answers about videos and images. Without --config: the built-in task."""
+    job = Job(
+        "sft", RECIPE, config, ds_config, tuple(overrides or ()), output_dir, resume, nproc, max_restarts, dry_run
+    )
+    run_job(job, check=check, run=run)
+
+
+def check(config: SFTConfig) -> None:
+    from dsreason.train.preflight import check_sft
+
+    check_sft(config)
+
+
+def run(config: SFTConfig, output_dir: Path | None, resume: str | None) -> None:
+    from dsreason.train import sft
+
+    sft.run(config, output_dir=output_dir, resume=resume)

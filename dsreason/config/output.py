@@ -1,0 +1,143 @@
+"""The output folder: its default name, whether it may be used, and the configuration it remembers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from dsreason.config.load import dump_config
+from dsreason.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+
+SAME_RUN_SECTIONS = ("model", "data", "optim")
+SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed")
+MAY_DIFFER = frozenset(
+    {"model.gradient_checkpointing", "model.attention", "model.trust_remote_code", "data.workers", "data.prefetch"}
+)
+"""What changes speed or memory, not the result."""
+
+
+def default_output_dir(command: str) -> Path:
+    """`outputs/sft-20260131-120000`."""
+    return Path("outputs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
+    """The output folder, also where only a checkpoint to resume from tells it (`D/checkpoints/step_N` → `D`)."""
+    if resume == "auto" and output_dir is None:
+        raise ConfigError("--resume auto: there is no folder to look in; give the folder of the run with --output-dir")
+    if resume in (None, "auto"):
+        return output_dir
+    checkpoint = Path(str(resume))
+    if not checkpoint.is_dir():
+        raise ConfigError(f"--resume {resume}: no such folder; give a checkpoint (D/{CHECKPOINTS}/step_N), or auto")
+    return output_dir or _run_of(checkpoint)
+
+
+def check_output_dir(folder: Path, config: BaseModel, resume: str | None) -> None:
+    """Refuse a folder that cannot be written, or that holds a run which this one would not continue. Creates nothing.
+
+    Raises:
+        ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
+    """
+    _check_writable(folder)
+    if resume is None:
+        held = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
+        if held:
+            raise ConfigError(
+                f"{folder}: holds a run already ({' and '.join(held)}); continue it with --resume auto, "
+                "or choose another --output-dir"
+            )
+        return
+    _check_same_run(folder, config)
+    if resume != "auto" and _run_of(Path(resume)).resolve() != folder.resolve():
+        _check_same_run(_run_of(Path(resume)), config)
+
+
+def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
+    """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"config": dump_config(config), **facts}
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(json.dumps(document, indent=2) + "\n")
+    partial.rename(folder / CONFIG_FILE)
+
+
+def read_run_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration of the run in `folder`, None where it has none."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: is not the configuration of a run ({error!r}); choose another --output-dir"
+        ) from None
+    return dict(config)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run that a checkpoint belongs to; a folder of another shape counts as the run itself."""
+    return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
+
+
+def _check_same_run(folder: Path, config: BaseModel) -> None:
+    before = read_run_config(folder)
+    if before is None:
+        return
+    differing = differing_keys(before, dump_config(config))
+    if differing:
+        shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
+        more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
+        raise ConfigError(
+            f"{folder}: holds a different run: {shown}{more}; set the old values to continue it, "
+            "or choose another --output-dir without --resume"
+        )
+
+
+def differing_keys(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys that decide what a run computes and that differ, with the old and the new value."""
+    old, new = _flat(before), _flat(now)
+    keys = [key for key in dict.fromkeys([*new, *old]) if _decides(key)]
+    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def _decides(key: str) -> bool:
+    return key not in MAY_DIFFER and (key.split(".")[0] in SAME_RUN_SECTIONS or key in SAME_RUN_KEYS)
+
+
+def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(section, dict):
+        items = section.items()
+    elif isinstance(section, list) and any(isinstance(item, dict) for item in section):
+        items = {str(i): item for i, item in enumerate(section)}.items()
+    else:
+        return {prefix.removesuffix("."): section}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat
+
+
+def _check_writable(folder: Path) -> None:
+    """Really create a file in the folder, or in the nearest one above it that exists."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another --output-dir")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written in {existing} ({error.strerror}); choose another --output-dir, "
+            "or get write permission"
+        ) from None

@@ -1,0 +1,305 @@
+"""Starting the ranks of a plainly called command, and what every rank does first, whoever started it.
+
+torch's elastic agent starts and watches the processes. Around it: an error that a person can mend is told once and
+keeps its exit code, another failure shows the traceback of the rank that failed first, and no rank outlives the
+launcher. Nothing here imports torch before `prepare_environment` has run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from dsreason.errors import ConfigError, DsReasonError
+
+ERROR_DIR = "DSREASON_ERROR_DIR"
+"""Set by this launcher only: the folder that ranks leave their errors in, for the parent to print."""
+LOG_DIR = "DSREASON_LOG_DIR"
+LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
+
+PR_SET_PDEATHSIG = 1
+
+
+def is_rank() -> bool:
+    """Whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
+
+    All three variables, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
+    """
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that talks to the person: rank 0, or no rank at all."""
+    return not is_rank() or os.environ["RANK"] == "0"
+
+
+def started_by_us() -> bool:
+    return is_rank() and ERROR_DIR in os.environ
+
+
+# What every rank does first
+
+
+def prepare_environment() -> None:
+    """Environment that torch, tokenizers and DeepSpeed read at import; call it before importing any of them."""
+    # DeepSpeed calls ninja by name; .venv/bin/python called by its path has no .venv/bin on PATH.
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", os.defpath)
+    if folder not in path.split(os.pathsep):
+        os.environ["PATH"] = folder + os.pathsep + path
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
+    if "DS_ACCELERATOR" not in os.environ and gpu_count() == 0:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def enter_rank() -> None:
+    """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
+    die_with_parent()
+    if started_by_us():
+        if os.environ["RANK"] != "0":
+            redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
+        sys.excepthook = _record_crash
+    prepare_environment()
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its launcher is gone: ranks have sessions of their own and would stay."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
+        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
+
+
+def redirect_output(file: Path) -> None:
+    """Send stdout and stderr of this process, native code included, to the end of `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def report(error: DsReasonError) -> int:
+    """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
+    if started_by_us():
+        _leave_error(str(error), exit_code=error.exit_code, mendable=True)
+        if not is_first_rank():
+            print(f"error: {error}", file=sys.stderr)  # into this rank's log; the parent shows it on the screen
+    elif not is_rank() or _is_first_to_tell(str(error)):
+        print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _record_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    if not issubclass(kind, KeyboardInterrupt):
+        _leave_error(text, exit_code=1, mendable=False)
+    if not is_first_rank():
+        sys.stderr.write(text)
+
+
+def _leave_error(text: str, *, exit_code: int, mendable: bool) -> None:
+    """Leave this rank's error for the parent, complete or not at all: the rank may be killed at any moment."""
+    failure = {"text": text, "exit_code": exit_code, "mendable": mendable, "time": time.time()}
+    file = Path(os.environ[ERROR_DIR]) / f"rank_{os.environ['RANK']}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(failure))
+    partial.rename(file)
+
+
+def _is_first_to_tell(text: str) -> bool:
+    """Whether no other rank of this host has told of the same error; torchrun shows the output of all of them.
+
+    The ranks share a parent, named by its process id and start time, so a file that one of them creates decides.
+    """
+    with suppress(OSError):
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        key = hashlib.sha256(f"{os.getppid()} {started} {text}".encode()).hexdigest()[:32]
+        try:
+            (Path(tempfile.gettempdir()) / f"dsreason-{key}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
+
+
+# What the parent does
+
+
+def gpu_count() -> int:
+    """Number of visible GPUs; takes no memory on them."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
+    """Ranks to start on this machine: one per GPU, or `nproc`; without a GPU `nproc`, else `on_cpu`."""
+    if gpus and nproc is not None and nproc > gpus:
+        raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
+    return nproc or gpus or on_cpu
+
+
+def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
+    """`cuda` where there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
+    return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: its own words, or what its exit code tells."""
+
+    rank: int
+    text: str
+    exit_code: int
+    mendable: bool
+    """A `DsReasonError`: told without a traceback, and not worth a restart."""
+    time: float
+
+
+class RankError(DsReasonError):
+    """A rank's `DsReasonError`, or a rank that died without a word, as the parent raises it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.exit_code = failure.exit_code
+
+
+def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
+    """Run `python -m dsreason ARGUMENTS` as `ranks` ranks of one job on this machine, and wait for them.
+
+    Rank 0 writes to this terminal, rank N to `log_dir/rank_N.log`.
+
+    Args:
+        arguments: the command line of the given attempt (0 is the first; later ones should resume).
+        max_restarts: how often all ranks are started again after a failure that is no `DsReasonError`.
+
+    Raises:
+        RankError: the `DsReasonError` of the rank that failed first.
+        SystemExit: any other failure, after its traceback was printed.
+    """
+    for attempt in range(max_restarts + 1):
+        failure = _run_once(["-m", "dsreason", *arguments(attempt)], ranks, log_dir)
+        if failure is None:
+            return
+        if failure.mendable:
+            raise RankError(failure)
+        log = f"; its log: {log_dir / f'rank_{failure.rank}.log'}"
+        if attempt < max_restarts:
+            print(failure.text.rstrip(), file=sys.stderr)
+            print(f"rank {failure.rank} failed{log}; restart {attempt + 1} of {max_restarts}", file=sys.stderr)
+    print(f"error: rank {failure.rank} failed{log}\n\n{failure.text.rstrip()}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def _run_once(arguments: list[str], ranks: int, log_dir: Path) -> Failure | None:
+    """Start all ranks and wait; None where all ended well."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir, _quiet_agent():
+        with _environment(_rank_environment(ranks, log_dir, error_dir)):
+            launch = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="127.0.0.1",  # the host's name need not resolve
+                max_restarts=0,  # our own loop, which knows what is worth a restart
+                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            )
+            try:
+                elastic_launch(launch, sys.executable)(*arguments)
+            except ChildFailedError as error:
+                codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                return first_failure(_left_errors(Path(error_dir)), codes)
+            except SignalException as error:
+                print(f"stopped by {error.sigval.name}", file=sys.stderr)
+                raise SystemExit(128 + error.sigval) from None
+    return None
+
+
+def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        ERROR_DIR: error_dir,
+        LOG_DIR: str(log_dir.absolute()),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def _left_errors(error_dir: Path) -> list[Failure]:
+    return [
+        Failure(rank=int(file.stem.removeprefix("rank_")), **json.loads(file.read_text()))
+        for file in error_dir.glob("rank_*.json")
+    ]
+
+
+def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+    """The failure that the others followed from.
+
+    Args:
+        left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
+        exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
+            agent ends the others with SIGTERM.
+    """
+    told = {failure.rank for failure in left}
+    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
+    killed = [failure for failure in silent if exit_codes[failure.rank] not in (-signal.SIGTERM, -signal.SIGABRT)]
+    mendable = [failure for failure in left if failure.mendable]
+    # A rank that is killed takes its peers along: their tracebacks (a lost connection) say less.
+    return min(mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+
+
+def _silent_failure(rank: int, exit_code: int) -> Failure:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = " (often: out of memory; see the kernel log)" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name}{hint}"
+    else:
+        text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
+    return Failure(rank, text, exit_code=1, mendable=False, time=0.0)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Without the agent's log: it repeats failures in its own form, which the parent tells better."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
