@@ -13,11 +13,14 @@ from rich.table import Table
 from dsreason.cli import sft
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
 from dsreason.config.output import default_output_dir
+from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
 
 def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: SetOption = None) -> None:
     """Train a tiny model on generated videos and images, and show what it has learned. Nothing is downloaded."""
+    if launch.is_rank() and output_dir is None:
+        raise ConfigError("demo: starts its own ranks; call it plainly, or give every rank the same --output-dir")
     folder = output_dir or default_output_dir("demo")
     job = Job("sft", sft.RECIPE, output_dir=folder, nproc=nproc, overrides=tuple(overrides or ()))
     run_job(job, check=sft.check, run=sft.run, ranks_on_cpu=min(2, len(os.sched_getaffinity(0))))

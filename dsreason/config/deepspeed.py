@@ -27,13 +27,15 @@ SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 @dataclass(frozen=True)
 class Owned:
-    """A DeepSpeed key that the run configuration, or the package itself, decides."""
+    """A DeepSpeed key that the run configuration, or the trainer itself, decides."""
 
     path: tuple[str, ...]
     values: tuple[Any, ...]
     """What the JSON may say; empty: nothing concrete."""
-    owner: str
-    """Who decides, with its value: `train.global_batch_size (32)`."""
+    fact: str
+    """Who decides what: `train.global_batch_size is 32`."""
+    by_config: bool = True
+    """False: decided by the trainer, the same in every run."""
 
 
 def resolve_deepspeed(
@@ -53,10 +55,9 @@ def resolve_deepspeed(
     for owned in owned_keys(config, world_size):
         found = _concrete(document, owned.path)
         if found is not None and not _agrees(found, owned.values):
-            problems.append(
-                f"{'.'.join(owned.path)} ({json.dumps(found)}) contradicts {owned.owner} of {config_name}; "
-                'set it to "auto" or remove it'
-            )
+            owner = config_name if owned.by_config else "what every run does"
+            key = f"{'.'.join(owned.path)} ({json.dumps(found)})"
+            problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
         raise config_error([f"{name}: {text}" for text in problems])
     return _finished(document, config, device, world_size)
@@ -85,57 +86,57 @@ def owned_keys(config: SFTConfig, world_size: int) -> list[Owned]:
 
 
 def _batch_keys(config: SFTConfig, world_size: int) -> Iterator[Owned]:
-    train = config.train
-    yield Owned(
-        ("train_batch_size",), (train.global_batch_size,), f"train.global_batch_size ({train.global_batch_size})"
-    )
+    train, micro, steps = config.train, micro_batch_size(config), accumulation_steps(config, world_size)
+    batch = f"train.global_batch_size is {train.global_batch_size}"
+    yield Owned(("train_batch_size",), (train.global_batch_size,), batch)
     if train.max_tokens_per_micro_batch is not None:
-        owner = f"train.max_tokens_per_micro_batch ({train.max_tokens_per_micro_batch})"
-        yield Owned(("train_micro_batch_size_per_gpu",), (), owner)
-        yield Owned(("gradient_accumulation_steps",), (), owner)
+        tokens = f"train.max_tokens_per_micro_batch is {train.max_tokens_per_micro_batch}, which cuts each step anew"
+        yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
+        yield Owned(("gradient_accumulation_steps",), (), tokens)
         return
-    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
-    yield Owned(("train_micro_batch_size_per_gpu",), (micro,), f"train.micro_batch_size ({micro})")
-    batch = f"train.global_batch_size ({train.global_batch_size}), train.micro_batch_size ({micro})"
-    owner = f"the {steps} that {batch} and the number of ranks ({world_size}) give, in the words"
-    yield Owned(("gradient_accumulation_steps",), (steps,), owner)
+    yield Owned(("train_micro_batch_size_per_gpu",), (micro,), f"train.micro_batch_size is {micro}")
+    derived = (
+        f"{batch} and train.micro_batch_size {micro}, which make {steps} with {world_size} rank{'s' * (world_size > 1)}"
+    )
+    yield Owned(("gradient_accumulation_steps",), (steps,), derived)
 
 
 def _precision_keys(config: SFTConfig) -> Iterator[Owned]:
-    precision = f"train.precision ({config.train.precision})"
+    precision = f"train.precision is {config.train.precision}"
     for block in ("bf16", "bfloat16"):
         yield Owned((block, "enabled"), (config.train.precision == "bf16",), precision)
     yield Owned(("fp16", "enabled"), (False,), precision)
     yield Owned(("torch_autocast", "enabled"), (False,), precision)
-    master = "float32 master weights and optimizer states, which every run has, also that"
-    yield Owned(("bf16", "bf16_master_weights_and_grads"), (False,), master)
-    yield Owned(("bf16", "bf16_optimizer_states"), (False,), master)
-    yield Owned(("fp16", "fp16_master_weights_and_grads"), (False,), master)
+    master = "master weights and optimizer states are float32"
+    yield Owned(("bf16", "bf16_master_weights_and_grads"), (False,), master, by_config=False)
+    yield Owned(("bf16", "bf16_optimizer_states"), (False,), master, by_config=False)
+    yield Owned(("fp16", "fp16_master_weights_and_grads"), (False,), master, by_config=False)
     fp32 = ("fp32", "float32", "torch.float32")
-    yield Owned(("data_types", "grad_accum_dtype"), fp32, "accumulation in fp32, which every run has, also that")
-    yield Owned(("communication_data_type",), fp32, "reduction in fp32, which every run has, also that")
-    yield Owned(("gradient_allreduce_op",), ("mean",), "the mean over ranks, which the loss is scaled for, also that")
-    yield Owned(("managed_gradient_accumulation",), (True,), "the boundaries that the trainer sets, also those")
-    yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "torch's AdamW, which every run uses, also that")
+    yield Owned(("data_types", "grad_accum_dtype"), fp32, "gradients are accumulated in fp32", by_config=False)
+    yield Owned(("communication_data_type",), fp32, "gradients are reduced in fp32", by_config=False)
+    yield Owned(("gradient_allreduce_op",), ("mean",), "the loss is scaled for the mean over ranks", by_config=False)
+    yield Owned(("managed_gradient_accumulation",), (True,), "the trainer marks the end of a step", by_config=False)
+    yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "the optimizer is torch's AdamW", by_config=False)
 
 
 def _optimizer_keys(config: SFTConfig) -> Iterator[Owned]:
-    optim = config.optim
-    yield Owned(("gradient_clipping",), (optim.max_grad_norm,), f"optim.max_grad_norm ({optim.max_grad_norm:g})")
-    yield Owned(("optimizer", "type"), ("Adam", "AdamW", "adam", "adamw"), "AdamW, which every run uses, also that")
+    optim, steps = config.optim, config.train.max_steps
+    clipping = f"optim.max_grad_norm is {optim.max_grad_norm:g}"
+    yield Owned(("gradient_clipping",), (optim.max_grad_norm,), clipping)
+    yield Owned(("optimizer", "type"), ("Adam", "AdamW", "adam", "adamw"), "the optimizer is AdamW", by_config=False)
     params = ("optimizer", "params")
-    yield Owned((*params, "lr"), (optim.lr,), f"optim.lr ({optim.lr:g})")
-    yield Owned((*params, "betas"), (list(optim.betas),), f"optim.betas ({list(optim.betas)})")
-    yield Owned((*params, "eps"), (optim.eps,), f"optim.eps ({optim.eps:g})")
-    yield Owned((*params, "weight_decay"), (optim.weight_decay,), f"optim.weight_decay ({optim.weight_decay:g})")
-    yield Owned((*params, "max_grad_norm"), (optim.max_grad_norm,), f"optim.max_grad_norm ({optim.max_grad_norm:g})")
-    yield Owned((*params, "adam_w_mode"), (True,), "AdamW, which every run uses, also that")
+    yield Owned((*params, "lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
+    yield Owned((*params, "betas"), (list(optim.betas),), f"optim.betas is {list(optim.betas)}")
+    yield Owned((*params, "eps"), (optim.eps,), f"optim.eps is {optim.eps:g}")
+    yield Owned((*params, "weight_decay"), (optim.weight_decay,), f"optim.weight_decay is {optim.weight_decay:g}")
+    yield Owned((*params, "max_grad_norm"), (optim.max_grad_norm,), clipping)
+    yield Owned((*params, "adam_w_mode"), (True,), "the optimizer is AdamW", by_config=False)
     alike = tuple(name for name, schedule in SCHEDULERS.items() if schedule == optim.schedule)
-    yield Owned(("scheduler", "type"), alike, f"optim.schedule ({optim.schedule})")
+    yield Owned(("scheduler", "type"), alike, f"optim.schedule is {optim.schedule}")
     params = ("scheduler", "params")
-    yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr ({optim.lr:g})")
-    yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup ({optim.warmup:g})")
-    yield Owned((*params, "total_num_steps"), (config.train.max_steps,), f"train.max_steps ({config.train.max_steps})")
+    yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
+    yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup is {optim.warmup:g}")
+    yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
 
 
 def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:

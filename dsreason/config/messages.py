@@ -52,10 +52,8 @@ def _path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """The key that an error is about: `loc` without the parts that name a form of a union."""
     path: list[str | int] = []
     for part in loc:
-        inside = (
-            part in document if isinstance(document, dict) else isinstance(document, list) and isinstance(part, int)
-        )
-        if inside:
+        in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
+        if in_list or (isinstance(document, dict) and part in document):
             path.append(part)
             document = document[part]
     return tuple(path)
@@ -89,7 +87,7 @@ def _one(error: ErrorDetails, default: Any) -> str:
         case "string_pattern_mismatch":
             return f"{value} is not of the form {default!r}; write it like that"
         case "missing":
-            return "is missing or too short; give all its values"
+            return f"{value} is incomplete; give all its values"
         case "too_long":
             return f"has {context['actual_length']} entries, at most {context['max_length']} belong here; remove some"
         case "value_error":

@@ -258,6 +258,7 @@ class Encoder:
         options: dict[str, Any] = {"do_resize": False, "return_tensors": "pt"}
         if videos:
             options["do_sample_frames"] = False
+            options["cap_pixels_per_frame"] = False  # concerns resizing only; unset, it is warned about
             options["video_metadata"] = [_video_metadata(metadata) for _, metadata in videos]
         inputs = self.processor(images=images or None, videos=[frames for frames, _ in videos] or None, **options)
         return {key: _as_forward_takes_it(value) for key, value in inputs.items()}

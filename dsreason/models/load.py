@@ -147,10 +147,10 @@ def load_model(
     check_weights(model, weights)
     map_parameters(model, weights)
     fill_buffers(model)
-    if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
-        from dsreason.models.partition import PartitionOwnPart  # DeepSpeed picks its device when it is imported
+    if deepspeed is not None and deepspeed["zero_optimization"]["stage"] == 3:
+        from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
-        PartitionOwnPart(module=model, config_dict_or_path=deepspeed, dtype=dtype)
+        partition(model, dtype, deepspeed)
     else:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype, copy=True)

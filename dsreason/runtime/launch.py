@@ -145,7 +145,7 @@ def gpu_count() -> int:
     """Number of visible GPUs; takes no memory on them."""
     import torch
 
-    return torch.cuda.device_count()
+    return int(torch.cuda.device_count())
 
 
 def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
@@ -193,18 +193,16 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         RankError: the `DsReasonError` of the rank that failed first.
         SystemExit: any other failure, after its traceback was printed.
     """
-    for attempt in range(max_restarts + 1):
-        failure = _run_once(["-m", "dsreason", *arguments(attempt)], ranks, log_dir)
-        if failure is None:
-            return
+    attempt = 0
+    while failure := _run_once(["-m", "dsreason", *arguments(attempt)], ranks, log_dir):
         if failure.mendable:
             raise RankError(failure)
-        log = f"; its log: {log_dir / f'rank_{failure.rank}.log'}"
-        if attempt < max_restarts:
-            print(failure.text.rstrip(), file=sys.stderr)
-            print(f"rank {failure.rank} failed{log}; restart {attempt + 1} of {max_restarts}", file=sys.stderr)
-    print(f"error: rank {failure.rank} failed{log}\n\n{failure.text.rstrip()}", file=sys.stderr)
-    raise SystemExit(1)
+        text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
+        attempt += 1
+        if attempt > max_restarts:
+            print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
+            raise SystemExit(1)
+        print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
 
 
 def _run_once(arguments: list[str], ranks: int, log_dir: Path) -> Failure | None:
@@ -213,27 +211,30 @@ def _run_once(arguments: list[str], ranks: int, log_dir: Path) -> Failure | None
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir, _quiet_agent():
-        with _environment(_rank_environment(ranks, log_dir, error_dir)):
-            launch = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=ranks,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr="127.0.0.1",  # the host's name need not resolve
-                max_restarts=0,  # our own loop, which knows what is worth a restart
-                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            )
-            try:
-                elastic_launch(launch, sys.executable)(*arguments)
-            except ChildFailedError as error:
-                codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                return first_failure(_left_errors(Path(error_dir)), codes)
-            except SignalException as error:
-                print(f"stopped by {error.sigval.name}", file=sys.stderr)
-                raise SystemExit(128 + error.sigval) from None
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # the host's name need not resolve
+        max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
+        _environment(_rank_environment(ranks, log_dir, error_dir)),
+        _quiet_agent(),
+    ):
+        try:
+            elastic_launch(launch, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            return first_failure(_left_errors(Path(error_dir)), codes)
+        except SignalException as error:
+            print(f"stopped by {error.sigval.name}", file=sys.stderr)
+            raise SystemExit(128 + error.sigval) from None
     return None
 
 

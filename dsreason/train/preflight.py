@@ -1,46 +1,82 @@
-"""What can be found wrong before a model is loaded: data rows, media, model folder, freeze patterns."""
+"""What can be found wrong before a model is loaded: model folder, freeze patterns, data rows and media headers."""
 
 from __future__ import annotations
 
 import logging
 import time
+from functools import partial
+from pathlib import Path
 
+from dsreason.config.cache import cache_dir
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.order import StepOrder
-from dsreason.data.sources import SampleDataset
+from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import DataError
+from dsreason.models.families import family_of
+from dsreason.models.freeze import match_patterns
+from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
 
 log = logging.getLogger(__name__)
 
 MAX_SECONDS = 30.0
-"""Budget for looking at rows one by one; in larger data sets the rest is met while training."""
+"""Time for looking at rows one by one; in larger data sets the rest is met while training."""
+
+
+def check_sft(config: SFTConfig) -> None:
+    """Raise what a person can mend: nothing is trained, and no weight is read.
+
+    Raises:
+        DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
+    """
+    model_path = find_model(config)
+    match_patterns(parameter_names(model_path), config.model.freeze)
+    encoder = build_encoder(config, model_path)
+    training, validation = open_datasets(config.data, config.train.seed)
+    StepOrder(training, config.train, shuffle=config.data.shuffle)
+    for name, dataset in (("training", training), ("validation", validation)):
+        left_out = check_rows(dataset, encoder, config, name)
+        if left_out:
+            log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), "\n  ".join(left_out[:20]))
+
+
+def find_model(config: SFTConfig) -> Path:
+    """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
+    return resolve_model(config.model, cache_dir() / "models")
+
+
+def build_encoder(config: SFTConfig, model_path: Path) -> Encoder:
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
+    positions = partial(family_of(model.model_type).position_ids, config=model)
+    return Encoder(processor, positions, config.model.max_length)
 
 
 def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name: str) -> list[str]:
-    """Read every row's text and media header (no decoding), in an order that spreads over the data set.
+    """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
-    Returns the rows that `data.on_bad_row` or `model.on_too_long` leave out, one text each.
+    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
 
     Raises:
-        DataError: the first unusable rows, where they are errors.
+        DataError: the first unusable row, where that is an error.
     """
-    bad: list[str] = []
+    left_out: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
-    checked = 0
-    for index in spread(len(dataset)):
+    for checked, index in enumerate(spread(len(dataset))):
         if time.monotonic() > deadline:
-            log.info("%s: looked at %d of %d rows before training; the rest is checked on use", name, checked, len(dataset))
+            log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
-        checked += 1
         try:
-            encoder.measure(dataset[index])
+            length = encoder.measure(dataset[index])
+            if length > config.model.max_length:
+                raise SampleTooLong(f"{length} tokens, model.max_length is {config.model.max_length}")
         except DataError as error:
-            keep_going = config.model.on_too_long if isinstance(error, SampleTooLong) else config.data.on_bad_row
-            if keep_going == "error":
-                raise
-            bad.append(str(error))
-    return bad
+            policy = config.model.on_too_long if isinstance(error, SampleTooLong) else config.data.on_bad_row
+            text = f"{dataset.location(index)}: {error}"
+            if policy == "error":
+                raise type(error)(text) from error
+            left_out.append(text)
+    return left_out
 
 
 def spread(count: int) -> list[int]:

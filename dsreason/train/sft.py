@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
@@ -15,9 +16,10 @@ from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
 from dsreason.runtime.checkpoint import prune_checkpoints, save_checkpoint
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
+from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
-from dsreason.runtime.world import World, all_sum
-from dsreason.train.build import SFTRun, build_sft
+from dsreason.runtime.world import World, all_sum, on_rank_zero
+from dsreason.train.build import DTYPES, SFTRun, build_sft
 from dsreason.train.validate import validate
 
 
@@ -28,54 +30,140 @@ def run(config: SFTConfig, *, output_dir: Path | None = None, resume: str | None
 
 
 def train(sft: SFTRun) -> None:
-    if sft.state.step == 0 and sft.config.validation.before_training:
+    config = sft.config
+    if sft.state.step == 0 and config.validation.before_training:
         run_validation(sft)
     for batches in sft.loader:  # starts after the resumed step
         started = time.perf_counter()
-        lr = sft.config.optim.lr * lr_factor(sft.state.step, sft.total_steps, sft.config.optim)
-        metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
-        sft.finish_step(batches, metrics, seconds=time.perf_counter() - started)
+        lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
+        with sft.memory.phase("train"):
+            metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
+        finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
 
         step, last = sft.state.step, sft.state.step == sft.total_steps
-        improved = run_validation(sft) if last or is_due(step, sft.config.validation.every) else False
-        if last or improved or is_due(step, sft.config.checkpoint.every):
+        improved = run_validation(sft) if last or is_due(step, config.validation.every) else False
+        if last or improved or is_due(step, config.checkpoint.every):
             save(sft, last=last)
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
     """One optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
     set_learning_rate(engine, lr)
-    total = 0.0
-    for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
-        logprobs = engine(batch.to(engine.device))
-        loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
-        engine.set_gradient_accumulation_boundary(i == len(batches.micro_batches) - 1)
-        # DeepSpeed averages gradients over ranks; the loss is already a share of the global mean, so undo that.
-        engine.backward(loss * world.size, scale_wrt_gas=False)
-        engine.step()
-        total += loss.item()
-    metrics = {"train/loss": all_sum(total), "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    loss = accumulate_gradients(engine, batches, world)
+    engine.step()
+    metrics = {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     if not all(math.isfinite(value) for value in metrics.values()):
         raise DsReasonError(
-            f"step {engine.global_steps}: loss {metrics['train/loss']}, gradient norm {metrics['train/grad_norm']}; "
-            f"lower optim.lr ({lr:g} in this step) or look at the samples of this step: {batches.sample_ids}"
+            f"step {engine.global_steps}: loss {loss}, gradient norm {metrics['train/grad_norm']} with learning rate "
+            f"{lr:g}; lower optim.lr, or look at this rank's samples of the step: "
+            f"{', '.join(name for batch in batches.micro_batches for name in batch.ids)}"
         )
     return metrics
 
 
+def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
+    """Forward and backward of every micro-batch; returns the mean loss over the trained tokens of the global batch."""
+    total = 0.0
+    for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
+        last = i == len(batches.micro_batches) - 1
+        logprobs = engine(batch.to(engine.device))
+        loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
+        engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if not last:
+            engine.step()
+        total += loss.item()
+    return all_sum(total)
+
+
+def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
+    """Count the step and show it."""
+    step = sft.engine.global_steps
+    epoch = step / sft.steps_per_epoch
+    consumed = step * sft.config.train.global_batch_size
+    sft.state = replace(sft.state, step=step, epoch=epoch, consumed_samples=consumed)
+    set_step(step)
+    whole = seconds + batches.data_seconds
+    sft.progress.step(step, loss=metrics["train/loss"], samples=batches.num_samples, tokens=batches.num_input_tokens)
+    memory = sft.memory.take()
+    if step % sft.config.monitor.log_every and step != sft.total_steps:
+        return
+    metrics |= {
+        "train/epoch": epoch,
+        "train/tokens": batches.num_tokens,
+        "train/skipped_rows": batches.num_skipped,
+        "time/data": batches.data_seconds,
+        "time/train": seconds,
+        "perf/tokens_per_second": batches.num_input_tokens / whole,
+    }
+    if sft.peak_flops is not None:
+        metrics["perf/mfu"] = step_flops(sft, batches) / whole / sft.peak_flops
+    sft.metrics.scalars(step, metrics | memory)
+
+
+def step_flops(sft: SFTRun, batches: StepBatches) -> float:
+    """FLOPs of the step on all ranks. Collective."""
+    lengths = [n for batch in batches.micro_batches for n in batch.attention_mask.sum(dim=1).tolist()]
+    grids = [
+        grid
+        for batch in batches.micro_batches
+        for key in ("image_grid_thw", "video_grid_thw")
+        if key in batch.mm_kwargs
+        for grid in batch.mm_kwargs[key].tolist()
+    ]
+    trained = sum(int(batch.loss_mask.sum()) for batch in batches.micro_batches)
+    return all_sum(sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids))
+
+
 def run_validation(sft: SFTRun) -> bool:
-    """Measure the held-out rows; True where this is the best so far and worth a checkpoint."""
-    if sft.validation_data is None:
+    """Measure the held-out rows; True where they are the best so far, which is worth a checkpoint."""
+    config, step = sft.config, sft.state.step
+    if len(sft.validation_data) == 0:
         return False
-    result = validate(sft)
-    sft.metrics.scalars(sft.state.step, result.metrics)
-    return sft.note_best(result.metrics)
+    result = validate(
+        sft.engine,
+        sft.validation_data,
+        sft.encoder,
+        config,
+        sft.world,
+        sft.rollout,
+        version=step,
+        progress=sft.progress,
+    )
+    sft.metrics.scalars(step, result.metrics)
+    result.write(sft.output_dir, step, sft.metrics, sft.world)
+    value, best = result.metrics[config.checkpoint.best_metric], sft.state.best_metric
+    better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)
+    if better and step > 0:
+        sft.state = replace(sft.state, best_metric=value, best_step=step)
+    return better and step > 0 and config.checkpoint.keep_best
 
 
 def save(sft: SFTRun, *, last: bool) -> None:
-    """Checkpoint, delete what `checkpoint.keep` no longer covers, and export where the config asks for it."""
+    """Checkpoint, delete what `checkpoint.keep` no longer covers, and export where the configuration asks for it."""
     config, step = sft.config.checkpoint, sft.state.step
-    ...
+    started = time.perf_counter()
+    with sft.progress.phase("saving checkpoint"):
+        save_checkpoint(sft.engine, sft.checkpoints, step, sft.state, sft.world)
+    best = sft.checkpoints / f"step_{sft.state.best_step}" if config.keep_best and sft.state.best_step else None
+    on_rank_zero(lambda: prune_checkpoints(sft.checkpoints, config.keep, best))
+    if config.export == "all" or (last and config.export == "final"):
+        with sft.progress.phase("exporting"):
+            export_engine(
+                sft.engine,
+                source=sft.model_path,
+                output=sft.output_dir / "export" / ("final" if last else f"step_{step}"),
+                dtype=export_dtype(sft.config),
+                max_shard_size=config.max_shard_size,
+                world=sft.world,
+            )
+    sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+
+
+def export_dtype(config: SFTConfig) -> object:
+    name = config.checkpoint.export_dtype
+    return DTYPES[config.train.precision if name == "auto" else name]
 
 
 def is_due(step: int, every: int) -> bool:

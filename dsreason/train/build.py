@@ -1,0 +1,213 @@
+"""Building an SFT run: folder, data, model, engine, and what shows the run to a person."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.load import dump_config
+from dsreason.config.output import check_output_dir, default_output_dir, write_run_config
+from dsreason.config.schema import SFTConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.loader import StepLoader
+from dsreason.data.order import StepOrder
+from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.errors import CheckpointError
+from dsreason.models.freeze import freeze
+from dsreason.models.load import enable_gradient_checkpointing, load_model
+from dsreason.models.policy import Policy
+from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.runtime.checkpoint import (
+    TrainerState,
+    find_checkpoint,
+    load_checkpoint,
+    read_checkpoint,
+    remove_leftovers,
+)
+from dsreason.runtime.engine import build_engine
+from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
+from dsreason.runtime.logs import setup_logs
+from dsreason.runtime.memory import MemoryLedger
+from dsreason.runtime.metrics import Metrics, open_metrics
+from dsreason.runtime.progress import Progress, open_progress
+from dsreason.runtime.record import run_facts
+from dsreason.runtime.world import (
+    World,
+    broadcast_object,
+    first_rank_first,
+    gather_objects,
+    init_world,
+    on_rank_zero,
+    seed_everything,
+    shutdown,
+)
+from dsreason.train.preflight import build_encoder, check_sft, find_model
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class SFTRun:
+    """The parts of a run on one rank; `state` says how far it is."""
+
+    config: SFTConfig
+    world: World
+    output_dir: Path
+    model_path: Path
+    engine: DeepSpeedEngine
+    encoder: Encoder
+    loader: StepLoader
+    validation_data: SampleDataset
+    rollout: TransformersEngine
+    metrics: Metrics
+    progress: Progress
+    memory: MemoryLedger
+    flops: ModelFlops
+    peak_flops: float | None
+    """Of all devices together; None where the device's peak is not known."""
+    total_steps: int
+    steps_per_epoch: float
+    state: TrainerState
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+
+@contextmanager
+def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTRun]:
+    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    world = init_world()
+    with ExitStack() as stack:
+        stack.callback(shutdown)
+        output_dir = broadcast_object(output_dir or default_output_dir("sft"))
+        config = config.model_copy(update={"output_dir": str(output_dir)})
+        checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
+        setup_logs(output_dir, world.rank)
+        on_rank_zero(lambda: check_sft(config))
+        with first_rank_first(world):
+            model_path = find_model(config)
+            training, validation = open_datasets(config.data, config.train.seed)
+
+        deepspeed_config = resolve_deepspeed(
+            config.deepspeed, config, device=world.device.type, world_size=world.size
+        )
+        seed_everything(config.train.seed, world.rank)
+        encoder = build_encoder(config, model_path)
+        order = StepOrder(training, config.train, shuffle=config.data.shuffle)
+        engine = build_policy_engine(config, deepspeed_config, model_path)
+        state = TrainerState(model_path=str(model_path.resolve()))
+        if checkpoint is not None:
+            state = load_checkpoint(engine, checkpoint, world)
+            log.info("resumed from %s", checkpoint)
+        facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
+        on_rank_zero(lambda: write_run_config(output_dir, config, facts))
+
+        progress = open_progress(rank=world.rank, total_steps=order.num_steps, first_step=state.step)
+        metrics = open_metrics(
+            output_dir,
+            rank=world.rank,
+            resume_step=state.step if checkpoint is not None else None,
+            config=config.monitor,
+            run_config=dump_config(config),
+        )
+        yield SFTRun(
+            config=config,
+            world=world,
+            output_dir=output_dir,
+            model_path=model_path,
+            engine=engine,
+            encoder=encoder,
+            loader=StepLoader(
+                training,
+                encoder,
+                order,
+                config,
+                rank=world.rank,
+                world_size=world.size,
+                exchange=gather_objects,
+                start_step=state.step,
+            ),
+            validation_data=validation,
+            rollout=build_rollout(config, model_path, encoder, world),
+            metrics=stack.enter_context(metrics),
+            progress=stack.enter_context(progress),
+            memory=MemoryLedger(world.device),
+            flops=model_flops(engine.module.model),
+            peak_flops=job_peak_flops(world),
+            total_steps=order.num_steps,
+            steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
+            state=state,
+        )
+
+
+def open_output_dir(output_dir: Path, config: SFTConfig, resume: str | None) -> Path | None:
+    """Check and create the folder of the run; returns the checkpoint to continue from."""
+    check_output_dir(output_dir, config, resume)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(output_dir / "checkpoints")
+    return choose_checkpoint(output_dir / "checkpoints", resume)
+
+
+def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
+    """What `--resume` means: the newest complete checkpoint of the run, or the one of that path."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        found = find_checkpoint(folder)
+        if found is None:
+            log.warning("--resume auto: no complete checkpoint in %s, starting fresh", folder)
+        return found
+    path = Path(resume)
+    if not path.name.startswith("step_"):
+        found = find_checkpoint(path / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {path / 'checkpoints'}")
+        path = found
+    read_checkpoint(path)
+    return path
+
+
+def build_policy_engine(config: SFTConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
+    """The model in its partitions, frozen where asked, with its optimizer."""
+    model = load_model(
+        model_path,
+        dtype=DTYPES[config.train.precision],
+        attention=config.model.attention,
+        deepspeed=deepspeed_config,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    frozen = freeze(model, config.model.freeze)
+    if frozen:
+        log.info("%d parameters are frozen by model.freeze", frozen)
+    if config.model.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return build_engine(Policy(model), config.optim, deepspeed_config)
+
+
+def build_rollout(config: SFTConfig, model_path: Path, encoder: Encoder, world: World) -> TransformersEngine:
+    return TransformersEngine(
+        model_path,
+        encoder.processor.tokenizer,
+        dtype=DTYPES[config.train.precision],
+        device=world.device,
+        batch_size=config.validation.micro_batch_size,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def job_peak_flops(world: World) -> float | None:
+    if world.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(world.device))
+    return None if peak is None else peak * world.size
