@@ -58,11 +58,11 @@ class Job:
         return str(self.config or f"{self.default_recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
-        """The command line of a rank; relative paths stay relative, ranks start in the same folder."""
+        """What python runs in a rank; relative paths stay relative, ranks start in the same folder."""
         options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
         options += [("--set", text) for text in self.overrides]
         options += [("--output-dir", output_dir), ("--resume", resume)]
-        return [self.command] + [f"{name}={value}" for name, value in options if value is not None]
+        return ["-m", "dsreason", self.command] + [f"{name}={value}" for name, value in options if value is not None]
 
 
 def load_job(job: Job) -> SFTConfig:
@@ -110,7 +110,7 @@ def run_job(
         return output_dir
     typer.echo(f"{job.command} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     launch.start_ranks(
-        lambda attempt: job.arguments(output_dir, "auto" if attempt else job.resume),
+        lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir)),
         ranks=ranks,
         log_dir=output_dir / "logs",
         max_restarts=job.max_restarts,
@@ -135,6 +135,18 @@ def _run_rank(job: Job, config: SFTConfig, run: Callable[[SFTConfig, Path | None
             resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(world_size), config_name=name),
         )
     return output_dir
+
+
+def _resume_at(attempt: int, resume: str | None, output_dir: Path) -> str | None:
+    """What an attempt continues: after a crash the newest checkpoint, and while there is none what was asked for."""
+    if attempt == 0 or resume == "auto":
+        return resume
+    if resume is not None:
+        from dsreason.runtime.checkpoint import find_checkpoint
+
+        if find_checkpoint(output_dir / "checkpoints") is None:
+            return resume
+    return "auto"
 
 
 def _output_dir(job: Job, config: SFTConfig) -> Path | None:

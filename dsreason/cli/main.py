@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from dsreason import __version__
 from dsreason.cli import demo, export, sft
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
@@ -27,7 +27,7 @@ app.command()(demo.demo)
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dsreason {version('dsreason')}")
+        typer.echo(f"dsreason {__version__}")
         raise typer.Exit
 
 

@@ -78,6 +78,9 @@ def suggest(schema: type[BaseModel], path: KeyPath) -> str:
     # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
     if homes := [dotted(key) for key in everywhere if key[-1] == word]:
         return f"did you mean {' or '.join(homes[:3])}?"
+    initials = "".join(part[0] for part in word.split("_") if part)
+    if homes := [dotted(key) for key in everywhere if key[-1] == initials and len(initials) > 1]:
+        return f"did you mean {homes[0]}?"  # learning_rate: lr
     if near := nearest(word, section.model_fields, cutoff=0.7):
         return f"did you mean {dotted((*path[:-1], near))}?"
     if near := nearest(word, (str(key[-1]) for key in everywhere)):

@@ -50,7 +50,7 @@ class PlannedMedium:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt for generation: `prompt_ids` hold one placeholder per medium, `encoded.input_ids` one per vision token."""
+    """A prompt for generation: `prompt_ids` have one placeholder a medium, `encoded.input_ids` one a vision token."""
 
     sample: Sample
     encoded: EncodedSample
@@ -77,6 +77,7 @@ class Encoder:
         """
         planned = self._plan_media(sample, sample.messages)
         ids, mask = self._expand(sample, render_training(self.processor, sample), planned)
+        self._check_length(sample, ids)
         return self._finish(sample, ids, mask, planned, self._load(sample, planned))
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
@@ -85,6 +86,7 @@ class Encoder:
         planned = self._plan_media(sample, messages)
         segments = render_prompt(self.processor, replace(sample, messages=messages))
         ids, mask = self._expand(sample, segments, planned)
+        self._check_length(sample, ids)
         loaded = self._load(sample, planned)
         prompt_ids = [token for segment in segments for token in segment.ids]
         return EncodedPrompt(sample, self._finish(sample, ids, mask, planned, loaded), prompt_ids, loaded)
@@ -96,7 +98,7 @@ class Encoder:
         return len(ids)
 
     def dummy(self, kind: Literal["image", "video"]) -> EncodedSample:
-        """The smallest medium that the vision tower takes, black, between its start and end tokens; nothing is trained."""
+        """The smallest medium that the vision tower takes, black, between its start and end tokens; not trained."""
         side = self._limits(kind).factor
         sample = Sample(id=f"dummy {kind}", messages=[])
         if kind == "image":
@@ -212,6 +214,13 @@ class Encoder:
         video_id = self.processor.video_token_id
         return [token for short in ids for token in ([short] * (per_group if short == video_id else 1))]
 
+    def _check_length(self, sample: Sample, ids: list[int]) -> None:
+        if len(ids) > self.max_length:
+            raise SampleTooLong(
+                f"sample {sample.id!r} has {len(ids)} tokens, more than model.max_length ({self.max_length}); "
+                'raise it, use fewer frames or pixels, or leave such samples out with data.on_bad_row = "skip"'
+            )
+
     # ------------------------------------------------------------ tensors
 
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
@@ -224,11 +233,6 @@ class Encoder:
     def _finish(
         self, sample: Sample, ids: list[int], mask: list[bool], planned: list[PlannedMedium], loaded: list[Medium]
     ) -> EncodedSample:
-        if len(ids) > self.max_length:
-            raise SampleTooLong(
-                f"sample {sample.id!r} has {len(ids)} tokens, more than model.max_length ({self.max_length}); "
-                'raise it, use fewer frames or pixels, or leave such samples out with data.on_bad_row = "skip"'
-            )
         mm_kwargs = self._mm_kwargs(loaded)
         for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
             grids = [list(medium.grid) for medium in planned if medium.kind == kind]

@@ -13,9 +13,9 @@ from dsreason.data.types import Batch, EncodedSample
 def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:
     """One row per sample, padded on the right; media in row order, those of `dummies` last.
 
-    `dummies` (media that only keep the ranks' vision towers in step) follow the last token of the last row: attention is
-    causal, so nothing before them changes, and no token of theirs is trained. Without samples the row is one pad token
-    and the dummies.
+    `dummies` (media that only keep the ranks' vision towers in step) follow the last token of the last row: attention
+    is causal, so nothing before them changes, and no token of theirs is trained. Without samples the row is one pad
+    token and the dummies.
     """
     if not samples and not dummies:
         raise ValueError("nothing to collate: neither samples nor dummies")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -27,7 +28,7 @@ MAX_IMAGE_PIXELS = 150_000_000
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
 SEEK_FROM_FRAME = 128
-"""When the first wanted frame lies beyond this one, jump to the key frame before it instead of decoding from the start."""
+"""When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
 BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
 
 EXIF_ORIENTATION = 0x0112
@@ -107,20 +108,26 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Number of frames, rate and size of the first video stream.
+    """Number of frames, rate and size of the first video stream; remembered until the file changes.
 
     The count is the one that decoding yields. The header is believed where it agrees with its own index; otherwise the
     packets are counted by reading through the file without decoding. One frame is decoded, because PyAV shows a
     stream's rotation on frames only.
     """
     file = local_path(path)
+    status = file.stat()
+    return _probed(file.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=65536)
+def _probed(file: Path, modified: int, size: int) -> VideoInfo:
     with _opened_video(file) as (container, stream):
         average = float(stream.average_rate or 0)
-        if _header_is_exact(file, stream):
+        if _header_is_exact(file, size, stream):
             num_frames, fps = stream.frames, average
         else:
-            times = _packet_times(container, stream)
-            num_frames, fps = len(times), _rate_of(times, stream, average)
+            num_frames, times = _packet_times(container, stream)
+            fps = _rate_of(times, stream, average)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
@@ -192,7 +199,7 @@ def _opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         raise DataError(f"{file}: not a usable video: {error.strerror}") from error
 
 
-def _header_is_exact(file: Path, stream: VideoStream) -> bool:
+def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     """True when the header's count equals the entries of its index and none of them is cut away by an edit list."""
     if (
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
@@ -202,26 +209,30 @@ def _header_is_exact(file: Path, stream: VideoStream) -> bool:
     for entry in stream.index_entries:
         kept += not entry.is_discard
         end = max(end, entry.pos + entry.size)
-    if end > (size := file.stat().st_size):
+    if end > size:
         raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
     return kept == stream.frames == len(stream.index_entries)
 
 
-def _packet_times(container: InputContainer, stream: VideoStream) -> list[int | None]:
-    """Presentation time of every frame that decoding shows, in units of the stream's time base, in presentation order."""
-    times: list[int | None] = []
+def _packet_times(container: InputContainer, stream: VideoStream) -> tuple[int, list[int]]:
+    """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
+
+    The times are empty where the file does not give a different one to every frame.
+    """
+    count, times = 0, set()
     for packet in container.demux(stream):
         if packet.size and not packet.is_discard:
-            times.append(packet.pts)
-            if len(times) > MAX_VIDEO_FRAMES:
+            count += 1
+            if packet.pts is not None:
+                times.add(packet.pts)
+            if count > MAX_VIDEO_FRAMES:
                 break
-    return times if None in times else sorted(times)
+    return count, sorted(times) if len(times) == count else []
 
 
-def _rate_of(times: list[int | None], stream: VideoStream, average: float) -> float:
-    known = [time for time in times if time is not None]
-    if len(known) == len(times) and len(known) > 1 and known[-1] > known[0] and stream.time_base:
-        return (len(known) - 1) / float((known[-1] - known[0]) * stream.time_base)
+def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
+    if len(times) > 1 and stream.time_base:
+        return (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
     return average
 
 
@@ -255,8 +266,8 @@ def _frames_after_seek(file: Path, wanted: list[int], size: tuple[int, int] | No
     """As `_frames_from_start`, found by presentation time; fewer than `wanted` where the times do not allow it."""
     frames: list[np.ndarray] = []
     with _opened_video(file) as (container, stream):
-        times = _packet_times(container, stream)
-        if None in times or len(set(times)) != len(times) or wanted[-1] >= len(times):
+        _, times = _packet_times(container, stream)
+        if wanted[-1] >= len(times):
             return frames
         chosen = {times[index] for index in wanted}
         container.seek(times[wanted[0]], stream=stream)

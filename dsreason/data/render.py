@@ -89,7 +89,7 @@ def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, i
 
 
 def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
-    """Characters of `rendered` that the model writes after `prompt`; None when `content` does not follow it unchanged."""
+    """Characters of `rendered` that the model writes after `prompt`; None when `content` does not follow it."""
     if not rendered.startswith(prompt):
         return None
     # Some templates trim the text; some put its beginning ("<think>\n") into the generation prompt.
@@ -103,9 +103,9 @@ def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int]
 def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
     shown = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
     return (
-        f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning of "
-        f"earlier turns): the assistant's text begins {content[:80]!r}, the template shows {shown}; split the conversation "
-        "so that this is its last turn, or change the template"
+        f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
+        f"of earlier turns): the assistant's text begins {content[:80]!r}, the template shows {shown}; split the "
+        "conversation so that this is its last turn, or change the template"
     )
 
 
@@ -125,7 +125,7 @@ def _tokenize(processor: ProcessorMixin, text: str) -> list[int]:
 
 
 def clean_messages(processor: ProcessorMixin, sample: Sample) -> list[Message]:
-    """The messages as templates take them: bare media parts, assistant text as one string. DataError names the message."""
+    """The messages as templates take them: bare media parts, assistant text as one string."""
     if not sample.messages:
         raise DataError(f"sample {sample.id!r} has no messages")
     reserved = {*RESERVED_TOKENS, processor.image_token, processor.video_token, processor.tokenizer.eos_token}

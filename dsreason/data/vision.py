@@ -1,7 +1,7 @@
 """Which frames of a video are shown and how large: arithmetic only, no pixels and no torch.
 
-The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in its
-`vision_process.py`), which Qwen2.5-VL and Qwen3-VL were trained with.
+The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
+its `vision_process.py`), which Qwen2.5-VL and Qwen3-VL were trained with.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def video_size(
 def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
     """Nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`smart_resize`).
 
-    `max_pixels` wins where both bounds cannot hold; one `factor` x `factor` cell is always allowed.
+    `max_pixels` wins where both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed it.
     """
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"{width}x{height} pixels: aspect ratio {ratio:.0f} is greater than {MAX_ASPECT_RATIO}")

@@ -147,7 +147,7 @@ def load_model(
     check_weights(model, weights)
     map_parameters(model, weights)
     fill_buffers(model)
-    if deepspeed is not None and deepspeed["zero_optimization"]["stage"] == 3:
+    if (deepspeed or {}).get("zero_optimization", {}).get("stage") == 3:
         from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
         partition(model, dtype, deepspeed)

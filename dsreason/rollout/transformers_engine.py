@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsreason.data.types import EncodedSample
 from dsreason.models.families import family_of
+from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
     Sampling,
@@ -39,7 +40,7 @@ class TransformersEngine:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        attention: str = "sdpa",
+        attention: str = "auto",
         batch_size: int = 8,
         trust_remote_code: bool = False,
     ) -> None:
@@ -152,16 +153,17 @@ class TransformersEngine:
 
 
 def build_empty_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", trust_remote_code: bool = False
+    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "auto", trust_remote_code: bool = False
 ) -> nn.Module:
     """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
     if is_deepspeed_zero3_enabled():
         raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    implementation = "sdpa" if attention == "auto" else attention
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device), no_init_weights():
         model = AutoModelForImageTextToText.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
     family_of(config.model_type).patch(model)

@@ -181,12 +181,12 @@ class RankError(DsReasonError):
 
 
 def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
-    """Run `python -m dsreason ARGUMENTS` as `ranks` ranks of one job on this machine, and wait for them.
+    """Run `python ARGUMENTS` as `ranks` ranks of one job on this machine, and wait for them.
 
     Rank 0 writes to this terminal, rank N to `log_dir/rank_N.log`.
 
     Args:
-        arguments: the command line of the given attempt (0 is the first; later ones should resume).
+        arguments: of the given attempt: 0 is the first, later ones should resume.
         max_restarts: how often all ranks are started again after a failure that is no `DsReasonError`.
 
     Raises:
@@ -194,7 +194,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         SystemExit: any other failure, after its traceback was printed.
     """
     attempt = 0
-    while failure := _run_once(["-m", "dsreason", *arguments(attempt)], ranks, log_dir):
+    while failure := _run_once(arguments(attempt), ranks, log_dir):
         if failure.mendable:
             raise RankError(failure)
         text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
@@ -205,7 +205,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
 
 
-def _run_once(arguments: list[str], ranks: int, log_dir: Path) -> Failure | None:
+def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
     """Start all ranks and wait; None where all ended well."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -18,7 +18,6 @@ from dsreason.config.output import check_output_dir, default_output_dir, write_r
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
-from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import CheckpointError
 from dsreason.models.freeze import freeze
@@ -49,7 +48,7 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
-from dsreason.train.preflight import build_encoder, check_sft, find_model
+from dsreason.train.preflight import build_encoder, check_sft, find_model, step_order
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +96,14 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         on_rank_zero(lambda: check_sft(config))
         with first_rank_first(world):
             model_path = find_model(config)
-            training, validation = open_datasets(config.data, config.train.seed)
+            training, validation = open_datasets(config.data)
 
         deepspeed_config = resolve_deepspeed(
             config.deepspeed, config, device=world.device.type, world_size=world.size
         )
         seed_everything(config.train.seed, world.rank)
         encoder = build_encoder(config, model_path)
-        order = StepOrder(training, config.train, shuffle=config.data.shuffle)
+        order = step_order(training, config)
         engine = build_policy_engine(config, deepspeed_config, model_path)
         state = TrainerState(model_path=str(model_path.resolve()))
         if checkpoint is not None:

@@ -32,8 +32,8 @@ def check_sft(config: SFTConfig) -> None:
     model_path = find_model(config)
     match_patterns(parameter_names(model_path), config.model.freeze)
     encoder = build_encoder(config, model_path)
-    training, validation = open_datasets(config.data, config.train.seed)
-    StepOrder(training, config.train, shuffle=config.data.shuffle)
+    training, validation = open_datasets(config.data)
+    step_order(training, config)  # raises where there is no step
     for name, dataset in (("training", training), ("validation", validation)):
         left_out = check_rows(dataset, encoder, config, name)
         if left_out:
@@ -50,6 +50,18 @@ def build_encoder(config: SFTConfig, model_path: Path) -> Encoder:
     processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
     positions = partial(family_of(model.model_type).position_ids, config=model)
     return Encoder(processor, positions, config.model.max_length)
+
+
+def step_order(training: SampleDataset, config: SFTConfig) -> StepOrder:
+    train = config.train
+    return StepOrder(
+        training.weighted_lengths,
+        batch_size=train.global_batch_size,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+    )
 
 
 def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name: str) -> list[str]:

@@ -92,7 +92,7 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     metrics |= {
         "train/epoch": epoch,
         "train/tokens": batches.num_tokens,
-        "train/skipped_rows": batches.num_skipped,
+        "train/skipped_rows": len(batches.skipped),
         "time/data": batches.data_seconds,
         "time/train": seconds,
         "perf/tokens_per_second": batches.num_input_tokens / whole,

@@ -4,47 +4,70 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed import run_on_ranks
 
 pytestmark = pytest.mark.integration
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    tied: bool
+    dtype: torch.dtype
+    stage: int = 3
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        tied = "tied" if self.tied else "untied"
+        return f"{self.family}-{tied}-{self.dtype}-zero{self.stage}{'-offload' if self.offload else ''}"
 
 
-def ds_config(world_size: int, *, bf16: bool = False, offload: bool = False, stage: int = 3) -> dict[str, Any]:
+CASES = (
+    Case("qwen2_5_vl", tied=True, dtype=torch.float32),
+    Case("qwen2_5_vl", tied=False, dtype=torch.bfloat16, offload=True),
+    Case("qwen2_5_vl", tied=True, dtype=torch.bfloat16, stage=2),
+    Case("qwen3_vl", tied=True, dtype=torch.bfloat16),
+    Case("qwen3_vl", tied=False, dtype=torch.float32, offload=True),
+)
+WORLD_SIZE = 3  # most tensors do not divide evenly
+
+
+def ds_config(dtype: torch.dtype, stage: int = 3, offload: bool = False) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 100  # norms and biases persist, matrices do not
     if offload:
         zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     return {
-        "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": bf16},
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
-def digest(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest()}"
+def digests(model: nn.Module) -> dict[str, str]:
+    """Type, shape and hash of the values of every parameter and buffer."""
+    tensors = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(t.float().numpy().tobytes()).hexdigest()}"
+        for name, t in tensors.items()
+    }
 
 
-def expected_digests(folder: Path, dtype: torch.dtype) -> dict[str, str]:
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
-    return {name: digest(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def load_and_digest(folder: str, dtype: torch.dtype, config: dict[str, Any], initialize: bool) -> dict[str, str]:
+def load_and_digest(root: str) -> dict[str, dict[str, str]]:
+    """Of each case, what this rank finds after loading and after `deepspeed.initialize`."""
     from dsreason.runtime.world import init_world
 
     init_world()
@@ -52,46 +75,43 @@ def load_and_digest(folder: str, dtype: torch.dtype, config: dict[str, Any], ini
 
     from dsreason.models.load import load_model
 
-    model = load_model(Path(folder), dtype=dtype, deepspeed=config)
-    stage = config["zero_optimization"]["stage"]
-    assert all(p.numel() == 0 for p in model.parameters()) == (stage == 3)
-    if initialize:
+    found = {}
+    for case in CASES:
+        config = ds_config(case.dtype, case.stage, case.offload)
+        model = load_model(Path(root, case.name), dtype=case.dtype, deepspeed=config)
+        assert all(p.numel() == 0 for p in model.parameters()) == (case.stage == 3)
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=case.stage == 3):
+            found[f"{case.name} loaded"] = digests(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-        return {name: digest(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=case.stage == 3):
+            found[f"{case.name} initialized"] = digests(model)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "bf16", "offload"),
-    [
-        ("qwen2_5_vl", True, False, False),
-        ("qwen2_5_vl", False, True, True),
-        ("qwen3_vl", True, True, False),
-        ("qwen3_vl", False, False, True),
-    ],
-)
-def test_zero3_partitions_hold_what_from_pretrained_loads(
-    tmp_path: Path, family: str, tied: bool, bf16: bool, offload: bool
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict[str, str]]]]:
+    from dsreason.models.tiny import build_tiny
+
+    root = tmp_path_factory.mktemp("models")
+    for case in CASES:
+        build_tiny(case.family, root / case.name, tie_embeddings=case.tied, max_shard_bytes=1 << 20)
+    return root, run_on_ranks(load_and_digest, WORLD_SIZE, str(root))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_rank_loads_what_from_pretrained_loads(
+    loaded: tuple[Path, list[dict[str, dict[str, str]]]], case: Case
 ) -> None:
-    from dsreason.models.tiny import build_tiny
+    """Buffers included: rotary frequencies stay float32 in a bfloat16 model, also under `deepspeed.initialize`."""
+    from transformers import AutoModelForImageTextToText
 
-    folder = build_tiny(family, tmp_path / "model", tie_embeddings=tied, max_shard_bytes=1 << 20)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    config = ds_config(3, bf16=bf16, offload=offload)  # 3 ranks: most tensors do not divide evenly
-    expected = expected_digests(folder, dtype)
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    for rank in run_on_ranks(load_and_digest, 3, str(folder), dtype, config, True):
-        assert rank == expected
-
-
-def test_zero2_keeps_values_and_rotary_frequencies_in_float32(tmp_path: Path) -> None:
-    from dsreason.models.tiny import build_tiny
-
-    folder = build_tiny("qwen2_5_vl", tmp_path / "model")
-    expected = expected_digests(folder, torch.bfloat16)
-    config = ds_config(2, bf16=True, stage=2)
-    assert run_on_ranks(load_and_digest, 2, str(folder), torch.bfloat16, config, True) == [expected] * 2
+    root, ranks = loaded
+    assert len(list((root / case.name).glob("*.safetensors"))) > 1
+    expected = digests(AutoModelForImageTextToText.from_pretrained(root / case.name, dtype=case.dtype))
+    for rank in ranks:
+        assert rank[f"{case.name} loaded"] == expected
+        assert rank[f"{case.name} initialized"] == expected
 
 
 def anonymous_bytes() -> int:
@@ -99,7 +119,7 @@ def anonymous_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def load_and_watch_memory(folder: str, dtype: torch.dtype, world_size: int) -> dict[str, int]:
+def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
     """Growth of this rank's anonymous memory while it loads: the highest seen (sampled every ms) and at the end."""
     from dsreason.runtime.world import init_world
 
@@ -115,7 +135,7 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype, world_size: int) -> d
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_model(Path(folder), dtype=dtype, deepspeed=ds_config(world_size, bf16=dtype == torch.bfloat16))
+    model = load_model(Path(folder), dtype=dtype, deepspeed=ds_config(dtype))
     stop.set()
     watcher.join()
     total = sum(p.ds_numel * p.element_size() for p in model.parameters())
@@ -133,8 +153,7 @@ def test_no_rank_grows_by_half_of_a_1_gb_model_while_loading(tmp_path: Path) -> 
     folder = build_tiny("qwen3_vl", tmp_path / "model", hidden_size=2048, intermediate_size=8192, num_layers=4)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert size > 0.9e9
-    for rank in run_on_ranks(load_and_watch_memory, 4, str(folder), torch.float32, 4):
-        print(rank)
+    for rank in run_on_ranks(load_and_watch_memory, 4, str(folder), torch.float32):
         assert rank["model"] > 0.9e9
         assert rank["samples"] > 20
         assert rank["end"] > rank["model"] / 5  # a quarter is there: the measure sees the partitions

@@ -220,6 +220,12 @@ def test_too_many_frames_are_refused(tmp_path, monkeypatch):
         probe_video(path)
 
 
+def test_a_changed_file_is_probed_again(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 3)
+    assert probe_video(path).num_frames == 3
+    assert probe_video(write_video(path, 7)).num_frames == 7
+
+
 def test_no_file_stays_open(tmp_path):
     path = write_video(tmp_path / "a.mp4", 3)
     before = len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,44 @@
+"""Plain rows: one question about images or videos, and its answer.
+
+    {"id": "7", "video": "clips/7.mp4", "question": "Which way does it move?", "options": {"A": "left", "B": "right"},
+     "answer": "A", "system": "Answer with a letter."}
+
+`image` and `video` are a path or a list of paths, shown in this order before the question; `options` and `system` may be
+absent, and options may also be a list, which is lettered from A.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+
+
+def to_sample(row: dict[str, Any]) -> Sample:
+    options = lettered(row.get("options"))
+    question = "\n".join([row["question"], *(f"({letter}) {text}" for letter, text in (options or {}).items())])
+    answer = row["answer"]
+    if not isinstance(answer, str):
+        raise DataError(f"field 'answer' is {answer!r}; it must be a text")
+    content = [*media_parts(row), {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    known = {"id", "image", "video", "question", "options", "answer", "system"}
+    meta = {key: value for key, value in row.items() if key not in known}
+    return Sample(id=str(row["id"]), messages=messages, answer=answer, options=options, meta=meta)
+
+
+def media_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = []
+    for kind in ("image", "video"):
+        given = row.get(kind) or []
+        parts += [{"type": kind, kind: path} for path in ([given] if isinstance(given, str) else given)]
+    return parts
+
+
+def lettered(options: dict[str, str] | list[str] | None) -> dict[str, str] | None:
+    if isinstance(options, list):
+        return {chr(ord("A") + i): text for i, text in enumerate(options)}
+    return options

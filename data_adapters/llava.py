@@ -1,0 +1,79 @@
+"""LLaVA annotations: a JSON list (or JSON lines) of conversations about media files below `data.media_path`.
+
+    {"id": "7", "video": "clips/7.mp4", "conversations": [
+        {"from": "human", "value": "<video>\\nWhich way does it move?"}, {"from": "gpt", "value": "left"},
+        {"from": "human", "value": "And its colour?"}, {"from": "gpt", "value": "red"}]}
+
+Media keys are `image`, `images`, `video`, `videos` (a path or a list). Each `<image>` or `<video>` tag in a human turn is
+replaced, where it stands, by the next image or video; there must be as many tags as media. Rows without any tag are
+common too: their media come before the first human text, images first.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+TAG = re.compile(r"\n?<(image|video)>\n?")
+
+
+def to_sample(row: dict[str, Any]) -> Sample:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
+    media = {kind: as_list(row, kind) + as_list(row, f"{kind}s") for kind in ("image", "video")}
+    num_tags = {kind: sum(count_tags(turn, kind) for turn in turns) for kind in media}
+    untagged = not any(num_tags.values())
+    for kind, paths in media.items():
+        if len(paths) != num_tags[kind] and not untagged:
+            raise DataError(f"field 'conversations': {num_tags[kind]} <{kind}> tags for {len(paths)} {kind}s; they must be equal")
+    waiting = {kind: list(paths) for kind, paths in media.items()}
+    messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
+    if untagged and any(media.values()):
+        put_before_first_question(messages, media)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    meta = {"kind": row["kind"]} if "kind" in row else {}
+    return Sample(str(row.get("id", "")), messages, answer=answers[-1] if answers else None, meta=meta)
+
+
+def as_list(row: dict[str, Any], key: str) -> list[str]:
+    given = row.get(key)
+    return [given] if isinstance(given, str) else list(given or [])
+
+
+def count_tags(turn: dict[str, Any], kind: str) -> int:
+    return str(turn.get("value", "")).count(f"<{kind}>") if ROLES.get(turn.get("from", "")) == "user" else 0
+
+
+def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]]) -> Message:
+    role = ROLES.get(turn.get("from", ""))
+    if role is None:
+        raise DataError(f"conversations[{number}].from: {turn.get('from')!r} is not one of {', '.join(ROLES)}")
+    text = turn["value"]
+    if role != "user" or not TAG.search(text):
+        return {"role": role, "content": text}
+    return {"role": role, "content": split_at_tags(text, waiting)}
+
+
+def split_at_tags(text: str, waiting: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """The text in parts, each tag (with a newline directly around it) replaced by the next medium of its kind."""
+    parts: list[dict[str, Any]] = []
+    pieces = TAG.split(text)  # text, kind, text, kind, …, text
+    for i, piece in enumerate(pieces):
+        if i % 2:
+            parts.append({"type": piece, piece: waiting[piece].pop(0)})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def put_before_first_question(messages: list[Message], media: dict[str, list[str]]) -> None:
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
+        raise DataError("field 'conversations': no human turn to show the media in")
+    shown = [{"type": kind, kind: path} for kind, paths in media.items() for path in paths]
+    first["content"] = [*shown, {"type": "text", "text": first["content"]}]

@@ -1,0 +1,72 @@
+"""Which rows each step sees: a pure function of the seed and the step, so that resuming needs the step number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from dsreason.errors import DataError
+
+
+class StepOrder:
+    """Epoch after epoch of (shuffled) rows, cut into global batches.
+
+    Args:
+        parts: (number of rows, weight) of each source; rows are numbered through all of them. In every epoch a row of
+            weight 2 comes twice, of weight 0.5 in one epoch out of two on average (a seeded choice).
+        batch_size: rows per step, over all ranks.
+
+    Example, 20 rows without shuffling, batch 2: step 3 has rows [6, 7]; step 12 is in the second epoch with [4, 5].
+
+    Raises:
+        DataError: fewer rows in an epoch than in one global batch: there would be no step at all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, float]],
+        *,
+        batch_size: int,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.parts, self.batch_size, self.seed, self.shuffle = list(parts), batch_size, seed, shuffle
+        self.rows_per_epoch = sum(_copies(count, weight)[0] * count + _copies(count, weight)[1] for count, weight in parts)
+        if self.rows_per_epoch < batch_size:
+            raise DataError(
+                f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "
+                f"(train.global_batch_size = {batch_size}): not a single step; lower it or add data"
+            )
+        steps = epochs * self.rows_per_epoch // batch_size
+        self.num_steps = steps if max_steps is None else min(steps, max_steps)
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may span two epochs
+
+    def indices(self, step: int) -> list[int]:
+        """Row numbers of the global batch of 0-based `step`."""
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return [int(self._epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in positions]
+
+    def _make_epoch(self, epoch: int) -> np.ndarray:
+        random = np.random.default_rng((self.seed, epoch))
+        rows, first = [], 0
+        for count, weight in self.parts:
+            whole, extra = _copies(count, weight)
+            numbers = np.arange(first, first + count)
+            rows += [numbers] * whole
+            if extra:
+                rows.append(np.sort(random.choice(numbers, size=extra, replace=False)))
+            first += count
+        order = np.concatenate(rows)
+        if self.shuffle:
+            random.shuffle(order)
+        return order
+
+
+def _copies(count: int, weight: float) -> tuple[int, int]:
+    """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
+    whole = int(weight)
+    return whole, round((weight - whole) * count)

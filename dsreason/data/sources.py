@@ -1,0 +1,212 @@
+"""Data sets as the trainer sees them: finished samples by number, from one or several sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
+from dsreason.data.adapters import Adapter, find_adapter
+from dsreason.data.rows import Rows
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+
+CONTROL_TOKENS = (
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)
+"""The models' own marks: in a text they would be read as media or as the end of a turn."""
+
+HELD_OUT_SEED = 0
+"""Not `train.seed`: runs that differ in their seed are measured on the same rows."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One opened data set."""
+
+    config: SourceConfig
+    adapter: Adapter
+    rows: Rows
+    weight: float = 1.0
+
+    @property
+    def media_root(self) -> Path:
+        """What relative media paths are joined to."""
+        if self.config.media_path:
+            return Path(self.config.media_path).expanduser().absolute()
+        path = Path(self.config.path).expanduser().absolute()
+        return path.parent if path.is_file() else path
+
+    def sample(self, index: int) -> Sample:
+        where = self.rows.location(index)
+        try:
+            sample = self.adapter.to_sample(self.rows[index], self.config)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        except KeyError as error:
+            raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DataError(f"{where}: adapter {self.adapter.name} cannot read the row: {error!r}") from error
+        try:
+            return finish_sample(sample, self.config, self.media_root)
+        except DataError as error:
+            raise DataError(f"{where} (sample {sample.id!r}): {error}") from error
+
+
+class SampleDataset(Sequence[Sample]):
+    """Samples by number. Reading one raises a DataError that names file and row where it cannot be used."""
+
+    def __init__(self, parts: Sequence[tuple[Source, np.ndarray]]) -> None:
+        self.parts = list(parts)
+        self.ends = np.cumsum([len(rows) for _, rows in self.parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.parts else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        source, row = self._find(index)
+        return source.sample(row)
+
+    def location(self, index: int) -> str:
+        """Where a sample comes from, for messages: `train.jsonl, row 3`."""
+        source, row = self._find(index)
+        return source.rows.location(row)
+
+    @property
+    def weighted_lengths(self) -> list[tuple[int, float]]:
+        """(number of rows, weight) of each source, as `StepOrder` takes them."""
+        return [(len(rows), source.weight) for source, rows in self.parts]
+
+    def select(self, indices: np.ndarray) -> SampleDataset:
+        """The samples of these (sorted) numbers."""
+        starts = [0, *self.ends[:-1]]
+        chosen = [
+            (source, rows[indices[(indices >= start) & (indices < end)] - start])
+            for (source, rows), start, end in zip(self.parts, starts, self.ends, strict=True)
+        ]
+        return SampleDataset([(source, rows) for source, rows in chosen if len(rows)])
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        source, rows = self.parts[part]
+        start = int(self.ends[part - 1]) if part else 0
+        return source, int(rows[index - start])
+
+
+def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
+    """The training and the held-out samples; the latter may be none.
+
+    Raises:
+        ConfigError, DataError: no such adapter or data, or no row in it.
+    """
+    training = SampleDataset([open_source(source, source.weight) for source in config.all_sources()])
+    if isinstance(config.validation, SourceConfig):
+        return training, SampleDataset([open_source(config.validation)])
+    held_out = num_held_out(config.validation, len(training))
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(training))
+    return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
+
+
+def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, np.ndarray]:
+    adapter = find_adapter(config.adapter)
+    source = Source(config, adapter, adapter.rows(config), weight)
+    if len(source.rows) == 0:
+        raise DataError(f"{config.path or config.adapter} (split {config.split}): the data set is empty")
+    return source, np.arange(len(source.rows))
+
+
+def num_held_out(validation: float | int, num_rows: int) -> int:
+    """Rows that a share (below 1) or a number of `data.validation` takes out of the training data."""
+    count = max(1, round(validation * num_rows)) if 0 < validation < 1 else int(validation)
+    if count >= num_rows:
+        raise DataError(f"data.validation ({validation}) leaves nothing of the {num_rows} rows to train on; lower it")
+    return count
+
+
+def finish_sample(sample: Sample, config: SourceConfig, media_root: Path) -> Sample:
+    """Check the messages, find the media, and fill in the source's system prompt and vision settings."""
+    check_messages(sample.messages)
+    messages = [finish_message(message, config.vision, media_root) for message in sample.messages]
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return replace(sample, messages=messages)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise DataError("messages: there is none")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
+            raise DataError(f"messages[{i}]: role must be system, user or assistant, in {message!r:.200}")
+        if not isinstance(message.get("content"), str | list):
+            raise DataError(f"messages[{i}].content: must be a text or a list of parts, is {message.get('content')!r:.200}")
+        if message["role"] == "system" and i > 0:
+            raise DataError(f"messages[{i}]: a system message must be the first")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError("messages: no assistant message, so there is nothing to train on")
+
+
+def finish_message(message: Message, vision: VisionConfig, media_root: Path) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        check_text(content)
+        return message
+    return {**message, "content": [finish_part(part, vision, media_root) for part in content]}
+
+
+def finish_part(part: Any, vision: VisionConfig, media_root: Path) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        check_text(part.get("text"))
+        return part
+    if kind not in ("image", "video"):
+        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+    path = find_media(part.get(kind), kind, media_root)
+    return {**vision_settings(part, vision, kind), **part, kind: str(path)}
+
+
+def check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise DataError(f"text {text!r:.200} is not a string")
+    for token in CONTROL_TOKENS:
+        if token in text:
+            raise DataError(f"the text contains the model's own token {token}, which only media and turns may make: {text!r:.200}")
+
+
+def find_media(given: Any, kind: str, media_root: Path) -> Path:
+    """The file of a media part: absolute, or below `media_root`."""
+    if not isinstance(given, str) or not given:
+        raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
+    if "://" in given and not given.startswith("file://"):
+        raise DataError(f"{kind}: {given} is an address; only local files are read, download it first")
+    path = Path(given.removeprefix("file://"))
+    if not path.is_absolute():
+        path = media_root / path
+        if not path.resolve().is_relative_to(media_root.resolve()):
+            raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
+    if not path.is_file():
+        raise DataError(f"{kind}: no file {path}")
+    return path
+
+
+def vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
+    """The source's settings for this part: its own fps or nframes replaces both of them."""
+    settings = vision.model_dump(exclude_none=True)
+    if kind == "image":
+        return {key: value for key, value in settings.items() if key in ("min_pixels", "max_pixels")}
+    if "fps" in part or "nframes" in part:
+        settings.pop("fps", None)
+        settings.pop("nframes", None)
+    return settings

@@ -1,0 +1,89 @@
+"""Recomputing activations changes no gradient, under ZeRO-3 and with Qwen3-VL's deepstack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed import run_on_ranks
+
+pytestmark = pytest.mark.integration
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def inputs_of(folder: Path) -> dict[str, Any]:
+    from dsreason.models.load import load_processor
+
+    random = np.random.default_rng(0)
+    metadata = {"fps": 1.0, "total_num_frames": 4, "duration": 4.0, "frames_indices": [0, 1, 2, 3]}
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    encoded = load_processor(folder)(
+        text=[f"{image}{video}which one falls?"],
+        images=[random.integers(0, 256, (64, 96, 3), dtype=np.uint8)],
+        videos=[random.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    return {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
+
+
+def gradients(folder: Path, *, checkpointing: bool, frozen: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    from dsreason.models.freeze import freeze
+    from dsreason.models.load import enable_gradient_checkpointing, load_model
+
+    model = load_model(folder, dtype=torch.float32, deepspeed=DS_CONFIG)
+    freeze(model, frozen)
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    tower = []
+    model.model.visual.register_forward_hook(lambda module, args, output: tower.append(output.last_hidden_state))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained.values()), config=DS_CONFIG)
+    inputs = inputs_of(folder)
+    loss = engine(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+    engine.backward(loss)
+    assert all(output.requires_grad != bool(frozen) for output in tower)
+    return {name: safe_get_full_grad(p).float().numpy().copy() for name, p in trained.items()}
+
+
+def check_family(folder: str) -> dict[str, float]:
+    """The largest difference of a tensor's gradients, relative to its norm, and how many gradients are zero."""
+    from dsreason.runtime.world import init_world
+
+    init_world()
+    found = {}
+    for label, frozen in (("all", ()), ("tower frozen", ("visual",))):
+        plain = gradients(Path(folder), checkpointing=False, frozen=frozen)
+        again = gradients(Path(folder), checkpointing=True, frozen=frozen)
+        assert plain.keys() == again.keys()
+        norms = {name: np.linalg.norm(gradient) for name, gradient in plain.items()}
+        found[label] = max(np.linalg.norm(again[name] - plain[name]) / (norms[name] + 1e-12) for name in plain)
+        found[f"{label}, zero"] = sum(norm < 1e-9 for norm in norms.values())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_equal_with_and_without_checkpointing(tmp_path: Path, family: str) -> None:
+    from dsreason.models.tiny import build_tiny
+
+    folder = build_tiny(family, tmp_path / "model", vision_depth=3)
+    for rank in run_on_ranks(check_family, 2, str(folder)):
+        assert rank["all"] < 1e-5
+        assert rank["tower frozen"] < 1e-5
+        assert rank["all, zero"] == rank["tower frozen, zero"] == 0

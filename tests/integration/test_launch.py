@@ -1,0 +1,175 @@
+"""Real ranks: who prints what, exit codes, restarts, and that no rank outlives its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsreason.runtime.launch import Failure, first_failure
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+ROOT = SCRIPT.parents[2]
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
+    return kept | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, environment: dict[str, str]) -> Launch:
+    def run(mode: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SCRIPT), "launch", mode, "2", str(restarts), "logs"]
+        return subprocess.run(
+            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+def test_rank_0_has_the_terminal_and_the_others_their_files(launch: Launch, tmp_path: Path) -> None:
+    done = launch("environment")
+    assert done.returncode == 0
+    assert done.stderr == "err of rank 0\n"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stdout.splitlines() == [
+        "out of rank 0",
+        "native of rank 0",
+        f"OMP_NUM_THREADS={threads} DS_ACCELERATOR=cpu TOKENIZERS_PARALLELISM=false WORLD_SIZE=2 LOCAL_RANK=0",
+        "python on PATH: True",
+        "rank 0 done in attempt 0",
+    ]
+    log = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert all(text in log for text in ("out of rank 1", "err of rank 1", "native of rank 1", "rank 1 done"))
+
+
+def test_an_error_of_all_ranks_is_told_once_and_keeps_its_exit_code(launch: Launch) -> None:
+    done = launch("mendable", restarts=2)  # not worth a restart
+    assert done.returncode == 2
+    assert done.stderr == "error: rows.jsonl, row 3: video is missing; correct the path\n"
+    assert done.stdout == ""
+
+
+def test_an_error_of_one_rank_ends_the_others(launch: Launch) -> None:
+    started = time.monotonic()
+    done = launch("mendable-on-1")
+    assert done.returncode == 2
+    assert done.stderr == "error: rows.jsonl, row 4: video is missing; correct the path\n"
+    assert time.monotonic() - started < 30  # rank 0 would sleep for 60 s
+
+
+def test_another_failure_shows_the_traceback_of_its_rank_last(launch: Launch, tmp_path: Path) -> None:
+    done = launch("crash-on-1")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "error: rank 1 failed; its log: logs/rank_1.log"
+    assert lines[2] == "Traceback (most recent call last):"
+    assert lines[-1] == "ZeroDivisionError: a bug of ours"
+    assert done.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError: a bug of ours" in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("kill-1", "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)"),
+        ("exit-on-1", "rank 1 ended with exit code 7 and left no traceback"),
+    ],
+)
+def test_a_rank_that_dies_without_a_word_is_told(launch: Launch, mode: str, text: str) -> None:
+    done = launch(mode)
+    assert done.returncode == 1
+    assert done.stderr == f"error: rank 1 failed; its log: logs/rank_1.log\n\n{text}\n"
+
+
+def test_a_crash_is_restarted_as_often_as_asked(launch: Launch) -> None:
+    done = launch("crash-once", restarts=1)
+    assert done.returncode == 0
+    assert "RuntimeError: only the first time" in done.stderr
+    assert "; restart 1 of 1\n" in done.stderr
+    assert done.stdout == "rank 0 done in attempt 1\n"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_its_launcher(
+    tmp_path: Path, environment: dict[str, str], sent: signal.Signals, code: int
+) -> None:
+    command = [sys.executable, str(SCRIPT), "launch", "sleep", "2", "0", "logs"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        files = [tmp_path / f"pid_{rank}" for rank in range(2)]
+        assert wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        pids = [int(file.read_text()) for file in files]
+        assert all(alive(pid) for pid in pids)
+        launcher.send_signal(sent)
+        _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == code
+    assert stderr == ("" if sent == signal.SIGKILL else f"stopped by {sent.name}\n")
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10)
+
+
+def test_under_torchrun_one_rank_tells_an_error(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(SCRIPT), "rank", "mendable", "0"]
+    temporary = environment | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=temporary, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("error: rows.jsonl, row 3: video is missing; correct the path") == 1
+
+
+def failed(rank: int, at: float, mendable: bool = False) -> Failure:
+    return Failure(rank, f"text of {rank}", exit_code=2 if mendable else 1, mendable=mendable, time=at)
+
+
+@pytest.mark.parametrize(
+    ("left", "exit_codes", "rank"),
+    [
+        ([failed(0, 2.0), failed(1, 1.0)], {0: 1, 1: 1}, 1),  # the earliest
+        ([failed(0, 1.0), failed(1, 2.0, mendable=True)], {0: 1, 1: 2}, 1),  # a text for people wins
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGKILL}, 1),  # rank 0 lost its peer
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGTERM}, 0),  # ended by the agent
+        ([failed(0, 1.0)], {1: -signal.SIGTERM}, 0),  # still on its way out when the agent looked
+        ([failed(0, 1.0)], {0: 1, 1: -signal.SIGABRT}, 0),  # a communication library that gave up
+        ([], {0: -signal.SIGTERM, 1: 3}, 1),
+        ([], {1: -signal.SIGABRT}, 1),
+    ],
+)
+def test_the_failure_that_the_others_followed_from_is_found(
+    left: list[Failure], exit_codes: dict[int, int], rank: int
+) -> None:
+    assert first_failure(left, exit_codes).rank == rank

@@ -1,0 +1,272 @@
+"""The command line: what it imports, its options, its errors and exit codes. No rank is started here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason import __version__
+from dsreason.cli import demo, job, main, sft
+from dsreason.config.load import load_config
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import DataError
+from dsreason.runtime import launch
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", launch.ERROR_DIR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    Path("run.toml").write_text("[train]\nglobal_batch_size = 8")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
+    """The configurations that the checks before the start were given."""
+    seen: list[SFTConfig] = []
+    monkeypatch.setattr(sft, "check", seen.append)
+    return seen
+
+
+@pytest.fixture
+def started(checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """How the ranks would have been started."""
+    calls: list[dict[str, Any]] = []
+
+    def start_ranks(arguments: Any, **options: Any) -> None:
+        calls.append({"first": arguments(0), "again": arguments(1), **options})
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    return calls
+
+
+def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of `dsreason ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["dsreason", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    return int(caught.value.code or 0)
+
+
+def test_the_command_line_and_the_configuration_import_no_heavy_library() -> None:
+    code = (
+        "import sys, dsreason.cli.main, dsreason.config.load, dsreason.config.deepspeed; "
+        "print(sorted({'torch', 'deepspeed', 'vllm', 'transformers', 'datasets', 'numpy', 'av', 'click'} & set(sys.modules)))"
+    )
+    root = Path(main.__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, env=dict(os.environ)
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == f"dsreason {__version__}\n"
+
+
+def test_help_names_the_commands_and_hides_local_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--help", monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("sft", "export", "demo"))
+    assert "local" not in out
+
+
+@pytest.mark.parametrize("option", ["--local_rank=0", "--local-rank=0"])
+def test_the_deepspeed_launchers_local_rank_is_accepted(
+    option: str, checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(option, "sft", "--config", "run.toml", "--dry-run", monkeypatch=monkeypatch) == 0
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("sft", "--no-such"), ("sft", "--nproc", "0"), ("sft", "--max-restarts", "-1"), ("nothing",), ("export",)],
+)
+def test_a_wrong_option_exits_with_2(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+
+
+def test_a_configuration_error_is_one_text_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("sft", "--config", "run.toml", "--set", "optim.lr=0", monkeypatch=monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: --set optim.lr=0: optim.lr: 0 is not greater than 0.0; raise it\n"
+
+
+def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(config: SFTConfig) -> None:
+        raise DataError("a.jsonl, row 3: video missing.mp4 does not exist; correct the path")
+
+    monkeypatch.setattr(sft, "check", check)
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 2
+    assert "error: a.jsonl, row 3: video missing.mp4 does not exist; correct the path\n" in capsys.readouterr().err
+    assert started == []
+
+
+def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(config: SFTConfig) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(sft, "check", check)
+    monkeypatch.setattr(sys, "argv", ["dsreason", "sft", "--config", "run.toml"])
+    with pytest.raises(ZeroDivisionError, match="a bug of ours"):
+        main.main()
+
+
+def test_dry_run_prints_the_resolved_configuration_as_json_and_writes_nothing(
+    checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("sft", "--config", "run.toml", "--ds-config", "zero2.json", "--set", "optim.lr=1e-3", "--nproc", "2")
+    assert call(*arguments, "--output-dir", "out", "--dry-run", monkeypatch=monkeypatch) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["train"]["global_batch_size"] == 8
+    assert document["optim"]["lr"] == 1e-3
+    assert document["deepspeed"] == "zero2.json"
+    assert document["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    assert document["deepspeed_config"]["train_batch_size"] == 8
+    assert document["output_dir"] == "out"
+    assert checked[0].output_dir == "out"
+    assert not Path("out").exists()
+
+
+def test_ranks_get_the_same_options_and_one_output_folder(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("sft", "--config", "run.toml", "--ds-config", "zero2.json", "--set", "optim.lr=1e-3", "--nproc", "2")
+    assert call(*arguments, "--max-restarts", "3", monkeypatch=monkeypatch) == 0
+    (start,) = started
+    python, folder = start["first"][:6], start["first"][6]
+    assert python == ["-m", "dsreason", "sft", "--config=run.toml", "--ds-config=zero2.json", "--set=optim.lr=1e-3"]
+    assert folder.startswith("--output-dir=outputs/sft-")
+    assert start["again"] == [*start["first"], "--resume=auto"]
+    assert (start["ranks"], start["max_restarts"]) == (2, 3)
+    assert str(start["log_dir"]) == folder.removeprefix("--output-dir=") + "/logs"
+    assert f"sft on 2 ranks, output in {start['log_dir'].parent}" in capsys.readouterr().err
+
+
+def test_a_restart_before_the_first_checkpoint_continues_from_what_was_asked_for(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("old/checkpoints/step_3").mkdir(parents=True)
+    arguments = ("sft", "--config", "run.toml", "--resume", "old/checkpoints/step_3", "--output-dir", "new")
+    assert call(*arguments, monkeypatch=monkeypatch) == 0
+    assert started[0]["again"][-1] == "--resume=old/checkpoints/step_3"
+
+
+def test_without_a_config_the_builtin_recipe_runs_and_says_so(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path("run.toml").absolute()
+
+    def load(schema: Any, path: Path | None, overrides: Any, *, default_recipe: str) -> SFTConfig:
+        return load_config(schema, recipe if path is None else path, overrides, default_recipe=default_recipe)
+
+    monkeypatch.setattr(job, "load_config", load)
+    assert call("sft", "--ds-config", "zero3.json", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().err.startswith("no --config: running the built-in recipe builtin_sft.toml\n")
+    assert started[0]["ranks"] == 1
+
+
+def test_more_ranks_than_gpus_are_refused(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "gpu_count", lambda: 2)
+    assert call("sft", "--config", "run.toml", "--nproc", "3", monkeypatch=monkeypatch) == 2
+    assert "--nproc (3) is more than the GPUs of this machine (2); give at most 2" in capsys.readouterr().err
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 0
+    assert started[0]["ranks"] == 2
+
+
+def test_a_folder_of_another_run_is_refused_before_the_start(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("out/checkpoints").mkdir(parents=True)
+    assert call("sft", "--config", "run.toml", "--output-dir", "out", monkeypatch=monkeypatch) == 2
+    assert "error: out: holds a run already (checkpoints)" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_deepspeed_contradiction_names_both_files(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 64}')
+    assert call("sft", "--config", "run.toml", "--ds-config", "ds.json", monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        "error: ds.json: train_batch_size (64) contradicts run.toml: train.global_batch_size is 8; "
+        'set it to "auto" or remove it\n'
+    )
+
+
+@pytest.fixture
+def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "enter_rank", lambda: None)  # it ties this process to its parent
+
+
+@pytest.mark.usefixtures("as_rank_1")
+def test_a_rank_does_the_work_itself(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[tuple[SFTConfig, Path | None, str | None]] = []
+    monkeypatch.setattr(sft, "run", lambda *given: runs.append(given))
+    assert call("sft", "--config", "run.toml", "--output-dir", "out", "--resume", "auto", monkeypatch=monkeypatch) == 0
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 0
+    assert [(str(folder), resume) for _, folder, resume in runs] == [("out", "auto"), ("None", None)]
+    assert runs[0][0].train.global_batch_size == 8
+    assert started == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize(
+    ("option", "text"), [("--nproc", "started 2 ranks"), ("--max-restarts", "belongs to the launcher")]
+)
+def test_under_a_launcher_its_own_options_are_refused(
+    option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_is_first_to_tell", lambda text: True)
+    assert call("sft", "--config", "run.toml", option, "2", monkeypatch=monkeypatch) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_demo_shows_the_first_and_the_last_validation(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "load_config", lambda *given, **options: SFTConfig())
+    Path("out").mkdir()
+    lines = [
+        {"step": 0, "val/accuracy": 0.25, "val/loss": 3.0},
+        {"step": 1, "train/loss": 2.0},
+        {"step": 2, "val/accuracy": 0.5, "val/loss": 1.0},
+        {"step": 3, "val/accuracy": 0.9375, "val/loss": 0.125},
+    ]
+    Path("out/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert call("demo", "--output-dir", "out", "--nproc", "2", monkeypatch=monkeypatch) == 0
+    assert started[0]["first"][:3] == ["-m", "dsreason", "sft"]
+    out = capsys.readouterr().out
+    rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}
+    assert rows == {"accuracy": ["25.0%", "93.8%"], "loss": ["3.000", "0.125"]}
+    assert "out/export/final" in out
+
+
+def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
+    assert demo.first_and_last(tmp_path / "m.jsonl", prefix="val/") == ({}, {})

@@ -1,0 +1,277 @@
+"""The DeepSpeed JSON: what is filled in, what contradicts, and what DeepSpeed no longer has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make(**sections: dict[str, Any]) -> SFTConfig:
+    return SFTConfig.model_validate(sections)
+
+
+def resolve(
+    document: object, config: SFTConfig | None = None, *, world_size: int = 2, device: Any = "cpu"
+) -> dict[str, Any]:
+    Path("ds.json").write_text(document if isinstance(document, str) else json.dumps(document))
+    return resolve_deepspeed(
+        "ds.json", config or SFTConfig(), device=device, world_size=world_size, config_name="run.toml"
+    )
+
+
+def errors(document: object, config: SFTConfig | None = None, world_size: int = 2) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(document, config, world_size=world_size)
+    assert caught.value.exit_code == 2
+    lines = str(caught.value).splitlines()
+    return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("train", "world_size", "micro", "steps"),
+    [
+        ({"global_batch_size": 32, "micro_batch_size": 4}, 2, 4, 4),
+        ({"global_batch_size": 8}, 4, 1, 2),
+        ({"global_batch_size": 10, "micro_batch_size": 4}, 2, 4, 2),  # ceil(10 / 8)
+        ({"global_batch_size": 2, "micro_batch_size": 8}, 4, 8, 1),
+        ({"global_batch_size": 8, "max_tokens_per_micro_batch": 512}, 2, 1, 4),
+    ],
+)
+def test_batch_sizes_are_derived_and_consistent(train: dict[str, int], world_size: int, micro: int, steps: int) -> None:
+    result = resolve(ZERO3, make(train=train), world_size=world_size)
+    assert result["train_micro_batch_size_per_gpu"] == micro
+    assert result["gradient_accumulation_steps"] == steps
+    assert result["train_batch_size"] == micro * steps * world_size
+
+
+@pytest.mark.parametrize(("precision", "enabled"), [("bf16", True), ("fp32", False)])
+def test_precision_clipping_and_fp32_gradients_come_from_the_run(precision: str, enabled: bool) -> None:
+    result = resolve(
+        ZERO3 | {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
+        make(train={"precision": precision}, optim={"max_grad_norm": 0.5}),
+    )
+    assert result["bf16"] == {"enabled": enabled}
+    assert result["gradient_clipping"] == 0.5
+    assert result["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert result["communication_data_type"] == "fp32"
+    assert result["zero_allow_untested_optimizer"] is True
+    assert result["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_auto_and_the_optimizer_leave_no_trace() -> None:
+    document = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 5e7},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": "auto"},
+        "steps_per_print": 100,
+    }
+    result = resolve(document)
+    assert "auto" not in json.dumps(result)
+    assert {"optimizer", "scheduler"}.isdisjoint(result)
+    assert result["steps_per_print"] == 100
+    assert result["zero_optimization"]["stage3_prefetch_bucket_size"] == 50_000_000
+
+
+def test_concrete_values_that_agree_are_no_contradiction() -> None:
+    document = ZERO3 | {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.01}},
+    }
+    assert resolve(document, make(train={"micro_batch_size": 4}))["train_batch_size"] == 32
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"train_batch_size": 64}, "train_batch_size (64) contradicts run.toml: train.global_batch_size is 32"),
+    (
+        {"train_micro_batch_size_per_gpu": 8},
+        "train_micro_batch_size_per_gpu (8) contradicts run.toml: train.micro_batch_size is 4",
+    ),
+    (
+        {"gradient_accumulation_steps": 3},
+        (
+            "gradient_accumulation_steps (3) contradicts run.toml: train.global_batch_size is 32 and "
+            "train.micro_batch_size 4, which make 4 with 2 ranks"
+        ),
+    ),
+    ({"gradient_clipping": 0.5}, "gradient_clipping (0.5) contradicts run.toml: optim.max_grad_norm is 1"),
+    ({"bf16": {"enabled": False}}, "bf16.enabled (false) contradicts run.toml: train.precision is bf16"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled (true) contradicts run.toml: train.precision is bf16"),
+    (
+        {"torch_autocast": {"enabled": True}},
+        "torch_autocast.enabled (true) contradicts run.toml: train.precision is bf16",
+    ),
+    (
+        {"bf16": {"bf16_master_weights_and_grads": True}},
+        (
+            "bf16.bf16_master_weights_and_grads (true) contradicts what every run does: "
+            "master weights and optimizer states are float32"
+        ),
+    ),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        'data_types.grad_accum_dtype ("bf16") contradicts what every run does: gradients are accumulated in fp32',
+    ),
+    (
+        {"communication_data_type": "bf16"},
+        'communication_data_type ("bf16") contradicts what every run does: gradients are reduced in fp32',
+    ),
+    ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.params.lr (0.001) contradicts run.toml: optim.lr is 1e-05"),
+    (
+        {"optimizer": {"params": {"weight_decay": 0.1}}},
+        "optimizer.params.weight_decay (0.1) contradicts run.toml: optim.weight_decay is 0.01",
+    ),
+    (
+        {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+        "optimizer.params.betas ([0.9, 0.95]) contradicts run.toml: optim.betas is [0.9, 0.999]",
+    ),
+    (
+        {"optimizer": {"type": "Lion"}},
+        'optimizer.type ("Lion") contradicts what every run does: the optimizer is AdamW',
+    ),
+    ({"scheduler": {"type": "WarmupLR"}}, 'scheduler.type ("WarmupLR") contradicts run.toml: optim.schedule is cosine'),
+]
+
+
+@pytest.mark.parametrize(("document", "message"), CONTRADICTIONS)
+def test_a_contradiction_names_both_keys_and_values(document: dict[str, Any], message: str) -> None:
+    found = errors(ZERO3 | document, make(train={"micro_batch_size": 4}))
+    assert found == [f'ds.json: {message}; set it to "auto" or remove it']
+
+
+def test_under_a_token_budget_no_concrete_micro_batch_fits() -> None:
+    config = make(train={"max_tokens_per_micro_batch": 512})
+    assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, config) == [
+        (
+            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: train.max_tokens_per_micro_batch is 512, "
+            'which cuts each step anew; set it to "auto" or remove it'
+        )
+    ]
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    document: dict[str, Any] = {}
+    for part, _ in CONTRADICTIONS[:4]:
+        document |= part
+    assert len(errors(ZERO3 | document, make(train={"micro_batch_size": 4}))) == 4
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "elasticity",
+        "nebula",
+        "compression_training",
+        "amp",
+        "quantize_training",
+        "sparse_gradients",
+        "eigenvalue",
+        "sparse_attention",
+        "graph_harvesting",
+        "curriculum_learning",
+        "progressive_layer_drop",
+    ],
+)
+def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
+    (found,) = errors(ZERO3 | {key: {"enabled": False}})
+    assert found.startswith(f"ds.json: {key}: DeepSpeed has removed this block; remove it (")
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"])
+def test_a_removed_zero_key_is_said_to_be_removed(key: str) -> None:
+    (found,) = errors({"zero_optimization": {"stage": 3, key: 1}})
+    assert found.startswith(f"ds.json: zero_optimization.{key}: DeepSpeed has removed this key; remove it (")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization?"),
+        ({"qqq": 1}, "qqq: DeepSpeed has no such key; remove it"),
+        (
+            {"zero_optimization": {"stge": 3}},
+            "zero_optimization.stge: DeepSpeed has no such key; did you mean stage?",
+        ),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not 0, 1, 2 or 3; choose one"),
+        ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage: "auto" is not 0, 1, 2 or 3; choose one'),
+        ({"zero_optimization": 3}, "zero_optimization: 3 is not an object; write {…} with its keys"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param: needs stage 3 or more, stage is 2; raise it or remove the block",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": "cpu"}},
+            'zero_optimization.offload_param: "cpu" is not an object; write {"device": "cpu"}',
+        ),
+        (
+            ZERO3 | {"optimizer": {"params": {"amsgrad": True}}},
+            "optimizer.params.amsgrad: is not used, the run configuration's [optim] decides; remove it",
+        ),
+    ],
+)
+def test_what_deepspeed_would_not_understand_is_told(document: dict[str, Any], message: str) -> None:
+    assert errors(document, make(train={"precision": "fp32"})) == [f"ds.json: {message}"]
+
+
+def test_stage_0_cannot_accumulate_bf16_gradients_in_fp32() -> None:
+    (found,) = errors({"zero_optimization": {"stage": 0}})
+    assert "stage 0 with train.precision (bf16); use stage 1, 2 or 3" in found
+    assert resolve({}, make(train={"precision": "fp32"}))["bf16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,\n"b": }', "ds.json: line 2: not valid JSON: Expecting value; correct that place"),
+        ("[1]", "ds.json: holds a list; write sections with keys"),
+        ('{"bf16": {}, "bf16": {}}', "ds.json: bf16: set twice in the same section; keep one"),
+    ],
+)
+def test_an_unreadable_json_is_told_with_its_line(text: str, message: str) -> None:
+    assert errors(text) == [message]
+
+
+def test_another_file_type_is_told() -> None:
+    Path("ds.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"ds\.toml: is not a \.json file"):
+        resolve_deepspeed("ds.toml", SFTConfig(), device="cpu", world_size=1)
+
+
+@pytest.mark.parametrize("name", ["zero2.json", "zero3.json", "zero3_offload.json"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_each_shipped_file_fits_cpu_and_gpu(name: str, precision: str) -> None:
+    config = make(train={"precision": precision})
+    on_cpu = resolve_deepspeed(name, config, device="cpu", world_size=2)["zero_optimization"]
+    on_gpu = resolve_deepspeed(name, config, device="cuda", world_size=2)["zero_optimization"]
+    assert on_cpu["stage"] == on_gpu["stage"] == (2 if name == "zero2.json" else 3)
+    assert on_cpu["overlap_comm"] is False
+    assert "overlap_comm" not in on_gpu  # DeepSpeed's default holds
+    for block in ("offload_optimizer", "offload_param"):
+        if name == "zero3_offload.json":
+            assert on_cpu[block] == {"device": "cpu", "pin_memory": False}
+            assert on_gpu[block] == {"device": "cpu", "pin_memory": True}
+        else:
+            assert block not in on_cpu

@@ -1,0 +1,288 @@
+"""Loading a run configuration: three formats, overrides, and the text of every error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsreason.config.load import dump_config, load_config, parse_override, parse_value
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import ConfigError
+
+RECIPE = "builtin_sft.toml"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str, *overrides: str, name: str = "run.toml") -> SFTConfig:
+    Path(name).write_text(text)
+    return load_config(SFTConfig, Path(name), overrides, default_recipe=RECIPE)
+
+
+def errors(text: str, *overrides: str, name: str = "run.toml") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides, name=name)
+    lines = str(caught.value).splitlines()
+    return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "run.toml",
+            '[optim]\nlr = 1e-6\nbetas = [0.9, 0.95]\n[data]\nsplit = ["train", "test"]\n[data.vision]\nfps = 4',
+        ),
+        ("run.yaml", "optim: {lr: 1e-6, betas: [0.9, 0.95]}\ndata:\n  split: [train, test]\n  vision: {fps: 4}"),
+        ("run.yml", "optim:\n  lr: 1.0e-6\n  betas: [9e-1, 95e-2]\ndata: {split: [train, test], vision: {fps: 4}}"),
+        (
+            "run.json",
+            '{"optim": {"lr": 1e-6, "betas": [0.9, 0.95]}, "data": {"split": ["train", "test"], "vision": {"fps": 4}}}',
+        ),
+    ],
+)
+def test_the_three_formats_mean_the_same(name: str, text: str) -> None:
+    config = load(text, name=name)
+    assert config.optim.lr == 1e-6
+    assert config.optim.betas == (0.9, 0.95)
+    assert config.data.split == ("train", "test")
+    assert config.data.vision.fps == 4.0
+    assert config.train.global_batch_size == 32  # untouched default
+
+
+def test_yaml_reads_exponents_without_a_point_as_numbers() -> None:
+    assert load("optim: {warmup: 1e2}", name="run.yaml").optim.warmup == 100.0
+
+
+def test_an_empty_yaml_file_is_all_defaults() -> None:
+    assert load("", name="run.yaml") == SFTConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("3", 3),
+        ("true", True),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ("{fps = 2}", {"fps": 2}),
+        ('"3"', "3"),
+        ("cosine", "cosine"),
+        ("/videos/a b", "/videos/a b"),
+        ("train[:100]", "train[:100]"),
+        ("1\nb = 2", "1\nb = 2"),
+        ("", ""),
+    ],
+)
+def test_an_override_is_a_toml_value_or_a_string(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_an_override_keeps_equals_signs_in_its_value() -> None:
+    assert parse_override("data.path=a=b").value == "a=b"
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_others() -> None:
+    config = load("[optim]\nlr = 1e-3\neps = 1e-6", "optim.lr=1e-4", "optim.lr=1e-5", "model.freeze=['visual']")
+    assert (config.optim.lr, config.optim.eps, config.model.freeze) == (1e-5, 1e-6, ("visual",))
+
+
+def test_null_unsets_what_the_file_sets() -> None:
+    config = load(
+        "[train]\nmicro_batch_size = 4", "train.micro_batch_size=null", "train.max_tokens_per_micro_batch=512"
+    )
+    assert config.train.micro_batch_size is None
+    assert config.train.max_tokens_per_micro_batch == 512
+
+
+def test_a_number_in_an_override_indexes_a_list() -> None:
+    text = '[[data.sources]]\npath = "a"\n[[data.sources]]\npath = "b"\nweight = 2'
+    config = load(text, "data.sources.1.path=c", "data.sources.2.path=d")
+    assert [(source.path, source.weight) for source in config.data.sources] == [("a", 1), ("c", 2), ("d", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("", "optim.lr", "--set optim.lr: is not of the form section.key=value; write one such as optim.lr=1e-5"),
+        ("", "optim..lr=1", "--set optim..lr=1: is not of the form section.key=value; write one such as optim.lr=1e-5"),
+        (
+            '[model]\npath="x"',
+            "model.path.y=1",
+            "--set model.path.y=1: model.path is the value 'x', not a section; set it as a whole",
+        ),
+        (
+            "",
+            "data.sources.1.path=x",
+            "--set data.sources.1.path=x: data.sources is a list of 0 entries, not 1; give an index from 0 to 0",
+        ),
+        (
+            '[model]\npath="x"',
+            "model.0=1",
+            "--set model.0=1: model is a section, not a list; name one of its keys instead of 0",
+        ),
+        ("", "optim.lr=fast", "--set optim.lr=fast: optim.lr: 'fast' is not a number; set one, such as 1e-05"),
+    ],
+)
+def test_a_wrong_override_names_itself(text: str, override: str, message: str) -> None:
+    assert errors(text, override) == [message]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[checkpoint]\nkep = 1", "run.toml: checkpoint.kep: unknown key; did you mean checkpoint.keep?"),
+        ("[train]\nlr = 1", "run.toml: train.lr: unknown key; did you mean optim.lr?"),
+        ("[train]\nmax_grad_nrm = 1", "run.toml: train.max_grad_nrm: unknown key; did you mean optim.max_grad_norm?"),
+        ("[optim]\nlearning_rate = 1", "run.toml: optim.learning_rate: unknown key; did you mean optim.lr?"),
+        ("[optimizer]\nlr = 1", "run.toml: optimizer: unknown key; did you mean optim?"),
+        ("[data.vision]\nfsp = 1", "run.toml: data.vision.fsp: unknown key; did you mean data.vision.fps?"),
+        (
+            "[[data.sources]]\nwieght = 1",
+            "run.toml: data.sources.0.wieght: unknown key; did you mean data.sources.0.weight?",
+        ),
+        (
+            "[data.validation]\nlimt = 1",
+            "run.toml: data.validation.limt: unknown key; did you mean data.validation.limit?",
+        ),
+        (
+            "[monitor]\nzzz = 1",
+            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, wandb, wandb_project, wandb_name",
+        ),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
+    assert errors(text) == [message]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optim]\nlr = 0", "optim.lr: 0 is not greater than 0.0; raise it"),
+        ("[optim]\nlr = nan", "optim.lr: nan is not a finite number; set one, such as 1e-05"),
+        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: 1.0 is not less than 1.0; lower it"),
+        ("[optim]\nbetas = [0.9]", "optim.betas: [0.9] is incomplete; give all its values"),
+        ("[optim]\nwarmup = -1", "optim.warmup: -1 is less than 0; raise it"),
+        ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1.0; lower it"),
+        (
+            "[train]\nglobal_batch_size = 'many'",
+            "train.global_batch_size: 'many' is not a whole number; set one, such as 32",
+        ),
+        ("[train]\nseed = 1.5", "train.seed: 1.5 is not a whole number; set one, such as 0"),
+        ("[data]\nshuffle = 'maybe'", "data.shuffle: 'maybe' is not true or false; set one, such as True"),
+        ("[model]\npath = 3", "model.path: 3 is not a string; set one, such as 'tiny:qwen2_5_vl'"),
+        ("[model]\nfreeze = 'visual'", "model.freeze: 'visual' is not a list; set one"),
+        ("train = 3", "train: 3 is not a section; set one"),
+        (
+            "[data]\nvalidation = 'x'",
+            "data.validation: 'x' is not a number or a whole number or a section; set one, such as 0",
+        ),
+        ("[data.validation]\nlimit = 0", "data.validation.limit: 0 is less than 1; raise it"),
+        ("[data]\nsplit = 1", "data.split: 1 is not a string or a list; set one, such as 'train'"),
+        (
+            "[optim]\nschedule = 'cosin'",
+            "optim.schedule: 'cosin' is not one of constant, linear, cosine, sqrt, wsd; did you mean cosine?",
+        ),
+        ("[train]\nprecision = 'int8'", "train.precision: 'int8' is not one of bf16, fp32; choose one"),
+        (
+            "[checkpoint]\nmax_shard_size = '4'",
+            "checkpoint.max_shard_size: '4' is not of the form '4GB'; write it like that",
+        ),
+        (
+            "[data.vision]\nfps = 2\nnframes = 4",
+            "data.vision: fps (2.0) and nframes (4) exclude each other; remove one",
+        ),
+        (
+            "[train]\nmicro_batch_size = 2\nmax_tokens_per_micro_batch = 100",
+            "train: micro_batch_size (2) and max_tokens_per_micro_batch (100) exclude each other; remove one",
+        ),
+        (
+            "[model]\nfreeze = ['(a']",
+            "model.freeze: '(a' is not a regular expression (missing ), unterminated subpattern at position 0); correct it",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_bound_and_a_way_out(text: str, message: str) -> None:
+    assert errors(text) == [f"run.toml: {message}"]
+
+
+def test_a_rule_between_sections_names_the_file() -> None:
+    text = "[checkpoint]\nbest_metric = 'val/accuracy'\n[validation]\ngenerate = false"
+    assert errors(text) == ["run.toml: checkpoint.best_metric (val/accuracy) needs validation.generate = true"]
+
+
+def test_a_conflict_between_file_and_override_names_both() -> None:
+    found = errors("[train]\nmicro_batch_size = 2", "train.max_tokens_per_micro_batch=100")
+    assert found[0].startswith(
+        "run.toml and --set train.max_tokens_per_micro_batch=100: train: micro_batch_size (2) and"
+    )
+
+
+def test_all_problems_are_told_at_once_and_exit_with_2() -> None:
+    Path("run.toml").write_text("[optim]\nlr = 0\nlrr = 1\n[modle]\npath = 'x'\n[data.vision]\nfps = 2\nnframes = 3")
+    with pytest.raises(ConfigError) as caught:
+        load_config(SFTConfig, Path("run.toml"), ["train.seed=x"], default_recipe=RECIPE)
+    assert caught.value.exit_code == 2
+    assert str(caught.value).splitlines() == [
+        "5 problems in the configuration",
+        "  run.toml: optim.lrr: unknown key; did you mean optim.lr?",
+        "  run.toml: modle: unknown key; did you mean model?",
+        "  run.toml: data.vision: fps (2.0) and nframes (3) exclude each other; remove one",
+        "  run.toml: optim.lr: 0 is not greater than 0.0; raise it",
+        "  --set train.seed=x: train.seed: 'x' is not a whole number; set one, such as 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "run.toml",
+            "[a\n",
+            "run.toml: not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3)",
+        ),
+        ("run.json", '{"a": 1,\n"b": }', "run.json: line 2: not valid JSON: Expecting value"),
+        ("run.yaml", "a: 1\nb: [", "run.yaml: line 2: not valid YAML"),
+        ("run.json", "[1]", "run.json: holds a list; write sections with keys"),
+        ("run.yaml", "train: {seed: 1}\ntrain: {seed: 2}", "run.yaml: line 2: not valid YAML: 'train' is set twice"),
+        ("run.json", '{"train": {"seed": 1, "seed": 2}}', "run.json: seed: set twice in the same section; keep one"),
+        ("run.ini", "", "run.ini: unknown file type '.ini'; use .toml, .yaml or .json"),
+    ],
+)
+def test_an_unreadable_file_is_told_with_its_line(name: str, text: str, message: str) -> None:
+    assert errors(text, name=name)[0].startswith(message)
+
+
+def test_a_file_that_is_no_text_is_told() -> None:
+    Path("run.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"run\.toml: cannot be read .*; give a readable text file"):
+        load_config(SFTConfig, Path("run.toml"), default_recipe=RECIPE)
+
+
+def test_a_missing_file_is_told_with_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"configs/run\.toml: no such file; correct the path"):
+        load_config(SFTConfig, Path("configs/run.toml"), default_recipe=RECIPE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '[model]\nfreeze = ["visual"]\n[data]\npath = "a"\nvalidation = 0.1\n[data.vision]\nfps = 2',
+        '[[data.sources]]\npath = "a"\nweight = 2\n[data]\nworkers = 0\n[data.validation]\npath = "v"',
+    ],
+)
+def test_a_dumped_configuration_loads_to_an_equal_one(text: str) -> None:
+    config = load(text)
+    document = json.dumps(dump_config(config))
+    assert load(document, name="config.json") == config
+
+
+def test_relative_paths_stay_relative() -> None:
+    assert load('[data]\npath = "videos/a.json"').data.path == "videos/a.json"

@@ -1,0 +1,124 @@
+"""The output folder: free, resumed, of another run, not writable."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.output import (
+    check_output_dir,
+    default_output_dir,
+    read_run_config,
+    resume_folder,
+    write_run_config,
+)
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import ConfigError
+
+
+def make(**sections: Any) -> SFTConfig:
+    return SFTConfig.model_validate(sections)
+
+
+def test_the_default_folder_carries_command_and_time() -> None:
+    assert re.fullmatch(r"outputs/sft-\d{8}-\d{6}", str(default_output_dir("sft")))
+
+
+def test_a_new_or_empty_folder_is_fine_and_nothing_is_created(tmp_path: Path) -> None:
+    check_output_dir(tmp_path / "a" / "b", SFTConfig(), None)
+    (tmp_path / "logs").mkdir()
+    check_output_dir(tmp_path, SFTConfig(), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize("held", ["config.json", "checkpoints"])
+def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path: Path, held: str) -> None:
+    (tmp_path / held).mkdir()
+    with pytest.raises(ConfigError) as caught:
+        check_output_dir(tmp_path, SFTConfig(), None)
+    assert str(caught.value) == (
+        f"{tmp_path}: holds a run already ({held}); continue it with --resume auto, or choose another --output-dir"
+    )
+
+
+def test_the_same_run_may_be_resumed_with_settings_that_change_only_speed_or_length(tmp_path: Path) -> None:
+    write_run_config(tmp_path, make(train={"max_steps": 3}), {"world_size": 2})
+    changed = make(
+        model={"gradient_checkpointing": False},
+        data={"workers": 0},
+        train={"max_steps": 6, "micro_batch_size": 4},
+        checkpoint={"every": 1},
+    )
+    check_output_dir(tmp_path, changed, "auto")
+    assert json.loads((tmp_path / "config.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("now", "shown"),
+    [
+        ({"model": {"path": "other"}}, "model.path was 'tiny:qwen2_5_vl' and is now 'other'"),
+        ({"optim": {"lr": 1e-3}}, "optim.lr was 1e-05 and is now 0.001"),
+        ({"data": {"vision": {"fps": 4}}}, "data.vision.fps was None and is now 4.0"),
+        ({"train": {"global_batch_size": 8}}, "train.global_batch_size was 32 and is now 8"),
+        ({"data": {"sources": [{"path": "x"}]}}, "data.sources.0.adapter was None and is now 'jsonl'"),
+    ],
+)
+def test_a_different_run_is_refused_with_keys_and_both_values(tmp_path: Path, now: dict[str, Any], shown: str) -> None:
+    write_run_config(tmp_path, SFTConfig(), {})
+    with pytest.raises(ConfigError) as caught:
+        check_output_dir(tmp_path, make(**now), "auto")
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}: holds a different run: ")
+    assert shown in text
+    assert text.endswith("set the old values to continue it, or choose another --output-dir without --resume")
+
+
+def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "old" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    write_run_config(tmp_path / "old", make(optim={"lr": 0.1}), {})
+    with pytest.raises(ConfigError, match=r"old: holds a different run: optim\.lr was 0\.1 and is now 1e-05"):
+        check_output_dir(tmp_path / "new", SFTConfig(), str(checkpoint))
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        check_output_dir(tmp_path / "file" / "run", SFTConfig(), None)
+    assert str(caught.value) == (
+        f"{tmp_path}/file/run: {tmp_path}/file is a file, not a folder; choose another --output-dir"
+    )
+
+
+def test_a_folder_that_takes_no_files_is_told() -> None:
+    # /proc refuses new files for everyone, root included.
+    with pytest.raises(
+        ConfigError, match=r"^/proc/run: cannot be written in /proc \(.+\); choose another --output-dir"
+    ):
+        check_output_dir(Path("/proc/run"), SFTConfig(), None)
+
+
+def test_a_foreign_config_json_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json: is not the configuration of a run"):
+        read_run_config(tmp_path)
+
+
+def test_resume_finds_the_folder_of_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    assert resume_folder(str(checkpoint), None) == tmp_path / "run"
+    assert resume_folder(str(checkpoint), tmp_path / "new") == tmp_path / "new"
+    assert resume_folder("auto", tmp_path) == tmp_path
+    assert resume_folder(None, None) is None
+
+
+def test_resume_that_cannot_find_anything_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume auto: there is no folder to look in; give .* with --output-dir"):
+        resume_folder("auto", None)
+    with pytest.raises(ConfigError, match="--resume .*/nothing: no such folder; give a checkpoint"):
+        resume_folder(str(tmp_path / "nothing"), None)

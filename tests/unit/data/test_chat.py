@@ -1,0 +1,371 @@
+"""Tokens, labels and pixels of both families, on generated media."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from dsreason.data import media
+from dsreason.data.chat import Encoder, SampleTooLong
+from dsreason.data.types import EncodedSample, Sample
+from dsreason.errors import DataError
+from dsreason.models.families import family_of
+from tests.unit.data.videos import write_video
+
+QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny: Path) -> Encoder:
+    config = AutoConfig.from_pretrained(tiny)
+    positions = partial(family_of(config.model_type).position_ids, config=config)
+    return Encoder(AutoProcessor.from_pretrained(tiny), positions, max_length=4096)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("media")
+    generator = np.random.default_rng(0)
+    for name, size in (("wide", (64, 200, 3)), ("small", (40, 40, 3))):
+        Image.fromarray(generator.integers(0, 255, size, np.uint8)).save(folder / f"{name}.png")
+    write_video(folder / "long.mp4", 60)
+    write_video(folder / "short.mp4", 5)
+    write_video(folder / "one.mp4", 1)
+    return {path.stem: str(path) for path in folder.iterdir()}
+
+
+def user(*parts: dict | str) -> dict:
+    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+def assistant(text: str | list) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def image(path: str, **settings: float) -> dict:
+    return {"type": "image", "image": path, **settings}
+
+
+def video(path: str, **settings: float) -> dict:
+    return {"type": "video", "video": path, **settings}
+
+
+def conversation(files: dict[str, str]) -> Sample:
+    """Two images, two videos, three turns."""
+    return Sample(
+        id="talk",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            user(image(files["wide"]), "Left of ", image(files["small"]), "?"),
+            assistant("The ball is red."),
+            user(video(files["long"], fps=1), "Which way?"),
+            assistant([{"type": "text", "text": "It moves"}, {"type": "text", "text": " left"}]),
+            user("And here?", video(files["short"], nframes=4)),
+            assistant("\n\nup"),
+        ],
+    )
+
+
+def runs(encoder: Encoder, encoded: EncodedSample) -> list[str]:
+    """The text of each unbroken run of trained tokens."""
+    found: list[list[int]] = []
+    before = False
+    for token, trained in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
+        if trained and not before:
+            found.append([])
+        if trained:
+            found[-1].append(token)
+        before = trained
+    return [encoder.processor.tokenizer.decode(ids) for ids in found]
+
+
+def is_qwen3(encoder: Encoder) -> bool:
+    return type(encoder.processor).__name__ == "Qwen3VLProcessor"
+
+
+# ---------------------------------------------------------------- labels
+
+
+def test_every_assistant_turn_and_its_end_is_trained_and_nothing_else(encoder, files):
+    encoded = encoder.encode(conversation(files))
+    assert runs(encoder, encoded) == ["The ball is red.<|im_end|>", "It moves left<|im_end|>", "\n\nup<|im_end|>"]
+
+
+def test_token_by_token_on_text(encoder):
+    tokenizer = encoder.processor.tokenizer
+    encoded = encoder.encode(Sample("1", [user("yes or no?"), assistant("no")]))
+    before = (
+        "" if is_qwen3(encoder) else QWEN2_5_SYSTEM
+    ) + "<|im_start|>user\nyes or no?<|im_end|>\n<|im_start|>assistant\n"
+    expected = [(token, False) for token in tokenizer(before)["input_ids"]]
+    expected += [(token, True) for token in tokenizer("no")["input_ids"]]
+    expected += [(tokenizer.eos_token_id, True)] + [(token, False) for token in tokenizer("\n")["input_ids"]]
+    assert list(zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True)) == expected
+
+
+def test_no_vision_token_is_trained(encoder, files):
+    encoded = encoder.encode(conversation(files))
+    assert not (encoded.loss_mask & (encoded.mm_token_type_ids > 0)).any()
+    merged = {key: int(encoded.mm_kwargs[key].prod(dim=1).sum()) // 4 for key in ("image_grid_thw", "video_grid_thw")}
+    assert int((encoded.mm_token_type_ids == 1).sum()) == merged["image_grid_thw"]
+    assert int((encoded.mm_token_type_ids == 2).sum()) == merged["video_grid_thw"]
+
+
+@pytest.mark.parametrize("answer", ["left", "\nleft", "\n\n left\n", "  left", "<think>\na\n</think>\n\nb", "é ﬁ 🙂"])
+def test_the_prompt_for_generation_begins_the_training_ids(encoder, files, answer):
+    sample = Sample("1", [user(video(files["long"], fps=1), "?"), assistant("up"), user("?"), assistant(answer)])
+    prompt = encoder.encode_prompt(sample).encoded.input_ids.tolist()
+    ids = encoder.encode(sample).input_ids.tolist()
+    assert ids[: len(prompt)] == prompt
+    answer_ids = encoder.processor.tokenizer(answer)["input_ids"]
+    assert ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids  # what sampling the answer would produce
+
+
+def test_ids_and_pixels_equal_those_of_the_processor_itself(encoder, files):
+    sample = conversation(files)
+    sample = replace(sample, messages=[*sample.messages[:-1], assistant("up")])  # no line break to merge at the border
+    encoded, processor = encoder.encode(sample), encoder.processor
+    loaded = encoder.encode_prompt(sample).media
+    text = processor.apply_chat_template(_bare(sample.messages), tokenize=False)
+    metadata = [{k: v for k, v in m[1].items() if k != "do_sample_frames"} for m in loaded if isinstance(m, tuple)]
+    inputs = processor(
+        text=[text],
+        images=[m for m in loaded if isinstance(m, Image.Image)],
+        videos=[m[0] for m in loaded if isinstance(m, tuple)],
+        video_metadata=metadata,
+        do_sample_frames=False,
+        do_resize=False,
+        return_tensors="pt",
+    )
+    assert inputs.pop("input_ids")[0].tolist() == encoded.input_ids.tolist()
+    assert inputs.pop("mm_token_type_ids")[0].tolist() == encoded.mm_token_type_ids.tolist()
+    del inputs["attention_mask"]
+    assert set(inputs) == set(encoded.mm_kwargs)
+    for key, value in inputs.items():
+        assert torch.equal(torch.as_tensor(value), encoded.mm_kwargs[key]), key
+
+
+def _bare(messages: list[dict]) -> list[dict]:
+    def bare(content: str | list) -> str | list:
+        return content if isinstance(content, str) else [{k: p[k] for k in ("type", "text") if k in p} for p in content]
+
+    return [{"role": message["role"], "content": bare(message["content"])} for message in messages]
+
+
+def with_template(encoder: Encoder, template: str) -> Encoder:
+    copied = pickle.loads(pickle.dumps(encoder))
+    copied.processor.chat_template = template
+    return copied
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n%s<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEXT = "{{ m.content if m.content is string else m.content[0].text }}"
+
+
+def test_a_template_that_drops_earlier_reasoning_is_an_error_for_training_only(encoder):
+    dropped = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else " + TEXT[3:-3] + " }}"
+    changed = with_template(encoder, TURNS.replace("%s", dropped) + PROMPT)
+    talk = Sample("talk", [user("a"), assistant("<think>x</think>one"), user("b"), assistant("<think>y</think>two")])
+    with pytest.raises(DataError, match=r"'talk', message 1: the chat template changes the conversation.*shows 'one<"):
+        changed.encode(talk)
+    assert "<think>" not in changed.processor.tokenizer.decode(changed.encode_prompt(talk).prompt_ids)
+    last = Sample("last", talk.messages[2:])
+    assert runs(changed, changed.encode(last)) == ["<think>y</think>two<|im_end|>"]
+
+
+def test_a_template_that_trims_trains_what_is_shown(encoder):
+    changed = with_template(encoder, TURNS.replace("%s", "{{ (" + TEXT[3:-3] + ") | trim }}") + PROMPT)
+    assert runs(changed, changed.encode(Sample("1", [user("a"), assistant(" yes \n")]))) == ["yes<|im_end|>"]
+
+
+def test_a_generation_prompt_that_opens_the_reasoning_leaves_its_opening_untrained(encoder):
+    changed = with_template(encoder, TURNS.replace("%s", TEXT) + PROMPT.replace("assistant\n", "assistant\n<think>\n"))
+    encoded = changed.encode(Sample("1", [user("a"), assistant("<think>\nx\n</think>\n\nyes")]))
+    assert runs(changed, encoded) == ["x\n</think>\n\nyes<|im_end|>"]
+
+
+def test_a_template_without_end_of_turn_is_an_error(encoder):
+    changed = with_template(encoder, TURNS.replace("%s", TEXT).replace("<|im_end|>", "") + PROMPT)
+    with pytest.raises(DataError, match=r"does not end the assistant's turn with '<\|im_end\|>' but with '\\n'"):
+        changed.encode(Sample("1", [user("a"), assistant("b")]))
+
+
+def test_a_template_that_leaves_out_media_is_an_error(encoder, files):
+    changed = with_template(encoder, TURNS.replace("%s", "{{ m.content if m.role == 'assistant' }}") + PROMPT)
+    with pytest.raises(DataError, match="leaves out some of its 1 media"):
+        changed.encode(Sample("1", [user(image(files["small"])), assistant("b")]))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [("image", "wide", {})],
+        [("image", "wide", {"max_pixels": 4096}), ("image", "small", {"min_pixels": 40000}), ("image", "wide", {})],
+        [("video", "long", {})],
+        [("video", "long", {"fps": 0.5})],
+        [("video", "long", {"fps": 4, "max_pixels": 5000})],
+        [("video", "long", {"nframes": 6, "video_start": 1.0, "video_end": 4.5})],
+        [("video", "short", {"total_pixels": 4000}), ("image", "small", {}), ("video", "long", {"fps": 1})],
+        [("video", "one", {})],
+    ],
+)
+def test_measure_is_exact_and_decodes_nothing(encoder, files, parts, monkeypatch):
+    make: dict[str, Callable] = {"image": image, "video": video}
+    sample = Sample("1", [user(*(make[kind](files[name], **s) for kind, name, s in parts), "?"), assistant("yes")])
+    length = len(encoder.encode(sample))
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(media, "load_image", refuse)
+    monkeypatch.setattr(media, "load_video", refuse)
+    assert encoder.measure(sample) == length
+
+
+def test_a_sample_that_is_too_long_names_itself_and_both_numbers(encoder, files):
+    short = replace(encoder, max_length=15)
+    sample = Sample("r7", [user(image(files["wide"]), "?"), assistant("yes")])
+    length = short.measure(sample)
+    with pytest.raises(SampleTooLong, match=rf"'r7' has {length} tokens, more than model.max_length \(15\)"):
+        short.encode(sample)
+
+
+# ---------------------------------------------------------------- media
+
+
+def test_each_file_is_decoded_once(encoder, files, monkeypatch):
+    opened = []
+    load_image, load_video = media.load_image, media.load_video
+    monkeypatch.setattr(media, "load_image", lambda path: opened.append(path) or load_image(path))
+    monkeypatch.setattr(media, "load_video", lambda path, *a, **k: opened.append(path) or load_video(path, *a, **k))
+    encoder.encode(conversation(files))
+    assert sorted(opened) == sorted(files[name] for name in ("wide", "small", "long", "short"))
+
+
+def test_sizes_beyond_the_processors_own_bounds_are_kept(encoder, files):
+    factor = encoder.processor.image_processor.patch_size * 2
+    pixels = 300 * factor**2  # the tiny processors resize to 256 cells at most
+    prompt = encoder.encode_prompt(Sample("1", [user(image(files["small"], min_pixels=pixels), "?")]))
+    assert prompt.media[0].width == prompt.media[0].height == 18 * factor
+    assert prompt.encoded.mm_kwargs["image_grid_thw"].tolist() == [[1, 36, 36]]
+
+
+def test_time_of_video_frames(encoder, files):
+    sample = Sample("1", [user(video(files["long"], nframes=6, video_start=1.0, video_end=3.9), "?"), assistant("a")])
+    encoded = encoder.encode(sample)
+    if is_qwen3(encoder):  # frames 10 16 22 27 33 39 of a 10 fps video
+        text = encoder.processor.tokenizer.decode(encoded.input_ids)
+        assert [text.count(f"<{time} seconds>") for time in ("1.3", "2.5", "3.6")] == [1, 1, 1]
+        assert "second_per_grid_ts" not in encoded.mm_kwargs
+    else:  # 6 frames in 3 s, 2 frames a group
+        assert encoded.mm_kwargs["second_per_grid_ts"].tolist() == [1.0]
+        assert encoded.mm_kwargs["second_per_grid_ts"].dtype == torch.float32
+
+
+def test_the_prompt_carries_what_another_engine_needs(encoder, files):
+    prompt = encoder.encode_prompt(conversation(files))
+    processor = encoder.processor
+    assert prompt.prompt_ids.count(processor.image_token_id) == 2
+    assert prompt.prompt_ids.count(processor.video_token_id) == 2
+    assert [type(m).__name__ for m in prompt.media] == ["Image", "Image", "tuple", "tuple"]
+    frames, metadata = prompt.media[2]
+    assert frames.dtype == np.uint8 and frames.shape[0] == len(metadata["frames_indices"]) == 6
+    assert metadata["do_sample_frames"] is False and metadata["fps"] == pytest.approx(10)
+    assert not prompt.encoded.loss_mask.any()
+
+
+def test_a_prompt_that_ends_with_the_user_is_kept_whole(encoder):
+    asked = [user("a"), assistant("b"), user("c")]
+    with_answer = encoder.encode_prompt(Sample("1", [*asked, assistant("d")]))
+    assert encoder.encode_prompt(Sample("1", asked)).prompt_ids == with_answer.prompt_ids
+
+
+def test_dtypes_are_those_of_the_forward(encoder, files):
+    encoded = encoder.encode(conversation(files))
+    assert encoded.input_ids.dtype == encoded.position_ids.dtype == encoded.mm_token_type_ids.dtype == torch.int64
+    assert encoded.loss_mask.dtype == torch.bool
+    assert encoded.position_ids.shape == (3, len(encoded))
+    for key, value in encoded.mm_kwargs.items():
+        assert value.dtype == (torch.int64 if key.endswith("_thw") else torch.float32), key
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_dummy_is_one_vision_token_between_its_ends(encoder, kind):
+    dummy = encoder.dummy(kind)
+    processor = encoder.processor
+    ids = dummy.input_ids.tolist()
+    assert ids.count(processor.image_token_id if kind == "image" else processor.video_token_id) == 1
+    assert processor.tokenizer.convert_ids_to_tokens([ids[0], ids[-1]]) == ["<|vision_start|>", "<|vision_end|>"]
+    assert not dummy.loss_mask.any()
+    assert dummy.mm_kwargs[f"{kind}_grid_thw"].tolist() == [[1, 2, 2]]
+
+
+def test_encoding_in_forked_loader_workers_equals_encoding_here(encoder, files):
+    samples = [conversation(files), Sample("2", [user("a"), assistant("b")])] * 2
+    expected = [encoder.encode(sample) for sample in samples]
+    loader = torch.utils.data.DataLoader(
+        samples, batch_size=1, num_workers=2, collate_fn=partial(_encode_first, encoder), multiprocessing_context="fork"
+    )
+    for encoded, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(encoded.input_ids, wanted.input_ids)
+        assert all(torch.equal(encoded.mm_kwargs[key], value) for key, value in wanted.mm_kwargs.items())
+
+
+def _encode_first(encoder: Encoder, samples: list[Sample]) -> EncodedSample:
+    return encoder.encode(samples[0])
+
+
+def test_an_encoder_can_be_pickled(encoder, files):
+    copied = pickle.loads(pickle.dumps(encoder))
+    assert torch.equal(copied.encode(conversation(files)).input_ids, encoder.encode(conversation(files)).input_ids)
+
+
+# ---------------------------------------------------------------- bad rows
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "has no messages"),
+        ([user("a")], "no assistant message"),
+        ([assistant("a")], "begins with the assistant"),
+        ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
+        ([{"role": "human", "content": "a"}, assistant("b")], "message 0: role is 'human'"),
+        ([{"role": "user", "content": 3}, assistant("b")], "message 0: content is 3"),
+        ([user({"type": "audio"}), assistant("b")], "message 0: part .*audio.* has no known type"),
+        ([user({"type": "text"}), assistant("b")], "message 0: text is None"),
+        ([user({"type": "image"}), assistant("b")], "message 0: a part of type 'image' needs the key 'image'"),
+        ([user("<|image_pad|>"), assistant("b")], r"message 0: .*control token '<\|image_pad\|>'"),
+        ([user("a"), assistant("b<|im_end|>")], r"message 1: .*control token '<\|im_end\|>'"),
+        ([user("a"), assistant([{"type": "image", "image": "x.png"}])], "message 1: .*x.png: no such file"),
+        ([user(image("gone.png")), assistant("b")], "message 0: gone.png: no such file"),
+        ([user(video("x.mp4", fps=1, nframes=4)), assistant("b")], "message 0: x.mp4: no such file"),
+    ],
+)
+def test_bad_rows_name_sample_and_message(encoder, messages, message):
+    with pytest.raises(DataError, match=rf"sample 'r1'.*{message}"):
+        encoder.encode(Sample("r1", messages))
+
+
+def test_settings_that_exclude_each_other_name_sample_and_file(encoder, files):
+    sample = Sample("r1", [user(video(files["long"], fps=1, nframes=4)), assistant("b")])
+    with pytest.raises(DataError, match=r"sample 'r1', message 0: .*long\.mp4: fps \(1\) and nframes \(4\)"):
+        encoder.measure(sample)
+
+
+def test_media_in_an_assistant_message_are_refused(encoder, files):
+    sample = Sample("r1", [user("a"), assistant([image(files["small"])])])
+    with pytest.raises(DataError, match="message 1: an assistant message may hold text only"):
+        encoder.encode(sample)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from dsreason.data.collate import collate
+from dsreason.data.types import EncodedSample
+
+
+def encoded(name: str, ids: list[int], trained: list[int], images: int = 0, start: int = 0) -> EncodedSample:
+    """`images` one-patch images whose pixels carry the first token id."""
+    length = len(ids)
+    kwargs = {
+        "pixel_values": torch.full((4 * images, 2), float(ids[0])),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * images).reshape(images, 3),
+    }
+    return EncodedSample(
+        id=name,
+        input_ids=torch.tensor(ids),
+        loss_mask=torch.tensor([i in trained for i in range(length)]),
+        position_ids=torch.arange(start, start + length).expand(3, -1).clone(),
+        mm_token_type_ids=torch.tensor([1 if i < images else 0 for i in range(length)]),
+        mm_kwargs=kwargs if images else {},
+    )
+
+
+def test_rows_are_padded_on_the_right():
+    batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0])], pad_id=99)
+    assert batch.ids == ("a", "b")
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 99, 99]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.loss_mask.tolist() == [[False, False, True], [True, False, False]]
+    assert batch.position_ids.shape == (3, 2, 3)
+    assert batch.position_ids[1].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.mm_kwargs == {}
+
+
+def test_media_are_joined_in_row_order():
+    batch = collate([encoded("a", [5, 6], [], 1), encoded("t", [1], []), encoded("b", [7, 8], [], 2)], pad_id=0)
+    assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [5.0] * 4 + [7.0] * 8
+    assert batch.mm_kwargs["image_grid_thw"].shape == (3, 3)
+    assert batch.mm_token_type_ids.tolist() == [[1, 0], [0, 0], [1, 1]]
+
+
+def test_dummies_follow_the_last_token_of_the_last_row():
+    dummy = encoded("dummy", [50, 51], [0], 1)
+    batch = collate(
+        [encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0], 1, start=10)], pad_id=99, dummies=[dummy, dummy]
+    )
+    assert batch.ids == ("a", "b")
+    assert batch.input_ids.tolist() == [[5, 6, 7, 99, 99], [8, 50, 51, 50, 51]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch.loss_mask.tolist() == [[False, False, True, False, False], [True, False, False, False, False]]
+    assert batch.position_ids[0, 1].tolist() == [10, 11, 12, 13, 14]
+    assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [8.0] * 4 + [50.0] * 8
+
+
+def test_dummies_alone_make_one_row():
+    batch = collate([], pad_id=99, dummies=[encoded("dummy", [50, 51], [], 1)])
+    assert batch.ids == ()
+    assert batch.input_ids.tolist() == [[99, 50, 51]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1]]
+    assert not batch.loss_mask.any()
+    assert batch.position_ids[2].tolist() == [[0, 1, 2]]
+
+
+def test_nothing_at_all_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="nothing to collate"):
+        collate([], pad_id=0)
+
+
+def test_dummies_change_no_logit_before_them(tiny):
+    from functools import partial
+
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+    from dsreason.data.chat import Encoder
+    from dsreason.data.types import Sample
+    from dsreason.models.families import family_of
+
+    config = AutoConfig.from_pretrained(tiny)
+    positions = partial(family_of(config.model_type).position_ids, config=config)
+    encoder = Encoder(AutoProcessor.from_pretrained(tiny), positions, max_length=99)
+    model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32).eval()
+    sample = encoder.encode(Sample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
+
+    def logits(dummies: list[EncodedSample]) -> torch.Tensor:
+        batch = collate([sample], pad_id=encoder.pad_id, dummies=dummies)
+        with torch.no_grad():
+            return model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids,
+                mm_token_type_ids=batch.mm_token_type_ids,
+                **batch.mm_kwargs,
+            ).logits[0, : len(sample)]
+
+    with_dummies = logits([encoder.dummy("image"), encoder.dummy("video")])
+    assert torch.allclose(with_dummies, logits([]), atol=1e-5)
