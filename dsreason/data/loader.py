@@ -46,7 +46,7 @@ class StepBatches:
     skipped: list[str]
     """Rows left out on any rank, with the reason."""
     data_seconds: float
-    """How long this rank waited for its data."""
+    """How long the slowest rank waited for its data workers."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,42 @@ class StepLoader:
         self.dataset, self.encoder, self.order, self.config = dataset, encoder, order, config
         self.exchange, self.rank, self.world_size, self.start_step = exchange, rank, world_size, start_step
         self.lengths: dict[int, int] = {}  # token count of every row met so far; equal on all ranks
+        self.exchange_seconds = 0.0  # of the current step
 
     def __iter__(self) -> Iterator[StepBatches]:
-        encoded = self._workers(Encoding(self.dataset, self.encoder), self._assignments())
-        steps = iter(encoded)
+        encoded = iter(self._workers(Encoding(self.dataset, self.encoder), self._assignments()))
         for step in range(self.start_step, self.order.num_steps):
-            started = time.perf_counter()
-            found = next_item(steps)
-            yield self._step_batches(step, found, started)
+            started, self.exchange_seconds = time.perf_counter(), 0.0
+            found = next_item(encoded)
+            waited = time.perf_counter() - started - self.exchange_seconds
+            yield self._step_batches(step, found, waited)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Collectives are timed apart: in them a rank waits for the others, not for its data."""
+        started = time.perf_counter()
+        values = self.exchange(value)
+        self.exchange_seconds += time.perf_counter() - started
+        return values
 
     def _workers(self, work: Dataset[T], tasks: Iterable[Any]) -> DataLoader[T]:
         """Apply `work` to every task, in order, about `data.prefetch` steps ahead."""
         data = self.config.data
         ahead = {"prefetch_factor": math.ceil(data.prefetch / data.workers)} if data.workers else {}
         return DataLoader(
-            work, batch_size=None, sampler=tasks, num_workers=data.workers, collate_fn=unchanged, **ahead
+            work,
+            batch_size=None,
+            sampler=tasks,
+            num_workers=data.workers,
+            collate_fn=unchanged,
+            generator=torch.Generator(),  # otherwise it draws from the trainer's
+            **ahead,
         )
 
     def _assignments(self) -> Iterator[list[int]]:
         """This rank's rows of each step."""
         unknown = iter(self._workers(Measuring(self.dataset, self.encoder), self._unmeasured()))
         for step in range(self.start_step, self.order.num_steps):
-            for measured in self.exchange(next_item(unknown)):
+            for measured in self._exchange(next_item(unknown)):
                 self.lengths.update(measured)
             rows = self.order.indices(step)
             shares = assign(
@@ -114,37 +128,41 @@ class StepLoader:
             asked.update(new)
             yield new[self.rank :: self.world_size]
 
-    def _step_batches(self, step: int, found: Sequence[EncodedSample | BadRow], started: float) -> StepBatches:
+    def _step_batches(self, step: int, found: Sequence[EncodedSample | BadRow], waited: float) -> StepBatches:
+        started = time.perf_counter()
         samples = [sample for sample in found if isinstance(sample, EncodedSample)]
-        error, groups = None, []
+        error, groups, skipped = None, [], []
         try:
             skipped = self._skipped([bad for bad in found if isinstance(bad, BadRow)])
             groups = self._cut(samples)
         except DataError as caught:
             error = str(caught)
-        facts = {
+        mine = {
             "error": error,
+            "skipped": skipped,
+            "kinds": [media_kinds(group) for group in groups],
             "trained": sum(int(sample.loss_mask[1:].sum()) for sample in samples),
             "input": sum(map(len, samples)),
             "samples": len(samples),
-            "skipped": [] if error else skipped,
+            "seconds": waited + time.perf_counter() - started,
         }
-        all_facts = self.exchange(facts)
-        for other in all_facts:
+        ranks = self._exchange(mine)
+        for other in ranks:  # every rank raises, so that none is left waiting
             if other["error"]:
                 raise DataError(other["error"])
-        skipped = [text for other in all_facts for text in other["skipped"]]
-        num_tokens = sum(other["trained"] for other in all_facts)
-        if num_tokens == 0:
-            raise DataError(f"step {step + 1} has no trained token: {len(skipped)} rows left out: {'; '.join(skipped[:5])}")
+        skipped = [text for other in ranks for text in other["skipped"]]
+        if not any(other["trained"] for other in ranks):
+            raise DataError(
+                f"step {step + 1} has no trained token; {len(skipped)} rows left out: {'; '.join(skipped[:5])}"
+            )
         return StepBatches(
             step=step,
-            micro_batches=align_micro_batches(groups, self.encoder, self.exchange),
-            num_tokens=num_tokens,
-            num_input_tokens=sum(other["input"] for other in all_facts),
-            num_samples=sum(other["samples"] for other in all_facts),
+            micro_batches=collate_aligned(groups, [other["kinds"] for other in ranks], self.encoder),
+            num_tokens=sum(other["trained"] for other in ranks),
+            num_input_tokens=sum(other["input"] for other in ranks),
+            num_samples=sum(other["samples"] for other in ranks),
             skipped=skipped,
-            data_seconds=time.perf_counter() - started,
+            data_seconds=max(other["seconds"] for other in ranks),
         )
 
     def _skipped(self, bad_rows: Sequence[BadRow]) -> list[str]:
@@ -210,9 +228,7 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         full = sum(len(share) == largest for share in shares)
         room = [
-            rank
-            for rank in range(num_ranks)
-            if not same_count or len(shares[rank]) < largest - (full >= num_largest)
+            rank for rank in range(num_ranks) if not same_count or len(shares[rank]) < largest - (full >= num_largest)
         ]
         rank = min(room, key=lambda rank: (sums[rank], rank))
         shares[rank].append(i)
@@ -241,23 +257,31 @@ def cut_by_tokens(samples: Sequence[EncodedSample], budget: int) -> list[list[En
     return groups
 
 
-def align_micro_batches(
-    groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange
+def align_micro_batches(groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange) -> list[Batch]:
+    """Collate, so that every rank has as many micro-batches, with the same kinds of media at each place."""
+    return collate_aligned(groups, exchange([media_kinds(group) for group in groups]), encoder)
+
+
+def media_kinds(group: Sequence[EncodedSample]) -> list[str]:
+    return [kind for kind, key in MEDIA_KEYS.items() if any(key in sample.mm_kwargs for sample in group)]
+
+
+def collate_aligned(
+    groups: Sequence[Sequence[EncodedSample]], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder
 ) -> list[Batch]:
-    """Collate, so that every rank has as many micro-batches, with the same kinds of media at each place.
+    """This rank's `groups` as batches, given which media each micro-batch of each rank has.
 
     Under ZeRO-3 a forward is a collective: a rank without an image where another has one would leave out the vision
     tower, and the job would hang. Such a rank gets a black one whose tokens are not trained and that nothing before
-    them can see.
+    them can see. So does text alone: where a parameter has no gradient in the first micro-batch of a step, DeepSpeed
+    (0.19.8) goes on adding to the gradient of the step before.
     """
-    kinds = [[kind for kind, key in MEDIA_KEYS.items() if any(key in s.mm_kwargs for s in group)] for group in groups]
-    by_rank = exchange(kinds)
     batches = []
-    for i in range(max(map(len, by_rank))):
-        here = kinds[i] if i < len(kinds) else []
-        wanted = [kind for kind in MEDIA_KEYS if any(i < len(other) and kind in other[i] for other in by_rank)]
-        dummies = [encoder.dummy(kind) for kind in wanted if kind not in here]
+    for i in range(max(map(len, kinds_by_rank))):
         samples = groups[i] if i < len(groups) else [untrained(encoder.pad_id)]
+        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
+        missing = (wanted or {"image"}) - set(media_kinds(samples))
+        dummies = [encoder.dummy(kind) for kind in MEDIA_KEYS if kind in missing]
         batches.append(collate(samples, pad_id=encoder.pad_id, dummies=dummies))
     return batches
 

@@ -35,7 +35,9 @@ class StepOrder:
         shuffle: bool = True,
     ) -> None:
         self.parts, self.batch_size, self.seed, self.shuffle = list(parts), batch_size, seed, shuffle
-        self.rows_per_epoch = sum(_copies(count, weight)[0] * count + _copies(count, weight)[1] for count, weight in parts)
+        self.rows_per_epoch = sum(
+            _copies(count, weight)[0] * count + _copies(count, weight)[1] for count, weight in parts
+        )
         if self.rows_per_epoch < batch_size:
             raise DataError(
                 f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "

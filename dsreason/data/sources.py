@@ -151,7 +151,9 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
             raise DataError(f"messages[{i}]: role must be system, user or assistant, in {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
-            raise DataError(f"messages[{i}].content: must be a text or a list of parts, is {message.get('content')!r:.200}")
+            raise DataError(
+                f"messages[{i}].content: must be a text or a list of parts, is {message.get('content')!r:.200}"
+            )
         if message["role"] == "system" and i > 0:
             raise DataError(f"messages[{i}]: a system message must be the first")
     if not any(message["role"] == "assistant" for message in messages):
@@ -182,7 +184,9 @@ def check_text(text: Any) -> None:
         raise DataError(f"text {text!r:.200} is not a string")
     for token in CONTROL_TOKENS:
         if token in text:
-            raise DataError(f"the text contains the model's own token {token}, which only media and turns may make: {text!r:.200}")
+            raise DataError(
+                f"the text contains the model's own token {token}, which only media and turns may make: {text!r:.200}"
+            )
 
 
 def find_media(given: Any, kind: str, media_root: Path) -> Path:

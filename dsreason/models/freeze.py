@@ -23,14 +23,14 @@ def match_patterns(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
         try:
             found = {name for name in names if re.search(pattern, name)}
         except re.error as error:
-            problems.append(f"model.freeze pattern {pattern!r} is not a regular expression: {error}")
+            problems.append(f"model.freeze pattern '{pattern}' is not a regular expression: {error}")
             continue
         if not pattern:
             problems.append("model.freeze holds an empty pattern, which would match every parameter; remove it")
         elif not found:
             examples = ", ".join(near_names(pattern, names))
             problems.append(
-                f"model.freeze pattern {pattern!r} matches none of {len(names)} parameters; near: {examples}"
+                f"model.freeze pattern '{pattern}' matches none of {len(names)} parameters; near: {examples}"
             )
         matched |= found
     if problems:
@@ -48,7 +48,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     matched = match_patterns(parameters, patterns)
     if parameters and len(matched) == len(parameters):
         raise ConfigError(
-            f"model.freeze {list(patterns)} freezes all {len(parameters)} parameters; nothing is left to train"
+            f"model.freeze ({', '.join(patterns)}) freezes all {len(parameters)} parameters; nothing is left to train"
         )
     for name in matched:
         parameters[name].requires_grad_(False)
@@ -56,15 +56,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def near_names(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:
-    """Names a mistyped pattern may have meant; where nothing is near, one name of each part of the model."""
-    plain = pattern.replace("\\", "")
-    prefixes = sorted({".".join(name.split(".")[:depth]) for name in names for depth in range(1, 8)})
-    near = get_close_matches(plain, prefixes, n=count, cutoff=0.6)
-    if near:
+    """Names that a mistyped pattern may have meant; where none is near, one of each part of the model."""
+    plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
+    prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
+    words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}
+    if near := get_close_matches(plain, [*prefixes, *words], n=count, cutoff=0.5):
         return near
-    words = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-    near_words = get_close_matches(plain, words, n=1, cutoff=0.6)
-    if near_words:
-        return [name for name in names if near_words[0] in name.split(".")][:count]
-    parts = {".".join(name.split(".")[:2]): name for name in reversed(names)}
+    parts: dict[str, str] = {}
+    for name in names:
+        parts.setdefault(".".join(name.split(".")[:2]), name)
     return list(parts.values())[:count]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,10 +61,10 @@ def tiny_model(family: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built = build_tiny(family, Path(scratch) / "model")
         try:
-            os.rename(built, folder)
+            built.rename(folder)
         except OSError:  # another rank was faster; what it built is the same
             if not (folder / "config.json").is_file():
-                shutil.copytree(built, folder, dirs_exist_ok=True)
+                raise
     return folder
 
 
@@ -91,8 +89,11 @@ def download(config: ModelConfig) -> Path:
         raise CheckpointError(f"{where}: no local folder, and the download failed: {error}") from error
 
 
-def model_config(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model folder; CheckpointError where it is unreadable or of an unsupported model."""
+def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a model folder; CheckpointError where it is unreadable or of an unsupported model.
+
+    `dtype`: what the model will be loaded in, where that is not what the folder says; positions depend on it.
+    """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -103,6 +104,8 @@ def model_config(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
     if config.to_dict().get("quantization_config"):
         raise CheckpointError(f"{path}: the weights are quantised, which cannot be trained; take the unquantised model")
+    if dtype is not None:
+        config.dtype = dtype
     return config
 
 
@@ -116,6 +119,17 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(
             f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
         )
+    # transformers makes an empty tokenizer where the files are missing
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    for kind, found, expected in (
+        ("image", processor.image_token_id, config.image_token_id),
+        ("video", processor.video_token_id, config.video_token_id),
+    ):
+        if found != expected:
+            raise CheckpointError(
+                f"{path}: the tokenizer has id {found} for {kind} placeholders, config.json says {expected}; "
+                "copy the tokenizer files of the same model there"
+            )
     return processor
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
-from torch import nn
+from torch import Tensor, nn
 
 
 def partition(model: nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> None:
@@ -25,6 +26,19 @@ class InitWithoutBroadcast(Init):
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
-        param.data = param.data.to(self.dtype)
+        param.data = self._converted(param.data)
         self._convert_to_deepspeed_param(param)
         param.partition()
+
+    def _converted(self, values: Tensor) -> Tensor:
+        """`values` in the training type; what is not this rank's part may be anything.
+
+        Memory that is never written to takes no room, so a rank pays for its part alone, however large an embedding is.
+        """
+        if values.dtype == self.dtype or self.num_param_groups > 1:  # hpZ: a second way to cut, where all must be right
+            return values.to(self.dtype)
+        size = math.ceil(values.numel() / self.dp_world_size)
+        part = slice(self.rank * size, (self.rank + 1) * size)
+        converted = torch.empty_like(values, dtype=self.dtype)
+        converted.view(-1)[part] = values.view(-1)[part]
+        return converted

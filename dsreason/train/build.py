@@ -48,11 +48,9 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
-from dsreason.train.preflight import build_encoder, check_sft, find_model, step_order
+from dsreason.train.preflight import DTYPES, build_encoder, check_sft, find_model, step_order
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass
@@ -98,9 +96,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             model_path = find_model(config)
             training, validation = open_datasets(config.data)
 
-        deepspeed_config = resolve_deepspeed(
-            config.deepspeed, config, device=world.device.type, world_size=world.size
-        )
+        deepspeed_config = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
         seed_everything(config.train.seed, world.rank)
         encoder = build_encoder(config, model_path)
         order = step_order(training, config)

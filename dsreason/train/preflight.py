@@ -7,6 +7,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dsreason.config.cache import cache_dir
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
@@ -18,6 +20,8 @@ from dsreason.models.freeze import match_patterns
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
 
 log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 MAX_SECONDS = 30.0
 """Time for looking at rows one by one; in larger data sets the rest is met while training."""
@@ -46,7 +50,8 @@ def find_model(config: SFTConfig) -> Path:
 
 
 def build_encoder(config: SFTConfig, model_path: Path) -> Encoder:
-    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    dtype = DTYPES[config.train.precision]  # of the engine that serves the model: it rounds video times to it
+    model = model_config(model_path, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
     positions = partial(family_of(model.model_type).position_ids, config=model)
     return Encoder(processor, positions, config.model.max_length)

@@ -53,37 +53,60 @@ def gradients(folder: Path, *, checkpointing: bool, frozen: tuple[str, ...] = ()
         enable_gradient_checkpointing(model)
     tower = []
     model.model.visual.register_forward_hook(lambda module, args, output: tower.append(output.last_hidden_state))
+    runs = dict.fromkeys(("text", "vision"), 0)
+
+    def count(part: str) -> None:
+        runs[part] += 1
+
+    model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: count("text"))
+    model.model.visual.blocks[0].register_forward_pre_hook(lambda *_: count("vision"))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained.values()), config=DS_CONFIG)
     inputs = inputs_of(folder)
     loss = engine(**inputs, labels=inputs["input_ids"], use_cache=False).loss
     engine.backward(loss)
-    assert all(output.requires_grad != bool(frozen) for output in tower)
+    assert all(output.requires_grad != bool(frozen) for output in tower)  # no backward pass through a frozen tower
+    again = 2 if checkpointing else 1
+    assert runs == {"text": again, "vision": 2 * (1 if frozen else again)}  # image and video go through it apart
     return {name: safe_get_full_grad(p).float().numpy().copy() for name, p in trained.items()}
 
 
 def check_family(folder: str) -> dict[str, float]:
-    """The largest difference of a tensor's gradients, relative to its norm, and how many gradients are zero."""
-    from dsreason.runtime.world import init_world
-
-    init_world()
+    """The largest difference of a tensor's gradients, relative to its norm, and how many tensors have none."""
     found = {}
     for label, frozen in (("all", ()), ("tower frozen", ("visual",))):
         plain = gradients(Path(folder), checkpointing=False, frozen=frozen)
         again = gradients(Path(folder), checkpointing=True, frozen=frozen)
         assert plain.keys() == again.keys()
         norms = {name: np.linalg.norm(gradient) for name, gradient in plain.items()}
-        found[label] = max(np.linalg.norm(again[name] - plain[name]) / (norms[name] + 1e-12) for name in plain)
-        found[f"{label}, zero"] = sum(norm < 1e-9 for norm in norms.values())
+        found[label] = float(max(np.linalg.norm(again[name] - plain[name]) / (norms[name] + 1e-12) for name in plain))
+        found[f"{label}, zero"] = int(sum(norm < 1e-9 for norm in norms.values()))
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_equal_with_and_without_checkpointing(tmp_path: Path, family: str) -> None:
+def check_families(root: str) -> dict[str, dict[str, float]]:
+    from dsreason.runtime.world import init_world
+
+    init_world()
+    return {family: check_family(str(Path(root, family))) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
     from dsreason.models.tiny import build_tiny
 
-    folder = build_tiny(family, tmp_path / "model", vision_depth=3)
-    for rank in run_on_ranks(check_family, 2, str(folder)):
-        assert rank["all"] < 1e-5
-        assert rank["tower frozen"] < 1e-5
-        assert rank["all, zero"] == rank["tower frozen, zero"] == 0
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        build_tiny(family, root / family, vision_depth=3)
+    return run_on_ranks(check_families, 2, str(root))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_equal_with_and_without_checkpointing(
+    ranks: list[dict[str, dict[str, float]]], family: str
+) -> None:
+    for rank in ranks:
+        found = rank[family]
+        assert found["all"] < 1e-5
+        assert found["tower frozen"] < 1e-5
+        assert found["all, zero"] == found["tower frozen, zero"] == 0

@@ -147,14 +147,32 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def test_no_rank_grows_by_half_of_a_1_gb_model_while_loading(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL of 1 GB in float32 with a real vocabulary."""
+    from transformers import AutoModelForImageTextToText
+
+    from dsreason.models.load import model_config
     from dsreason.models.tiny import build_tiny
 
-    folder = build_tiny("qwen3_vl", tmp_path / "model", hidden_size=2048, intermediate_size=8192, num_layers=4)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert size > 0.9e9
-    for rank in run_on_ranks(load_and_watch_memory, 4, str(folder), torch.float32):
-        assert rank["model"] > 0.9e9
+    folder = tmp_path_factory.mktemp("large") / "model"
+    build_tiny("qwen3_vl", folder, hidden_size=1024, intermediate_size=4096, num_layers=8)
+    config = model_config(folder)
+    config.text_config.vocab_size = 151936
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu").tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter.data)
+    model.save_pretrained(folder, max_shard_size="10GB")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_rank_grows_by_half_of_the_model_while_loading(large: Path, dtype: torch.dtype) -> None:
+    """Also where the files' float32 must be converted, and half of the model is one embedding."""
+    for rank in run_on_ranks(load_and_watch_memory, 4, str(large), dtype):
+        assert rank["model"] > 1.0e9 / 4 * dtype.itemsize
         assert rank["samples"] > 20
         assert rank["end"] > rank["model"] / 5  # a quarter is there: the measure sees the partitions
         assert rank["peak"] < rank["model"] / 2

@@ -14,7 +14,9 @@ PROBS = [0.5, 0.3, 0.15, 0.05]
 LOGITS = torch.tensor([PROBS]).log()
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.49, 0), (0.51, 1), (0.79, 1), (0.81, 2), (0.96, 3), (0.9999, 3)])
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.49, 0), (0.51, 1), (0.79, 1), (0.81, 2), (0.96, 3), (0.9999, 3)]
+)
 def test_the_token_is_where_the_cumulated_probability_passes_the_number(uniform: float, token: int) -> None:
     drawn, logprob = draw(LOGITS, Sampling(), torch.tensor([uniform]))
     assert drawn.item() == token

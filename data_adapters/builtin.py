@@ -1,0 +1,40 @@
+"""The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
+
+`data.path` is a folder of `dsreason.data.builtin.write_builtin`; empty: one in the cache, drawn on first use.
+`data.split` is `train` or `validation`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_adapters import jsonl, llava
+from dsreason.data.builtin import builtin_folder
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+
+
+def rows(data: Any) -> list[dict[str, Any]]:
+    folder = (Path(data.path).expanduser().absolute() if data.path else builtin_folder()) / data.split
+    if not (folder / "conversations.json").is_file():
+        raise DataError(f"{folder}: no split of the built-in task; data.split is train or validation")
+    found = json.loads((folder / "conversations.json").read_text())
+    for name in ("questions.jsonl", "choices.jsonl"):
+        found += [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    for row in found:
+        for kind in {"image", "video"} & row.keys():
+            row[kind] = str(folder / row[kind])
+    return sorted(found, key=lambda row: row["id"])
+
+
+def to_sample(row: dict[str, Any]) -> Sample:
+    if "conversations" in row:
+        return llava.to_sample(row)
+    if "qa_pairs" in row:
+        choice = row["qa_pairs"]
+        known = {key: row[key] for key in ("id", "kind", "video")}
+        asked = {"question": choice["question"], "options": choice["index2ans"], "answer": choice["answer"]}
+        return jsonl.to_sample(known | asked)
+    return jsonl.to_sample(row)

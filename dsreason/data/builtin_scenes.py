@@ -1,0 +1,111 @@
+"""Pictures and clips of the built-in task: plain shapes on black, drawn with numpy from a seeded generator.
+
+A clip's answer lies in how it changes. Wherever the question allows it, the clips of two answers are each other's
+reverse, so that they show the same single frames; start positions are spread over all the room there is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Frames = np.ndarray
+"""uint8 [frames, height, width, 3]; a picture has one frame."""
+
+COLOURS = {"red": (255, 30, 30), "green": (30, 255, 30), "blue": (40, 40, 255), "yellow": (255, 255, 30)}
+WHITE = (255, 255, 255)
+COUNTS = ("one", "two", "three", "four")
+DIRECTIONS = ("left", "right", "up", "down")
+SIDE = 56
+"""Of square media, in pixels: two merged patches of Qwen2.5-VL."""
+LANE = (28, 112)
+"""Height and width of the clips in which two balls move on one line."""
+CLIP_FRAMES = 8
+TRAVEL = 12
+"""Pixels that a ball moves during a clip, or two balls together."""
+BALL = 14
+SHAPES = {"circle": 16, "square": 14, "triangle": 19}
+"""Kind to size: about the same area, so that many shapes are also much colour."""
+
+
+def shape_mask(kind: str, size: int) -> np.ndarray:
+    """Bool [size, size]: the pixels of a shape."""
+    y, x = np.mgrid[:size, :size]
+    if kind == "circle":
+        return (x - (size - 1) / 2) ** 2 + (y - (size - 1) / 2) ** 2 <= (size / 2) ** 2
+    if kind == "triangle":
+        return np.abs(x - (size - 1) / 2) <= (y + 1) / 2
+    return np.ones((size, size), bool)
+
+
+def paint(frame: np.ndarray, kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
+    """Draw a shape whose upper left corner is at (x, y) into `frame` [height, width, 3]."""
+    frame[y : y + size, x : x + size][shape_mask(kind, size)] = rgb
+
+
+def paint_ball(frame: np.ndarray, x: int, y: int) -> None:
+    paint(frame, "circle", WHITE, BALL, x, y)
+
+
+def empty(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frames:
+    return np.zeros((num_frames, height, width, 3), np.uint8)
+
+
+def one_shape(rng: np.random.Generator, colour: str) -> Frames:
+    """A picture of one shape anywhere."""
+    frames = empty(1)
+    kind = str(rng.choice(list(SHAPES)))
+    x, y = rng.integers(0, SIDE - SHAPES[kind] + 1, 2)
+    paint(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
+    return frames
+
+
+def several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
+    """A picture of one to four shapes of a colour, each somewhere in its own quarter."""
+    frames = empty(1)
+    half = SIDE // 2
+    for quarter in rng.permutation(4)[: COUNTS.index(count) + 1]:
+        kind = str(rng.choice(list(SHAPES)))
+        x, y = rng.integers(1, half - SHAPES[kind], 2) + half * np.array([quarter % 2, quarter // 2])
+        paint(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
+    return frames
+
+
+def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
+    """A clip of one ball that moves in a direction at constant speed."""
+    frames = empty(CLIP_FRAMES)
+    along, across = rng.integers(0, SIDE - BALL - TRAVEL + 1), rng.integers(0, SIDE - BALL + 1)
+    for frame, step in zip(frames, steps(TRAVEL), strict=True):
+        x, y = (along + step, across) if direction in ("left", "right") else (across, along + step)
+        paint_ball(frame, x, y)
+    return frames if direction in ("right", "down") else frames[::-1]
+
+
+def falling_ball(rng: np.random.Generator, side: str) -> Frames:
+    """A clip of two balls side by side, one of which falls (ever faster) while the other stays where it is."""
+    frames = empty(CLIP_FRAMES)
+    half = SIDE // 2
+    left, right = rng.integers(1, half - BALL, 2) + np.array([0, half])
+    still_x, falling_x = (right, left) if side == "left" else (left, right)
+    still_y, falling_y = rng.integers(0, SIDE - BALL + 1), rng.integers(0, SIDE - BALL - TRAVEL + 1)
+    for frame, step in zip(frames, steps(TRAVEL, power=2), strict=True):
+        paint_ball(frame, still_x, still_y)
+        paint_ball(frame, falling_x, falling_y + step)
+    return frames
+
+
+def two_balls(rng: np.random.Generator, collide: str) -> Frames:
+    """A clip of two balls on one line that come closer (and stop short of each other) or move apart."""
+    height, width = LANE
+    frames = empty(CLIP_FRAMES, height, width)
+    y = rng.integers(0, height - BALL + 1)
+    gap = rng.integers(BALL + TRAVEL + 1, width - BALL + 1)  # between the balls' left edges, at the widest
+    left = rng.integers(0, width - BALL - gap + 1)
+    for frame, step in zip(frames, steps(TRAVEL // 2), strict=True):
+        paint_ball(frame, left + step, y)
+        paint_ball(frame, left + gap - step, y)
+    return frames if collide == "yes" else frames[::-1]
+
+
+def steps(distance: int, power: int = 1) -> list[int]:
+    """Pixels travelled by each frame of a clip."""
+    return [round(distance * (i / (CLIP_FRAMES - 1)) ** power) for i in range(CLIP_FRAMES)]

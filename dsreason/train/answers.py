@@ -1,0 +1,113 @@
+"""Generated answers beside their references: what counts as right, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from dsreason.data.types import Message, Sample
+from dsreason.runtime.metrics import Metrics
+from dsreason.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated answer beside its reference.
+
+    Example: `Answer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
+    reference="left", correct=True, finish_reason="stop", media=["/d/clips/7.mp4"])`.
+    """
+
+    row: int
+    id: str
+    modality: str
+    """`text`, `image` or `video` (the latter also where there are images beside it)."""
+    kind: str | None
+    """`meta["kind"]` of the sample."""
+    prompt: str
+    completion: str
+    reference: str
+    correct: bool
+    finish_reason: str
+    media: list[str]
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Equal on all ranks. `sheets` has the contact sheets of the shown answers by row number."""
+
+    metrics: dict[str, float]
+    answers: list[Answer]
+    sheets: dict[int, Image.Image]
+
+    def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
+        """`validation/step_N.jsonl` with every answer, and the shown ones in TensorBoard; rank 0 does it."""
+        if not world.is_main or not self.answers:
+            return
+        folder = output_dir / "validation"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(vars(answer), ensure_ascii=False) + "\n" for answer in self.answers)
+        (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        shown = [answer for answer in self.answers if answer.row in self.sheets]
+        if shown:
+            metrics.text(step, "val/answers", "\n\n".join(describe(a.prompt, a.completion, a.reference) for a in shown))
+            metrics.images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
+
+
+def describe(prompt: str, completion: str, reference: str) -> str:
+    mark = "right" if is_correct(completion, reference) else "wrong"
+    return f"{prompt}\nanswer ({mark}): {completion}\nreference: {reference}"
+
+
+def is_correct(completion: str, reference: str) -> bool:
+    """Exact match, white space around and case aside."""
+    return completion.strip().casefold() == reference.strip().casefold()
+
+
+def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
+    """`val/accuracy`, and `val/accuracy/<name>` of each modality and kind."""
+    found: dict[str, list[bool]] = {}
+    for answer in answers:
+        names = ["val/accuracy", f"val/accuracy/{answer.modality}"]
+        if answer.kind is not None:
+            names.append(f"val/accuracy/{answer.kind}")
+        for name in dict.fromkeys(names):  # a kind may be called like a modality
+            found.setdefault(name, []).append(answer.correct)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+
+def reference_of(sample: Sample) -> str | None:
+    """What the answer should be: `sample.answer`, else the text of a last assistant turn."""
+    if sample.answer is not None:
+        return sample.answer
+    last = sample.messages[-1]
+    return text_of(last) if last["role"] == "assistant" else None
+
+
+def question_of(sample: Sample) -> str:
+    return next((text_of(message) for message in reversed(sample.messages) if message["role"] == "user"), "")
+
+
+def text_of(message: Message) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def media_parts(sample: Sample) -> list[dict[str, str]]:
+    contents = [message["content"] for message in sample.messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] in ("image", "video")]
+
+
+def modality_of(sample: Sample) -> str:
+    kinds = {part["type"] for part in media_parts(sample)}
+    return next((kind for kind in ("video", "image") if kind in kinds), "text")
+
+
+def media_paths(sample: Sample) -> list[str]:
+    return [str(part[part["type"]]) for part in media_parts(sample)]

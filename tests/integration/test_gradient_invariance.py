@@ -1,0 +1,181 @@
+"""The same global batch gives the same gradient however it is cut over ranks, accumulation and micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+Gradients = dict[str, np.ndarray]
+Case = tuple[str, str, dict[str, object]]
+"""Rows, model folder, settings of [train]."""
+
+
+def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients] | None:
+    """Full gradients of the first step of each case, on rank 0; `naive` averages each micro-batch by itself."""
+    from dsreason.runtime.engine import full_gradients
+    from dsreason.runtime.world import init_world
+    from dsreason.train.sft import accumulate_gradients
+
+    world = init_world()
+    found = []
+    for rows, model, settings in cases:
+        engine, batches = first_step(run_config(rows, model, settings), Path(model), world)
+        if naive:
+            backward_mean_of_means(engine, batches)
+        else:
+            accumulate_gradients(engine, batches, world)
+        found.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
+        engine.destroy()
+    return found if world.is_main else None
+
+
+def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.data.loader import StepLoader
+    from dsreason.data.sources import open_datasets
+    from dsreason.runtime.world import gather_objects
+    from dsreason.train.build import build_policy_engine
+    from dsreason.train.preflight import build_encoder, step_order
+
+    training, _ = open_datasets(config.data)
+    encoder, order = build_encoder(config, model), step_order(training, config)
+    loader = StepLoader(
+        training, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
+    )
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+    if deepspeed_defaults:
+        del deepspeed["data_types"], deepspeed["communication_data_type"]
+    return build_policy_engine(config, deepspeed, model), next(iter(loader))
+
+
+def run_config(rows: str, model: str, settings: dict[str, object]):
+    from dsreason.config.schema import SFTConfig
+
+    train = {"precision": "fp32", "global_batch_size": 8, **settings}
+    model_section = {"path": model, "gradient_checkpointing": False}
+    data = {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}}
+    return SFTConfig.model_validate({"model": model_section, "data": data, "train": train})
+
+
+def backward_mean_of_means(engine, batches) -> None:
+    for i, batch in enumerate(batches.micro_batches):
+        engine.set_gradient_accumulation_boundary(i == len(batches.micro_batches) - 1)
+        loss = -engine(batch).mean() / len(batches.micro_batches)
+        engine.backward(loss, scale_wrt_gas=False)
+        if i < len(batches.micro_batches) - 1:
+            engine.step()
+
+
+def worst_difference(a: Gradients, b: Gradients) -> float:
+    """Largest, over the tensors, of ||a - b|| / ||b||."""
+    assert a.keys() == b.keys()
+    return max(float(np.linalg.norm(a[name] - b[name]) / max(np.linalg.norm(b[name]), 1e-12)) for name in b)
+
+
+def overall_difference(a: Gradients, b: Gradients) -> float:
+    """||a - b|| / ||b|| over all tensors together."""
+    return float(np.sqrt(sum(np.sum((a[n] - b[n]) ** 2) for n in b) / sum(np.sum(b[n] ** 2) for n in b)))
+
+
+# Ranks x settings: 1x8x1, 2x2x2 and 4x1x2 (ranks x accumulation x micro-batch), and a cut by tokens.
+CUTS = {
+    "1x8x1": (1, {"micro_batch_size": 1}),
+    "2x2x2": (2, {"micro_batch_size": 2}),
+    "4x1x2": (4, {"micro_batch_size": 2}),
+    "2 ranks by tokens": (2, {"max_tokens_per_micro_batch": 256}),
+}
+WHOLE = {"micro_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> dict[str, str]:
+    return {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_mixed_rows(tmp_path_factory.mktemp("rows")))
+
+
+@pytest.fixture(scope="module")
+def gradients(rows: str, models: dict[str, str]) -> dict[tuple[str, str], Gradients]:
+    """By cut and family. Cases on as many ranks share their processes."""
+    wanted = {"1x1x8": (1, WHOLE), **CUTS}
+    found = {}
+    for ranks in (1, 2, 4):
+        keys = [(cut, family) for cut in wanted if wanted[cut][0] == ranks for family in models]
+        cases = [(rows, models[family], wanted[cut][1]) for cut, family in keys]
+        found |= dict(zip(keys, run_on_ranks(gradients_on_rank, ranks, cases)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(gradients, cut, family):
+    assert worst_difference(gradients[cut, family], gradients["1x1x8", family]) <= 1e-5
+
+
+def test_mean_per_micro_batch_is_not_invariant(gradients, rows, models):
+    cases = [(rows, models["qwen2_5_vl"], {"micro_batch_size": 1})]
+    naive = run_on_ranks(gradients_on_rank, 1, cases, True)[0][0]
+    assert worst_difference(naive, gradients["1x1x8", "qwen2_5_vl"]) > 1e-2
+
+
+def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> tuple[Gradients, Gradients]:
+    """64 accumulated micro-batches, and the float64 sum of the same 64 taken one by one (learning rate 0)."""
+    from dsreason.losses.sft import sft_loss
+    from dsreason.runtime.engine import full_gradients, set_learning_rate
+    from dsreason.runtime.world import init_world
+    from dsreason.train.sft import accumulate_gradients
+
+    world = init_world()
+    config = run_config(rows, model, {"precision": "bf16", "global_batch_size": 64, "micro_batch_size": 1})
+    engine, batches = first_step(config, Path(model), world, deepspeed_defaults=deepspeed_defaults)
+    set_learning_rate(engine, 0.0)
+    total: Gradients = {}
+    for batch in batches.micro_batches:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(sft_loss(engine(batch), num_tokens=batches.num_tokens), scale_wrt_gas=False)
+        for name, grad in full_gradients(engine).items():
+            total[name] = total.get(name, 0.0) + grad.double().numpy()
+        engine.step()
+    accumulate_gradients(engine, batches, world)
+    return {name: grad.numpy() for name, grad in full_gradients(engine).items()}, total
+
+
+@pytest.mark.parametrize(("deepspeed_defaults", "holds"), [(False, True), (True, False)])
+def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspeed_defaults, holds):
+    rows = str(write_mixed_rows(tmp_path, 64))
+    accumulated, exact = run_on_ranks(bf16_gradients_on_rank, 1, rows, models["qwen2_5_vl"], deepspeed_defaults)[0]
+    assert (overall_difference(accumulated, exact) <= 5e-3) is holds
+
+
+def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
+    """The same step twice with learning rate 0, its text-only micro-batches first."""
+    from dsreason.runtime.engine import full_gradients, set_learning_rate
+    from dsreason.runtime.world import init_world
+    from dsreason.train.sft import accumulate_gradients
+
+    world = init_world()
+    engine, batches = first_step(run_config(rows, model, {"micro_batch_size": 1}), Path(model), world)
+    batches.micro_batches.reverse()
+    set_learning_rate(engine, 0.0)
+    found = []
+    for _ in range(2):
+        accumulate_gradients(engine, batches, world)
+        found.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
+        engine.step()
+    return found[0], found[1]
+
+
+def test_no_gradient_is_left_over_from_the_step_before(rows, models):
+    # DeepSpeed adds to the last step's gradient of a parameter that has none in the first micro-batch.
+    first, second = run_on_ranks(two_steps_on_rank, 1, rows, models["qwen2_5_vl"])[0]
+    assert worst_difference(second, first) == 0.0

@@ -1,0 +1,175 @@
+"""The transformers rollout engine against the policy it copies: same weights, same tokens, same log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.collate import collate
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import EncodedSample
+from dsreason.models.load import load_model
+from dsreason.models.policy import Policy
+from dsreason.rollout.protocol import Completion, Sampling, StaleWeightsError, SyncError
+from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.train.preflight import build_encoder
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+GREEDY = Sampling(temperature=0, max_completion_length=12)
+
+
+@dataclass
+class Case:
+    model: nn.Module
+    engine: TransformersEngine
+    prompts: list[EncodedPrompt]  # text, one image, a video, two images; twice
+
+
+@pytest.fixture(scope="module")
+def case(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A random model, disturbed so that its greedy text varies and its biases matter, and an engine in step with it."""
+    rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
+    config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}})
+    encoder = build_encoder(config, tiny)
+    samples, _ = open_datasets(config.data)
+    model = load_model(tiny, dtype=torch.float32).eval()
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=noise)
+    engine = TransformersEngine(
+        tiny, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
+    )
+    engine.wake()
+    engine.sync(iter(model.named_parameters()), version=1)
+    return Case(model, engine, [encoder.encode_prompt(samples[i]) for i in range(len(samples))])
+
+
+def test_greedy_completions_do_not_depend_on_the_batch(case: Case) -> None:
+    together = case.engine.generate(case.prompts, GREEDY, version=1)
+    alone = [case.engine.generate([prompt], GREEDY, version=1)[0] for prompt in case.prompts]
+    assert [completion.ids for completion in together] == [completion.ids for completion in alone]
+    assert len({completion.ids for completion in together}) > 4  # the texts do differ
+    for a, b in zip(together, alone, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: Case) -> None:
+    for prompt, completion in zip(case.prompts, case.engine.generate(case.prompts, GREEDY, version=1), strict=True):
+        ids = prompt.encoded.input_ids[None]
+        case.model.model.rope_deltas = None
+        found = case.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=prompt.encoded.mm_token_type_ids[None],
+            suppress_tokens=case.engine.banned_ids.tolist(),
+            max_new_tokens=GREEDY.max_completion_length,
+            do_sample=False,
+            **prompt.encoded.mm_kwargs,
+        )
+        assert tuple(found[0, ids.shape[1] :].tolist()) == completion.ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_policy_where_nothing_is_banned(case: Case, temperature: float) -> None:
+    case.engine.banned_ids, banned = case.engine.banned_ids[:0], case.engine.banned_ids
+    sampling = Sampling(temperature=temperature, max_completion_length=10, seed=2)
+    completions = case.engine.generate(case.prompts, sampling, version=1)
+    case.engine.banned_ids = banned
+    rows = [completed(prompt.encoded, c) for prompt, c in zip(case.prompts, completions, strict=True)]
+    policy = Policy(load_copy(case))
+    for row, completion in zip(rows, completions, strict=True):
+        if {1, 2} & set(row.mm_token_type_ids[-len(completion.ids) :].tolist()):
+            continue  # without the ban a placeholder may be drawn, and no forward takes that
+        with torch.no_grad():
+            logprobs = policy(collate([row], pad_id=0), temperature)
+        assert completion.logprobs == pytest.approx(logprobs.tolist(), abs=2e-5)
+
+
+def load_copy(case: Case) -> nn.Module:
+    model = load_model(case.engine.path, dtype=torch.float32).eval()
+    model.load_state_dict(case.model.state_dict())
+    return model
+
+
+def completed(prompt: EncodedSample, completion: Completion) -> EncodedSample:
+    """Prompt and completion as a training row: text positions go on from the largest."""
+    ids = torch.tensor(completion.ids)
+    positions = prompt.position_ids.max() + 1 + torch.arange(len(ids))
+    return EncodedSample(
+        id=prompt.id,
+        input_ids=torch.cat([prompt.input_ids, ids]),
+        loss_mask=torch.cat([torch.zeros_like(prompt.loss_mask), torch.ones(len(ids), dtype=torch.bool)]),
+        position_ids=torch.cat([prompt.position_ids, positions.expand(3, -1)], dim=1),
+        mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros(len(ids), dtype=torch.int64)]),
+        mm_kwargs=prompt.mm_kwargs,
+    )
+
+
+def test_samples_are_repeatable_and_differ_by_seed_and_place(case: Case) -> None:
+    sampling = Sampling(max_completion_length=8, seed=5)
+    same_prompt = [case.prompts[0]] * 3
+    first = case.engine.generate(same_prompt, sampling, version=1)
+    assert case.engine.generate(same_prompt, sampling, version=1) == first
+    assert len({completion.ids for completion in first}) == 3
+    other = case.engine.generate(same_prompt, Sampling(max_completion_length=8, seed=6), version=1)
+    assert {completion.ids for completion in other}.isdisjoint({completion.ids for completion in first})
+
+
+def test_a_completion_ends_with_the_first_stop_token(case: Case) -> None:
+    stop = int(case.engine.stop_ids[0])
+    hot = Sampling(temperature=50.0, max_completion_length=600, seed=1)  # nearly uniform: 2 of about 500 tokens stop
+    completions = case.engine.generate(case.prompts, hot, version=1)
+    reasons = {completion.finish_reason for completion in completions}
+    for completion in completions:
+        stops = [i for i, token in enumerate(completion.ids) if token in case.engine.stop_ids.tolist()]
+        assert stops == ([len(completion.ids) - 1] if completion.finish_reason == "stop" else [])
+        assert len(completion.logprobs) == len(completion.ids) <= 600
+    assert "stop" in reasons
+    assert stop not in case.engine.banned_ids.tolist()
+
+
+def test_media_tokens_are_never_drawn(case: Case) -> None:
+    hot = Sampling(temperature=50.0, max_completion_length=300, seed=3)
+    drawn = {token for c in case.engine.generate(case.prompts, hot, version=1) for token in c.ids}
+    assert len(case.engine.banned_ids) == 5
+    assert drawn.isdisjoint(case.engine.banned_ids.tolist())
+
+
+def test_the_global_random_state_is_left_alone(case: Case, tiny: Path) -> None:
+    before = torch.random.get_rng_state()
+    case.engine.generate(case.prompts[:2], Sampling(max_completion_length=3), version=1)
+    TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu")).wake()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_only_the_version_that_was_synced_is_generated_from(tiny: Path, case: Case) -> None:
+    engine = TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    weights = dict(case.model.named_parameters())
+    short = Sampling(temperature=0, max_completion_length=2)
+    with pytest.raises(SyncError, match="sleeping"):
+        engine.sync(iter(weights.items()), version=4)
+    engine.wake()
+    with pytest.raises(StaleWeightsError, match="holds no weights"):
+        engine.generate(case.prompts[:1], short, version=4)
+    engine.sync(iter(weights.items()), version=4)
+    assert engine.generate(case.prompts[:1], short, version=4)[0].version == 4
+    with pytest.raises(StaleWeightsError, match="version 5 were asked for, the engine holds version 4"):
+        engine.generate(case.prompts[:1], short, version=5)
+    del weights["model.language_model.norm.weight"]
+    with pytest.raises(SyncError, match=r"model\.language_model\.norm\.weight did not arrive"):
+        engine.sync(iter(weights.items()), version=5)
+    with pytest.raises(StaleWeightsError, match="holds no weights"):
+        engine.generate(case.prompts[:1], short, version=5)
+    engine.sync(iter(case.model.named_parameters()), version=5)
+    engine.sleep()
+    with pytest.raises(StaleWeightsError, match="holds no weights"):
+        engine.generate(case.prompts[:1], short, version=5)

@@ -1,0 +1,167 @@
+"""Validation on real ranks under ZeRO-3: the numbers do not depend on how the rows were cut."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.collate import collate
+from dsreason.data.sources import open_datasets
+from dsreason.models.load import load_model
+from dsreason.train.answers import accuracies
+from dsreason.train.preflight import build_encoder
+from dsreason.train.validate import blank_medium, blank_prompt, blank_sample
+from tests.distributed import run_on_ranks
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+
+def run_config(rows: str, model: str, **validation: Any) -> SFTConfig:
+    return SFTConfig.model_validate(
+        {
+            "model": {"path": model, "gradient_checkpointing": False},
+            "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
+            "train": {"precision": "fp32", "global_batch_size": 4},
+            "validation": {"max_completion_length": 4, "show": 2, **validation},
+        }
+    )
+
+
+def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.data.loader import StepLoader
+    from dsreason.runtime.progress import NoProgress
+    from dsreason.runtime.world import gather_objects, init_world
+    from dsreason.train.build import build_policy_engine, build_rollout
+    from dsreason.train.preflight import step_order
+    from dsreason.train.sft import sft_step
+    from dsreason.train.validate import validate
+
+    world = init_world()
+    config = run_config(rows, model, **validation)
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    dataset, _ = open_datasets(config.data)
+    encoder = build_encoder(config, Path(model))
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+    engine = build_policy_engine(config, deepspeed, Path(model))
+    rollout = build_rollout(config, Path(model), encoder, world)
+    order = step_order(dataset, config)
+    loader = StepLoader(
+        dataset, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
+    )
+    results = []
+    for version, batches in enumerate(loader):  # validation between steps, as in training
+        state = torch.random.get_rng_state()
+        results.append(
+            validate(engine, dataset, encoder, config, world, rollout, version=version, progress=NoProgress())
+        )
+        assert torch.equal(state, torch.random.get_rng_state())
+        sft_step(engine, batches, lr=1e-2, world=world)
+    silent = config.validation.model_copy(update={"generate": False})
+    loss_only = validate(
+        engine,
+        dataset,
+        encoder,
+        config.model_copy(update={"validation": silent}),
+        world,
+        rollout,
+        version=2,
+        progress=NoProgress(),
+    )
+    return {
+        "loss_only": loss_only.metrics,
+        "metrics": [result.metrics for result in results],
+        "answers": [[asdict(answer) for answer in result.answers] for result in results],
+        "sheets": sorted(results[0].sheets),
+        "training": engine.training,
+    }
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_mixed_rows(tmp_path_factory.mktemp("rows"), count=9))
+
+
+@pytest.fixture(scope="module")
+def one_rank(rows: str, tiny: Path) -> dict[str, Any]:
+    return run_on_ranks(validate_on_rank, 1, rows, str(tiny), {"micro_batch_size": 9}, {})[0]
+
+
+def test_the_loss_is_the_token_mean_of_the_plain_model(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
+    config = run_config(rows, str(tiny))
+    encoder, (samples, _) = build_encoder(config, tiny), open_datasets(config.data)
+    model = load_model(tiny, dtype=torch.float32).eval()
+    losses = []
+    for i in range(len(samples)):
+        batch = collate([encoder.encode(samples[i])], pad_id=0)
+        labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)[0, 1:]
+        with torch.no_grad():
+            logits = model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                mm_token_type_ids=batch.mm_token_type_ids,
+                **batch.mm_kwargs,
+            ).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none")[labels >= 0])
+    assert one_rank["metrics"][0]["val/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+
+
+def test_two_ranks_give_the_numbers_of_one(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
+    """9 mixed rows: uneven tails, and ranks whose micro-batches hold different media."""
+    found = run_on_ranks(validate_on_rank, 2, rows, str(tiny), {"micro_batch_size": 2}, {})
+    assert found[0] == found[1]
+    assert found[0]["answers"] == one_rank["answers"]
+    assert found[0]["sheets"] == one_rank["sheets"] == [0, 4]
+    assert found[0]["training"]
+    for metrics, expected in zip(found[0]["metrics"], one_rank["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, abs=1e-5)
+    first, second = (metrics["val/loss"] for metrics in one_rank["metrics"])
+    assert second < first - 0.2  # the step between them was taken
+
+
+def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny_qwen3_vl: Path) -> None:
+    broken = Path(rows).with_name("broken.jsonl")
+    lines = Path(rows).read_text().splitlines()
+    broken.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "bad", "video": "none.mp4"')]) + "\n")
+    with pytest.raises(AssertionError, match=r"DataError.*broken\.jsonl, row \d+.*none\.mp4"):
+        run_on_ranks(validate_on_rank, 2, str(broken), str(tiny_qwen3_vl), {}, {})
+    found = run_on_ranks(validate_on_rank, 2, str(broken), str(tiny_qwen3_vl), {}, {"on_bad_row": "skip"})
+    assert len(found[0]["answers"][0]) == 9
+
+
+def test_without_generation_there_is_only_the_loss(one_rank: dict[str, Any]) -> None:
+    assert set(one_rank["loss_only"]) == {"val/loss"}
+
+
+def test_blanked_samples_are_those_of_grey_files(rows: str, tiny: Path, tmp_path: Path) -> None:
+    config = run_config(rows, str(tiny))
+    encoder, (samples, _) = build_encoder(config, tiny), open_datasets(config.data)
+    image = samples[1]
+    path = image.messages[0]["content"][0]["image"]
+    with Image.open(path) as opened:
+        Image.new("RGB", opened.size, (128, 128, 128)).save(tmp_path / "grey.png")
+    encoded = encoder.encode(image)
+    image.messages[0]["content"][0]["image"] = str(tmp_path / "grey.png")
+    grey = encoder.encode(image).mm_kwargs["pixel_values"]
+    assert torch.allclose(blank_sample(encoded, encoder.processor).mm_kwargs["pixel_values"], grey, atol=1e-5)
+    video = blank_prompt(encoder.encode_prompt(samples[2]), encoder.processor)
+    frames, _ = blank_medium(video.media[0])
+    assert np.unique(frames).tolist() == [128]
+    assert len(video.encoded.mm_kwargs["pixel_values_videos"].unique()) <= 3
+
+
+def test_accuracies_of_the_run_follow_from_its_answers(one_rank: dict[str, Any]) -> None:
+    from dsreason.train.answers import Answer
+
+    for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):
+        expected = accuracies([Answer(**answer) for answer in answers])
+        assert {name: value for name, value in metrics.items() if name != "val/loss"} == expected
+        assert set(expected) == {"val/accuracy", "val/accuracy/text", "val/accuracy/image", "val/accuracy/video"}

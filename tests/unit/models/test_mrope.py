@@ -1,0 +1,153 @@
+"""Positions by hand. Grids in patches; 2 x 2 patches make a token."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dsreason.errors import DataError
+from dsreason.models.families import FAMILIES
+
+CONFIG = SimpleNamespace(
+    vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2),
+    dtype=torch.float32,
+)
+
+
+def positions(family: str, types: list[int], config: SimpleNamespace = CONFIG, **media: object) -> list[list[int]]:
+    mm_kwargs = {key: torch.tensor(value) for key, value in media.items()}
+    return FAMILIES[family].position_ids(torch.tensor(types), mm_kwargs, config).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_counts_on_all_axes(family: str) -> None:
+    assert positions(family, [0, 0, 0]) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_after_an_image_continues_from_its_longer_side(family: str) -> None:
+    # two text tokens, an image of 1 x 2 x 3 tokens, two text tokens
+    found = positions(family, [0, 0, *[1] * 6, 0, 0], image_grid_thw=[[1, 4, 6]])
+    assert found == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbouring_images_keep_apart(family: str) -> None:
+    found = positions(family, [1, 1, 1, 0], image_grid_thw=[[1, 2, 4], [1, 2, 2]])
+    assert found == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
+
+
+def test_qwen2_5_text_after_a_video_continues_from_the_largest_axis() -> None:
+    # 3 groups of frames of 1 x 2 tokens, 2 s apart: 2 s * 2 per second = 4
+    found = positions("qwen2_5_vl", [0, *[2] * 6, 0, 0], video_grid_thw=[[3, 2, 4]], second_per_grid_ts=[2.0])
+    assert found == [
+        [0, 1, 1, 5, 5, 9, 9, 10, 11],  # not 3, 4 as transformers 5.19 has it
+        [0, 1, 1, 1, 1, 1, 1, 10, 11],
+        [0, 1, 2, 1, 2, 1, 2, 10, 11],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.0, [0, 2, 4, 6]),
+        (0.5, [0, 1, 2, 3]),
+        (0.25, [0, 0, 1, 1]),  # 0, 0.5, 1, 1.5 are cut
+        (2 / 3, [0, 1, 2, 4]),  # 1.33, 2.67, 4.0: float32 2/3 is a little more than 2/3
+    ],
+)
+def test_qwen2_5_video_time_is_cut_to_whole_steps(seconds: float, expected: list[int]) -> None:
+    found = positions("qwen2_5_vl", [2] * 4, video_grid_thw=[[4, 2, 2]], second_per_grid_ts=[seconds])
+    assert found[0] == expected
+
+
+def test_qwen2_5_without_seconds_takes_one_second() -> None:
+    assert positions("qwen2_5_vl", [2, 2], video_grid_thw=[[2, 2, 2]])[0] == [0, 2]
+
+
+def test_qwen2_5_seconds_are_rounded_to_the_model_type_as_in_the_engine() -> None:
+    media = {"video_grid_thw": [[8, 2, 2]], "second_per_grid_ts": [2 / 7]}
+    half = SimpleNamespace(vision_config=CONFIG.vision_config, dtype=torch.bfloat16)
+    assert positions("qwen2_5_vl", [2] * 8, **media)[0] == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert positions("qwen2_5_vl", [2] * 8, half, **media)[0] == [0, 0, 1, 1, 2, 2, 3, 3]  # 2/7 becomes 0.28516
+
+
+def test_qwen2_5_each_video_has_its_own_time() -> None:
+    found = positions(
+        "qwen2_5_vl",
+        [2, 2, 0, 1, 2, 2],
+        image_grid_thw=[[1, 2, 2]],
+        video_grid_thw=[[2, 2, 2], [2, 2, 2]],
+        second_per_grid_ts=[1.0, 3.0],
+    )
+    assert found == [[0, 2, 3, 4, 5, 11], [0, 0, 3, 4, 5, 5], [0, 0, 3, 4, 5, 5]]
+
+
+def test_qwen3_video_is_one_grid_per_group_of_frames() -> None:
+    # text (the time), a group of 1 x 2 tokens, text, a group; then text
+    found = positions("qwen3_vl", [0, 2, 2, 0, 0, 2, 2, 0], video_grid_thw=[[2, 2, 4]])
+    assert found == [
+        [0, 1, 1, 3, 4, 5, 5, 7],
+        [0, 1, 1, 3, 4, 5, 5, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("types", "media", "message"),
+    [
+        ([0, 1], {}, "token 1 is an image placeholder without an image"),
+        ([0, 0], {"image_grid_thw": [[1, 2, 2]]}, "1 image and 0 video grids have no placeholder"),
+        ([0, 1, 0], {"image_grid_thw": [[1, 2, 4]]}, r"image at token 1 has 2 tokens \(1 x 1 x 2\), the text has 1"),
+    ],
+)
+def test_placeholders_that_do_not_match_the_media_are_an_error(
+    family: str, types: list[int], media: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        positions(family, types, **media)
+
+
+class Shell(nn.Module):
+    """As much of a model as `patch` touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.config = CONFIG
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_patched_model_positions_of_a_padded_batch(masked: bool) -> None:
+    shell = Shell()
+    FAMILIES["qwen2_5_vl"].patch(shell)
+    found, deltas = shell.model.get_rope_index(
+        torch.zeros(3, 5, dtype=torch.int64),
+        mm_token_type_ids=torch.tensor([[0, 0, 0, 2, 2], [2, 2, 0, 0, 0], [0, 0, 0, 0, 0]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]) if masked else None,
+        video_grid_thw=torch.tensor([[2, 2, 2], [2, 2, 2]]),
+        second_per_grid_ts=torch.tensor([1.0, 4.0]),
+        image_grid_thw=None,
+    )
+    expected = (
+        [[0, 0, 0, 1, 3], [0, 8, 9, 0, 0], [0, 1, 2, 3, 4]]
+        if masked
+        else ([[0, 1, 2, 3, 5], [0, 8, 9, 10, 11], [0, 1, 2, 3, 4]])
+    )
+    assert found[0].tolist() == expected
+    assert deltas.tolist() == ([[1], [7], [0]] if masked else [[1], [7], [0]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_position_ids_go_to_data_loader_workers(family: str) -> None:
+    rule = FAMILIES[family].position_ids
+    assert pickle.loads(pickle.dumps(rule)) is rule

@@ -1,0 +1,148 @@
+"""What counts as a right answer, what the accuracies are, and what blanked media look like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from dsreason.config.schema import MonitorConfig, SFTConfig
+from dsreason.data.types import EncodedSample, Sample
+from dsreason.runtime.metrics import MetricsWriter
+from dsreason.runtime.world import World
+from dsreason.train.answers import Answer, ValidationResult, accuracies, is_correct, modality_of, reference_of
+from dsreason.train.contact_sheet import contact_sheet
+from dsreason.train.validate import HeldOut, blank_sample
+
+
+def sample(*parts: str, answer: str | None = None, reply: str | None = "left") -> Sample:
+    content = [{"type": part, part: f"/d/{part}"} if part != "text" else {"type": part, "text": "?"} for part in parts]
+    messages = [{"role": "user", "content": content}]
+    if reply is not None:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": reply}]})
+    return Sample(id="7", messages=messages, answer=answer)
+
+
+def answer(row: int, correct: bool, modality: str = "text", kind: str | None = None) -> Answer:
+    reply = "left" if correct else "right"
+    return Answer(row, str(row), modality, kind, "which way?", reply, "left", correct, "stop", [])
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "correct"),
+    [
+        ("left", "left", True),
+        (" Left\n", "left", True),
+        ("A", "a", True),
+        ("A", "B", False),
+        ("(A)", "A", False),
+        ("left.", "left", False),
+        ("", "left", False),
+        ("STRASSE", "straße", True),
+    ],
+)
+def test_an_answer_is_right_when_it_matches_exactly_but_for_case_and_space(
+    completion: str, reference: str, correct: bool
+) -> None:
+    assert is_correct(completion, reference) is correct
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        (sample("text", answer="A", reply="left"), "A"),
+        (sample("text", reply="left"), "left"),
+        (sample("text", answer="A", reply=None), "A"),
+        (sample("text", reply=None), None),
+    ],
+)
+def test_the_reference_is_the_answer_or_else_the_last_reply(given: Sample, reference: str | None) -> None:
+    assert reference_of(given) == reference
+
+
+@pytest.mark.parametrize(
+    ("parts", "modality"),
+    [(("text",), "text"), (("image", "text"), "image"), (("image", "video", "text"), "video")],
+)
+def test_a_sample_is_counted_under_one_modality(parts: tuple[str, ...], modality: str) -> None:
+    assert modality_of(sample(*parts)) == modality
+
+
+def test_accuracies_overall_by_modality_and_by_kind() -> None:
+    answers = [
+        answer(0, True, "image", "colour"),
+        answer(1, False, "image", "colour"),
+        answer(2, True, "video", "motion"),
+        answer(3, True, "video", "video"),
+    ]
+    assert accuracies(answers) == {
+        "val/accuracy": 0.75,
+        "val/accuracy/image": 0.5,
+        "val/accuracy/colour": 0.5,
+        "val/accuracy/motion": 1.0,
+        "val/accuracy/video": 1.0,
+    }
+
+
+def test_no_answers_give_no_accuracy() -> None:
+    assert accuracies([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "groups"),
+    [
+        (7, 2, [[[0, 2], [4, 6]], [[1, 3], [5]]]),
+        (5, 2, [[[0, 2], [4]], [[1, 3], []]]),
+        (1, 4, [[[0]], [[]]]),
+        (0, 4, [[], []]),
+    ],
+)
+def test_every_rank_has_as_many_groups(num_rows: int, size: int, groups: list[list[list[int]]]) -> None:
+    config = SFTConfig.model_validate({"validation": {"micro_batch_size": size}})
+    for rank in range(2):
+        world = World(rank, rank, 2, torch.device("cpu"))
+        assert HeldOut([None] * num_rows, None, config, world, blank_media=False).groups() == groups[rank]
+
+
+def test_max_samples_and_show_limit_the_rows() -> None:
+    config = SFTConfig.model_validate({"validation": {"max_samples": 10, "show": 3}})
+    held_out = HeldOut([None] * 99, None, config, World(0, 0, 1, torch.device("cpu")), blank_media=False)
+    assert held_out.num_rows == 10
+    assert held_out.shown == {0, 3, 6}
+
+
+def test_blanked_pixels_are_what_the_processor_makes_of_grey() -> None:
+    image = SimpleNamespace(image_mean=[0.5, 0.25, 0.0], image_std=[0.5, 0.5, 1.0])
+    video = SimpleNamespace(image_mean=[128 / 255] * 3, image_std=[0.1] * 3)
+    processor = SimpleNamespace(image_processor=image, video_processor=video)
+    row = torch.zeros(1, dtype=torch.int64)
+    pixels = {"pixel_values": torch.rand(4, 6), "pixel_values_videos": torch.rand(2, 6), "image_grid_thw": row}
+    encoded = EncodedSample("7", row, row.bool(), row.expand(3, -1), row, pixels)
+    blank = blank_sample(encoded, processor).mm_kwargs
+    grey = 128 / 255
+    expected = torch.tensor([2 * grey - 1] * 2 + [2 * grey - 0.5] * 2 + [grey] * 2)
+    assert torch.allclose(blank["pixel_values"], expected.expand(4, -1), atol=1e-6)
+    assert torch.allclose(blank["pixel_values_videos"], torch.zeros(2, 6), atol=1e-6)
+    assert blank["image_grid_thw"] is row
+
+
+def test_results_are_written_with_every_answer_and_the_shown_sheets(tmp_path: Path) -> None:
+    sheet = contact_sheet([Image.new("RGB", (56, 28), "red")], "which way?\n" + "long " * 60)
+    assert sheet.width == 640
+    assert sheet.getpixel((20, 20)) == (255, 0, 0)
+    result = ValidationResult({"val/loss": 1.0}, [answer(0, True, "video"), answer(1, False)], {1: sheet})
+    with MetricsWriter(tmp_path, resume_step=None, config=MonitorConfig(), run_config={}) as metrics:
+        result.write(tmp_path, 3, metrics, World(0, 0, 1, torch.device("cpu")))
+    lines = (tmp_path / "validation" / "step_3.jsonl").read_text().splitlines()
+    assert [json.loads(line)["correct"] for line in lines] == [True, False]
+    assert json.loads(lines[0])["modality"] == "video"
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    result = ValidationResult({}, [answer(0, True)], {})
+    result.write(tmp_path, 3, metrics=None, world=World(1, 1, 2, torch.device("cpu")))
+    assert list(tmp_path.iterdir()) == []
