@@ -30,7 +30,9 @@ def to_sample(row: dict[str, Any]) -> Sample:
     untagged = not any(num_tags.values())
     for kind, paths in media.items():
         if len(paths) != num_tags[kind] and not untagged:
-            raise DataError(f"field 'conversations': {num_tags[kind]} <{kind}> tags for {len(paths)} {kind}s; they must be equal")
+            raise DataError(
+                f"field 'conversations': {num_tags[kind]} <{kind}> tags for {len(paths)} {kind}s; they must be equal"
+            )
     waiting = {kind: list(paths) for kind, paths in media.items()}
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
     if untagged and any(media.values()):

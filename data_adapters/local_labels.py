@@ -23,7 +23,9 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
     folder = Path(data.path).expanduser()
     for name in ("videos", "metas"):
         if not (folder / name).is_dir():
-            raise DataError(f"{folder / name}: no such folder; the adapter local_labels needs videos/ and metas/ in data.path")
+            raise DataError(
+                f"{folder / name}: no such folder; the adapter local_labels needs videos/ and metas/ in data.path"
+            )
     found: dict[str, dict[str, Any]] = {}
     for video in sorted(path for path in (folder / "videos").iterdir() if path.suffix.lower() in VIDEO_SUFFIXES):
         found.setdefault(video.name.split(".")[0], {}).setdefault("videos", []).append(str(video.absolute()))

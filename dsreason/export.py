@@ -1,1 +1,220 @@
-def export_engine(*a, **k): raise NotImplementedError("ENGINE is writing this file; overwrite it")
+"""Hugging Face model folders: written tensor by tensor, from a live engine or from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.errors import CheckpointError
+from dsreason.runtime.checkpoint import check_sizes, read_checkpoint
+from dsreason.runtime.engine import full_parameters
+from dsreason.runtime.shards import checkpoint_tensors
+from dsreason.runtime.world import World, agree, barrier
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
+SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float32: "F32"}
+WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+OnTensor = Callable[[str], None]
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts."""
+    return int(float(text.strip()[:-2]) * UNITS[text.strip()[-2:]])
+
+
+def write_model_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    output: Path,
+    *,
+    dtype: str = "bf16",
+    max_shard_size: str = "4GB",
+    on_tensor: OnTensor | None = None,
+) -> Path:
+    """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
+
+    At most one shard (`max_shard_size`, or one larger tensor) and one tensor more are in memory. The folder appears
+    under its name only when complete.
+
+    Args:
+        dtype: "bf16" or "fp32".
+        on_tensor: called with the name of each tensor taken, to show progress.
+
+    Raises:
+        CheckpointError: `output` holds something, or `source` is no model folder.
+    """
+    check_target(source, output)
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    copy_small_files(source, partial, dtype)
+    write_weights(tensors, partial, DTYPES[dtype], parse_size(max_shard_size), on_tensor)
+    if output.exists():
+        output.rmdir()
+    partial.rename(output)
+    return output
+
+
+def check_target(source: Path, output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{source}: the folder the model was loaded from has no config.json; name the folder of the base model"
+        )
+
+
+def copy_small_files(source: Path, output: Path, dtype: str) -> None:
+    """Config (with the new dtype), tokenizer, processor, chat template: every file but weights and the model card."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not WEIGHTS.fullmatch(path.name):
+            shutil.copyfile(path, output / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.setdefault("dtype", None)
+    config = with_dtype(config, HF_DTYPE[dtype])
+    (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def with_dtype(config: Any, dtype: str) -> Any:
+    """`config` with every `dtype` (or older `torch_dtype`) set, in the text and vision parts too."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: dtype if key in ("dtype", "torch_dtype") else with_dtype(value, dtype) for key, value in config.items()
+    }
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, Tensor]],
+    output: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    on_tensor: OnTensor | None = None,
+) -> None:
+    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and an index."""
+    shards: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes, on_tensor), start=1):
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shards.append(list(shard))
+        write_safetensors(shard, output / f"shard_{number}")
+    if len(shards) == 1:
+        (output / "shard_1").rename(output / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (output / f"shard_{number}").rename(output / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def cut_shards(
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    max_bytes: int,
+    on_tensor: OnTensor | None,
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors in their order, copied to the CPU, in groups of at most `max_bytes`."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * dtype.itemsize
+        if shard and size + nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        size += nbytes
+        if on_tensor is not None:
+            on_tensor(name)
+    if shard:
+        yield shard
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """The safetensors format (8 bytes of length, a JSON header, the bytes), without the copy its library makes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in tensors.values():
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+def export_engine(
+    engine: DeepSpeedEngine,
+    source: Path,
+    output: Path,
+    world: World,
+    *,
+    dtype: str = "bf16",
+    max_shard_size: str = "4GB",
+    bucket_mb: float = 512,
+) -> Path:
+    """Write the policy that is being trained (all ranks together; rank 0 writes).
+
+    As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from.
+    """
+    tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
+    error: CheckpointError | None = None
+    try:
+        check_target(source, output) if world.is_main else None
+    except CheckpointError as caught:
+        error = caught
+    agree(error)
+    if world.is_main:
+        write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size)
+    else:
+        for _ in tensors:  # takes part in gathering
+            pass
+    barrier()
+    return output
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "4GB",
+    source: Path | None = None,
+    on_tensor: OnTensor | None = None,
+) -> Path:
+    """Write the model of a saved checkpoint; one process, no model and no ranks needed.
+
+    Args:
+        dtype: "bf16", "fp32", or "auto" for the precision of the run.
+        source: folder of the base model, where it is no longer the one that the checkpoint names.
+    """
+    saved = read_checkpoint(checkpoint)
+    check_sizes(checkpoint)
+    return write_model_folder(
+        checkpoint_tensors(checkpoint, saved),
+        source or Path(saved["state"]["model_path"]),
+        output,
+        dtype=saved["precision"] if dtype == "auto" else dtype,
+        max_shard_size=max_shard_size,
+        on_tensor=on_tensor,
+    )

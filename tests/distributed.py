@@ -23,7 +23,9 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: f
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     port = _free_port()
-    ranks = [context.Process(target=_run, args=(fn, rank, world_size, port, results, args)) for rank in range(world_size)]
+    ranks = [
+        context.Process(target=_run, args=(fn, rank, world_size, port, results, args)) for rank in range(world_size)
+    ]
     for process in ranks:
         process.start()
     collected: dict[int, Any] = {}
@@ -57,7 +59,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+def _run(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    results: Any,
+    args: tuple[Any, ...],
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -71,7 +80,7 @@ def _run(fn: Callable[..., Any], rank: int, world_size: int, port: int, results:
     )
     try:
         value = fn(*args)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (whatever it is, the test must see it)
         results.put((rank, traceback.format_exc(), None))
         raise SystemExit(1) from None
     results.put((rank, None, value))

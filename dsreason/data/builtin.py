@@ -36,7 +36,7 @@ NUM_VALIDATION = 256
 BLOCK = 64
 CLIP_FPS = 4
 
-SIDES = {"A": "left", "B": "right"}
+BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 
@@ -56,9 +56,6 @@ def block() -> Iterator[Item]:
     for colour in COLOURS:
         draw = partial(scenes.one_shape, colour=colour)
         yield Item("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
-        other = next_colour(colour)
-        for asked, answer in ((colour, "yes"), (other, "no")):
-            yield Item("is_colour", "conversations.json", ((f"Is the shape {asked}?", answer),), draw)
         for count in COUNTS:
             turns = ("What colour is the shape?", colour), ("How many shapes are there?", count)
             draw = partial(scenes.several_shapes, count=count, colour=colour)
@@ -71,18 +68,15 @@ def block() -> Iterator[Item]:
             yield Item("direction", "conversations.json", (("Which way does the ball move?", way),), draw)
             yield Item("direction_choice", "choices.jsonl", (("Which way does the ball move?", letter),), draw, WAYS)
     for _ in range(4):
-        for letter, side in SIDES.items():
-            draw = partial(scenes.falling_ball, side=side)
-            options = {key: f"the {name} one" for key, name in SIDES.items()}
+        for letter, colour in BALLS.items():
+            draw = partial(scenes.falling_ball, colour=colour)
+            options = {key: f"the {name} one" for key, name in BALLS.items()}
             yield Item("falls", "choices.jsonl", (("Which ball falls?", letter),), draw, options)
         for answer in ("yes", "no"):
             draw = partial(scenes.two_balls, collide=answer)
             yield Item("collide", "questions.jsonl", (("Will the balls collide?", answer),), draw)
-
-
-def next_colour(colour: str) -> str:
-    names = list(COLOURS)
-    return names[(names.index(colour) + 1) % len(names)]
+            draw = partial(scenes.shape_above_ground, on_ground=answer)
+            yield Item("on_ground", "conversations.json", (("Is the shape on the ground?", answer),), draw)
 
 
 def any_colour(count: str, rng: np.random.Generator) -> Frames:
@@ -120,7 +114,9 @@ def is_written(folder: Path, facts: dict[str, int]) -> bool:
     note = folder / "task.json"
     found = json.loads(note.read_text()) if note.is_file() else None
     if found != facts:
-        raise DataError(f"{folder} holds {found or 'other files'}, not the built-in task {facts}; choose another folder")
+        raise DataError(
+            f"{folder} holds {found or 'other files'}, not the built-in task {facts}; choose another folder"
+        )
     return True
 
 

@@ -13,6 +13,7 @@ Frames = np.ndarray
 
 COLOURS = {"red": (255, 30, 30), "green": (30, 255, 30), "blue": (40, 40, 255), "yellow": (255, 255, 30)}
 WHITE = (255, 255, 255)
+GROUND = (120, 120, 120)
 COUNTS = ("one", "two", "three", "four")
 DIRECTIONS = ("left", "right", "up", "down")
 SIDE = 56
@@ -21,7 +22,9 @@ LANE = (28, 112)
 """Height and width of the clips in which two balls move on one line."""
 CLIP_FRAMES = 8
 TRAVEL = 12
-"""Pixels that a ball moves during a clip, or two balls together."""
+"""Pixels that a single ball moves during a clip."""
+SHORT_TRAVEL = 8
+"""Pixels that a ball falls, or that two balls move together: little, so that one frame's distances tell little."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind to size: about the same area, so that many shapes are also much colour."""
@@ -42,8 +45,8 @@ def paint(frame: np.ndarray, kind: str, rgb: tuple[int, int, int], size: int, x:
     frame[y : y + size, x : x + size][shape_mask(kind, size)] = rgb
 
 
-def paint_ball(frame: np.ndarray, x: int, y: int) -> None:
-    paint(frame, "circle", WHITE, BALL, x, y)
+def paint_ball(frame: np.ndarray, x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
+    paint(frame, "circle", rgb, BALL, x, y)
 
 
 def empty(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frames:
@@ -56,6 +59,17 @@ def one_shape(rng: np.random.Generator, colour: str) -> Frames:
     kind = str(rng.choice(list(SHAPES)))
     x, y = rng.integers(0, SIDE - SHAPES[kind] + 1, 2)
     paint(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
+    return frames
+
+
+def shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
+    """A picture of one shape that stands on the ground or is clearly above it."""
+    frames = empty(1)
+    kind, colour = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLOURS)))
+    ground, size = SIDE - int(rng.integers(4, 9)), SHAPES[kind]
+    frames[0, ground:] = GROUND
+    y = ground - size if on_ground == "yes" else int(rng.integers(0, ground - size - 8))
+    paint(frames[0], kind, COLOURS[colour], size, int(rng.integers(0, SIDE - size + 1)), y)
     return frames
 
 
@@ -80,29 +94,28 @@ def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
     return frames if direction in ("right", "down") else frames[::-1]
 
 
-def falling_ball(rng: np.random.Generator, side: str) -> Frames:
-    """A clip of two balls side by side, one of which falls (ever faster) while the other stays where it is."""
+def falling_ball(rng: np.random.Generator, colour: str) -> Frames:
+    """A clip of a red and a blue ball side by side: the one of that colour falls, ever faster, the other stays."""
     frames = empty(CLIP_FRAMES)
     half = SIDE // 2
-    left, right = rng.integers(1, half - BALL, 2) + np.array([0, half])
-    still_x, falling_x = (right, left) if side == "left" else (left, right)
-    still_y, falling_y = rng.integers(0, SIDE - BALL + 1), rng.integers(0, SIDE - BALL - TRAVEL + 1)
-    for frame, step in zip(frames, steps(TRAVEL, power=2), strict=True):
-        paint_ball(frame, still_x, still_y)
-        paint_ball(frame, falling_x, falling_y + step)
+    still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half]))
+    still_y, falling_y = rng.integers(0, SIDE - BALL + 1), rng.integers(0, SIDE - BALL - SHORT_TRAVEL + 1)
+    for frame, step in zip(frames, steps(SHORT_TRAVEL, power=2), strict=True):
+        paint_ball(frame, still_x, still_y, COLOURS["blue" if colour == "red" else "red"])
+        paint_ball(frame, falling_x, falling_y + step, COLOURS[colour])
     return frames
 
 
 def two_balls(rng: np.random.Generator, collide: str) -> Frames:
-    """A clip of two balls on one line that come closer (and stop short of each other) or move apart."""
+    """A clip of a red ball left of a blue one that come closer (and stop short of each other) or move apart."""
     height, width = LANE
     frames = empty(CLIP_FRAMES, height, width)
     y = rng.integers(0, height - BALL + 1)
-    gap = rng.integers(BALL + TRAVEL + 1, width - BALL + 1)  # between the balls' left edges, at the widest
+    gap = rng.integers(BALL + SHORT_TRAVEL + 1, width - BALL + 1)  # between the balls' left edges, at the widest
     left = rng.integers(0, width - BALL - gap + 1)
-    for frame, step in zip(frames, steps(TRAVEL // 2), strict=True):
-        paint_ball(frame, left + step, y)
-        paint_ball(frame, left + gap - step, y)
+    for frame, step in zip(frames, steps(SHORT_TRAVEL // 2), strict=True):
+        paint_ball(frame, left + step, y, COLOURS["red"])
+        paint_ball(frame, left + gap - step, y, COLOURS["blue"])
     return frames if collide == "yes" else frames[::-1]
 
 

@@ -308,9 +308,7 @@ def _words(path: Path) -> set[str]:
     return set(re.split(r"[^a-zA-Z0-9]+", path.stem))
 
 
-def _load_table(
-    path: str, name: str, data: SourceConfig, data_files: dict[str, list[str]] | None = None
-) -> TableRows:
+def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, list[str]] | None = None) -> TableRows:
     import datasets
 
     try:

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Regex as TokenizerRegex
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
     PreTrainedConfig,
@@ -117,7 +117,7 @@ def build_tiny(
     hidden_size: int = 128,
     num_layers: int = 2,
     intermediate_size: int | None = None,
-    vision_hidden_size: int = 64,
+    vision_hidden_size: int = 128,
     vision_depth: int = 2,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 1 << 28,

@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
 
-    <folder>/step_N/    DeepSpeed's files (one set a rank), rng_rank_R.safetensors, trainer_state.json
-    <folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
-    <folder>/step_N/universal/  made when first resumed on another number of ranks
+<folder>/step_N/    DeepSpeed's files (one set a rank), rng_rank_R.safetensors, trainer_state.json
+<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
+<folder>/step_N/universal/  made when first resumed on another number of ranks
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import re
 import shutil
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +22,17 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from dsreason.errors import CheckpointError
 from dsreason.runtime.engine import full_shape
 from dsreason.runtime.rng import load_rng_state, save_rng_state
+from dsreason.runtime.shards import UNREADABLE, load_model_file, load_optimizer_file, safe_loading
 from dsreason.runtime.world import World, agree, barrier, on_rank_zero
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 UNIVERSAL = "universal"
 SAVING, DELETING = ".saving_", ".deleting_"
-UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, AssertionError)
 
 
 @dataclass
@@ -69,7 +64,10 @@ def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: Tra
     engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
     save_rng_state(partial / rng_file(world.rank), world.device)
     if world.is_main:
-        for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts copies of its own code there
+        for script in (
+            "zero_to_fp32.py",
+            "zero_to_torch.py",
+        ):  # DeepSpeed puts copies of its own code there
             (folder / script).unlink(missing_ok=True)
         write_json(partial / STATE_FILE, describe(engine, state, world))
     barrier()
@@ -88,7 +86,10 @@ def finish(partial: Path, final: Path, world: World) -> None:
             f"{partial.parent}: {', '.join(missing)} not visible on the first host; "
             "the output folder must be on a file system that all hosts share"
         )
-    write_json(partial / MARKER, {"files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())}})
+    write_json(
+        partial / MARKER,
+        {"files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())}},
+    )
     flush_files(partial)
     delete_folder(final)
     partial.rename(final)
@@ -126,7 +127,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
         CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
     """
     saved = on_rank_zero(lambda: read_checkpoint(path))
-    check_files(path)
+    check_files(path, world)
     check_matches(path, saved, engine)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
     error: CheckpointError | None = None
@@ -140,7 +141,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
         if world.rank < saved["world_size"]:
             load_rng_state(path / rng_file(world.rank), world.device)
     except UNREADABLE as cause:
-        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint with --resume PATH")
+        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint")
     agree(error)
     for group, values in zip(groups_of(engine), settings, strict=True):
         group.update(values)
@@ -160,21 +161,33 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return read_json(path / STATE_FILE)
 
 
-def check_files(path: Path) -> None:
-    """Compare every file with what the marker says; raise on every rank when one differs for any."""
+def check_files(path: Path, world: World) -> None:
+    """Sizes of all files, and that this rank can read its own.
+
+    Raises on every rank when one of them sees something wrong: one alone would leave the others waiting in DeepSpeed.
+    """
     error: CheckpointError | None = None
     try:
-        for name, size in read_json(path / MARKER)["files"].items():
-            file = path / name
-            if not file.is_file():
-                raise CheckpointError(f"{file}: is missing; choose another checkpoint with --resume PATH")
-            if file.stat().st_size != size:
-                raise CheckpointError(
-                    f"{file}: has {file.stat().st_size} bytes instead of {size}; choose another checkpoint with --resume PATH"
-                )
+        check_sizes(path)
+        saved = read_checkpoint(path)
+        if saved["world_size"] == world.size:
+            load_optimizer_file(path, world.rank)
+            load_model_file(path, world.rank, saved["zero_stage"])
     except CheckpointError as caught:
         error = caught
     agree(error)
+
+
+def check_sizes(path: Path) -> None:
+    """Compare every file with what the marker says."""
+    for name, size in read_json(path / MARKER)["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing; choose another checkpoint")
+        if file.stat().st_size != size:
+            raise CheckpointError(
+                f"{file}: has {file.stat().st_size} bytes instead of {size}; choose another checkpoint"
+            )
 
 
 def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
@@ -191,7 +204,9 @@ def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) ->
     }
     found = [f"{what}: {shorten(names)}" for what, names in differences.items() if names]
     if found:
-        raise CheckpointError(f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were")
+        raise CheckpointError(
+            f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
+        )
     stage = int(engine.zero_optimization_stage())
     if saved["zero_stage"] != stage:
         raise CheckpointError(
@@ -202,22 +217,6 @@ def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) ->
 def shorten(names: set[str], most: int = 3) -> str:
     shown = ", ".join(sorted(names)[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-@contextlib.contextmanager
-def safe_loading() -> Iterator[None]:
-    """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
-    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
@@ -243,7 +242,11 @@ def make_universal(path: Path) -> None:
         inject_missing_state=True,
     )
     try:
-        with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            safe_loading(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             ds_to_universal.main(arguments)
         partial.rename(path / UNIVERSAL)
     except UNREADABLE as cause:
@@ -324,7 +327,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint with --resume PATH") from cause
+        raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint") from cause
 
 
 def flush_files(folder: Path) -> None:

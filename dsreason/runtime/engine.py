@@ -34,7 +34,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
     matrices = [parameter for parameter in trainable if len(full_shape(parameter)) >= 2]
     vectors = [parameter for parameter in trainable if len(full_shape(parameter)) < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

@@ -23,7 +23,10 @@ def save_rng_state(path: Path, device: torch.device) -> None:
     }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
-    scalars = {"python": [version, python_gauss], "numpy": [position, has_gauss, numpy_gauss]}
+    scalars = {
+        "python": [version, python_gauss],
+        "numpy": [position, has_gauss, numpy_gauss],
+    }
     save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
 
 

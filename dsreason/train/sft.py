@@ -14,12 +14,12 @@ from dsreason.data.loader import StepBatches
 from dsreason.errors import DsReasonError
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import prune_checkpoints, save_checkpoint
+from dsreason.runtime.checkpoint import delete_folder, prune_checkpoints, save_checkpoint
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.world import World, all_sum, on_rank_zero
-from dsreason.train.build import DTYPES, SFTRun, build_sft
+from dsreason.train.build import SFTRun, build_sft
 from dsreason.train.validate import validate
 
 
@@ -149,21 +149,17 @@ def save(sft: SFTRun, *, last: bool) -> None:
     best = sft.checkpoints / f"step_{sft.state.best_step}" if config.keep_best and sft.state.best_step else None
     on_rank_zero(lambda: prune_checkpoints(sft.checkpoints, config.keep, best))
     if config.export == "all" or (last and config.export == "final"):
-        with sft.progress.phase("exporting"):
-            export_engine(
-                sft.engine,
-                source=sft.model_path,
-                output=sft.output_dir / "export" / ("final" if last else f"step_{step}"),
-                dtype=export_dtype(sft.config),
-                max_shard_size=config.max_shard_size,
-                world=sft.world,
-            )
+        export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"))
     sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
-def export_dtype(config: SFTConfig) -> object:
-    name = config.checkpoint.export_dtype
-    return DTYPES[config.train.precision if name == "auto" else name]
+def export(sft: SFTRun, output: Path) -> None:
+    """Write the policy as a Hugging Face folder, in place of an older one of this run."""
+    config = sft.config.checkpoint
+    dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
+    on_rank_zero(lambda: delete_folder(output))
+    with sft.progress.phase("exporting"):
+        export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
 
 
 def is_due(step: int, every: int) -> bool:

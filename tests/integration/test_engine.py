@@ -22,7 +22,10 @@ def ds_config(stage: str, *, bf16: bool = False, clip: float = 0.0) -> dict[str,
     if stage.startswith("zero3"):
         zero["stage3_param_persistence_threshold"] = 20
     if stage == "zero3_offload":
-        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        zero |= {
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -12,7 +12,7 @@ from data_adapters import builtin as adapter
 from dsreason.config.schema import SourceConfig
 from dsreason.data import builtin_scenes as scenes
 from dsreason.data.builtin import BLOCK, block, builtin_folder, write_builtin
-from dsreason.data.media import load_image, load_video, probe_video
+from dsreason.data.media import load_image, load_video
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
@@ -42,7 +42,7 @@ def pixels(sample: Sample) -> np.ndarray:
     part = medium(sample)
     if part["type"] == "image":
         return np.asarray(load_image(part["image"]))[None]
-    return load_video(part["video"], range(probe_video(part["video"]).num_frames))
+    return load_video(part["video"], range(scenes.CLIP_FRAMES))
 
 
 def prompt(sample: Sample) -> str:
@@ -156,7 +156,9 @@ def centre(frame: np.ndarray) -> np.ndarray:
     return np.argwhere(frame.max(axis=-1) > 0).mean(axis=0)
 
 
-@pytest.mark.parametrize(("direction", "sign", "axis"), [("left", -1, 1), ("right", 1, 1), ("up", -1, 0), ("down", 1, 0)])
+@pytest.mark.parametrize(
+    ("direction", "sign", "axis"), [("left", -1, 1), ("right", 1, 1), ("up", -1, 0), ("down", 1, 0)]
+)
 def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, axis: int) -> None:
     frames = scenes.moving_ball(np.random.default_rng(0), direction)
     moved = centre(frames[-1]) - centre(frames[0])
@@ -164,20 +166,27 @@ def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, ax
     assert moved[1 - axis] == pytest.approx(0)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_only_the_ball_on_the_named_side_falls(side: str) -> None:
-    frames = scenes.falling_ball(np.random.default_rng(0), side)
-    left, right = frames[:, :, : scenes.SIDE // 2], frames[:, :, scenes.SIDE // 2 :]
-    falling, still = (left, right) if side == "left" else (right, left)
-    assert centre(falling[-1])[0] - centre(falling[0])[0] == pytest.approx(scenes.TRAVEL)
+@pytest.mark.parametrize("colour", ["red", "blue"])
+def test_only_the_ball_of_the_named_colour_falls(colour: str) -> None:
+    frames = scenes.falling_ball(np.random.default_rng(0), colour)
+    falling = (frames == scenes.COLOURS[colour]).all(axis=-1, keepdims=True)
+    still = (frames == scenes.COLOURS["blue" if colour == "red" else "red"]).all(axis=-1)
+    assert centre(falling[-1])[0] - centre(falling[0])[0] == pytest.approx(scenes.SHORT_TRAVEL)
     np.testing.assert_array_equal(still[0], still[-1])
+
+
+@pytest.mark.parametrize("answer", ["yes", "no"])
+def test_a_shape_on_the_ground_leaves_no_gap_below_it(answer: str) -> None:
+    frame = scenes.shape_above_ground(np.random.default_rng(0), answer)[0]
+    filled = np.flatnonzero(frame.any(axis=(1, 2)))
+    assert (np.diff(filled).max() == 1) == (answer == "yes")
 
 
 @pytest.mark.parametrize("answer", ["yes", "no"])
 def test_balls_that_collide_come_closer_without_touching(answer: str) -> None:
     frames = scenes.two_balls(np.random.default_rng(0), answer)
     gaps = [np.diff(np.flatnonzero(frame.any(axis=(0, 2)))).max() for frame in frames]
-    assert (gaps[-1] - gaps[0]) * (1 if answer == "no" else -1) == scenes.TRAVEL
+    assert (gaps[-1] - gaps[0]) * (1 if answer == "no" else -1) == scenes.SHORT_TRAVEL
     assert min(gaps) > 1
 
 

@@ -53,4 +53,6 @@ def test_head_without_targets_returns_logits():
 
 
 def test_uniform_logits_give_log_of_vocabulary_size():
-    assert token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4])).item() == pytest.approx(-math.log(10))
+    assert token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4])).item() == pytest.approx(
+        -math.log(10)
+    )

@@ -12,7 +12,14 @@ from transformers import (
 
 from dsreason.runtime.flops import model_flops, peak_flops
 
-VISION = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+VISION = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -100,7 +107,13 @@ def test_peak_is_dense_bf16(name: str, tflops: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA RTX A1000", "Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
 )
 def test_unknown_devices_have_no_peak(name: str) -> None:
     assert peak_flops(name) is None

@@ -29,7 +29,9 @@ def lines_after(clock: Clock, seconds: list[float], total: int, interval: float 
 
 
 def test_a_line_says_step_loss_rates_and_time_left(clock: Clock) -> None:
-    assert lines_after(clock, [2.0], total=101) == ["step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  left 0:03:20"]
+    assert lines_after(clock, [2.0], total=101) == [
+        "step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  left 0:03:20"
+    ]
 
 
 def test_lines_come_first_last_and_every_interval(clock: Clock) -> None:
@@ -84,6 +86,8 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90061, "25:01:01")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90061, "25:01:01")]
+)
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

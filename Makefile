@@ -1,0 +1,71 @@
+# Everything runs in .venv; nothing has to be activated. `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+TOOLS := .tools
+# uv from PATH, or installed into .tools from the package index.
+UV = $(shell command -v uv || echo $(TOOLS)/bin/uv)
+REQUIREMENTS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo launch/requirements/cuda.txt || echo launch/requirements/cpu.txt)
+# An index that pip is configured for serves uv too.
+export UV_DEFAULT_INDEX ?= $(shell python3 -m pip config get global.index-url 2>/dev/null || true)
+ifeq ($(strip $(UV_DEFAULT_INDEX)),)
+unexport UV_DEFAULT_INDEX
+endif
+COMPILE = $(UV) pip compile pyproject.toml --universal --python-version 3.11 --group dev --generate-hashes \
+	--no-annotate --no-emit-index-url --no-header -q
+
+.PHONY: help setup demo test unit integration gpu check fix build requirements clean
+
+help: ## Show the targets.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/.installed ## Install everything into .venv (CUDA or CPU packages, as the machine has it).
+
+$(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
+	@command -v c++ >/dev/null || echo "warning: no C++ compiler (c++) found; vLLM on CPUs and DeepSpeed's offload need one" >&2
+	@command -v uv >/dev/null || test -x $(TOOLS)/bin/uv || $(MAKE) --no-print-directory $(TOOLS)/bin/uv
+	test -x $(PY) || $(UV) venv --python-preference system --python '>=3.11,<3.14' $(VENV)
+	$(UV) pip sync --python $(PY) $(REQUIREMENTS)
+	$(UV) pip install --python $(PY) --no-deps -e .
+	@touch $@
+
+$(TOOLS)/bin/uv:
+	python3 -m venv $(TOOLS) && $(TOOLS)/bin/python -m pip install -q uv \
+		|| { python3 -m pip install -q --target $(TOOLS)/lib uv && mkdir -p $(TOOLS)/bin && cp $(TOOLS)/lib/bin/uv $@; }
+
+demo: setup ## Train the built-in task on two ranks and show what was learned (about three minutes on 4 cores).
+	$(VENV)/bin/dsreason demo --nproc 2
+
+test: setup ## Run every test that this machine can run.
+	$(PY) -m pytest
+
+unit: setup ## Run the fast tests.
+	$(PY) -m pytest tests/unit
+
+integration: setup ## Run the tests with real ranks and engines.
+	$(PY) -m pytest tests/integration
+
+gpu: setup ## Run the tests that need a GPU.
+	$(PY) -m pytest tests/gpu
+
+check: setup ## Format, lint, types of the torch-free rooms, unit tests.
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy dsreason/config dsreason/cli
+	$(PY) -m pytest -q tests/unit
+
+fix: setup ## Format and mend what ruff can mend.
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+build: setup ## Build the wheel into dist/.
+	$(UV) build --wheel --python $(PY)
+
+requirements: ## Compile launch/requirements/*.txt again from pyproject.toml.
+	$(COMPILE) --extra cpu -o launch/requirements/cpu.txt
+	$(COMPILE) --extra cuda -o launch/requirements/cuda.txt
+
+clean: ## Remove the environment and everything built.
+	rm -rf $(VENV) $(TOOLS) build dist outputs .pytest_cache .mypy_cache .ruff_cache
