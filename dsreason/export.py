@@ -24,6 +24,8 @@ HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float32: "F32"}
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+HEADER_BYTES = 160
+"""At most this much stands in a safetensors header for one tensor, beside its name."""
 OnTensor = Callable[[str], None]
 
 
@@ -121,19 +123,16 @@ def write_weights(
 
 
 def cut_shards(
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
-    max_bytes: int,
-    on_tensor: OnTensor | None,
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int, on_tensor: OnTensor | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Tensors in their order, copied to the CPU, in groups of at most `max_bytes`."""
+    """Tensors in their order, copied to the CPU, in groups whose files are at most `max_bytes` long."""
     shard: dict[str, Tensor] = {}
-    size = 0
+    size = HEADER_BYTES
     for name, tensor in tensors:
-        nbytes = tensor.numel() * dtype.itemsize
+        nbytes = tensor.numel() * dtype.itemsize + HEADER_BYTES + len(name)
         if shard and size + nbytes > max_bytes:
             yield shard
-            shard, size = {}, 0
+            shard, size = {}, HEADER_BYTES
         shard[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         size += nbytes
         if on_tensor is not None:

@@ -26,6 +26,8 @@ from dsreason.models.families import FAMILIES, family_of
 from dsreason.models.weights import Weights, find_weights
 
 TINY = "tiny:"
+TINY_VERSION = 2
+"""In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """What a model folder needs; pickled weights are left on the hub."""
 
@@ -54,7 +56,7 @@ def tiny_model(family: str, cache: Path) -> Path:
         raise CheckpointError(
             f"model.path {TINY}{family}: no such tiny model; there are {', '.join(TINY + f for f in FAMILIES)}"
         )
-    folder = cache / f"tiny-{family}"
+    folder = cache / f"tiny-{family}-{TINY_VERSION}"
     if (folder / "config.json").is_file():
         return folder
     cache.mkdir(parents=True, exist_ok=True)

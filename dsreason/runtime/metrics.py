@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -203,7 +204,7 @@ def open_wandb(
     id_file = output_dir / "wandb" / "run_id"
     id_file.parent.mkdir(exist_ok=True)
     if not (resumed and id_file.exists()):
-        id_file.write_text(wandb.util.generate_id())
+        id_file.write_text(uuid.uuid4().hex[:8])
     run = wandb.init(
         project=config.wandb_project,
         name=config.wandb_name or re.sub(r"\W+", "-", output_dir.name),

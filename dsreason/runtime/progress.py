@@ -118,6 +118,7 @@ class LineProgress:
         with self.rate.paused():
             yield advance
         self.line(f"{name}: done in {duration(self.clock() - begin)}")
+        self.next_line = self.clock()  # the next step says where training goes on
 
     def is_time(self) -> bool:
         due = self.clock() >= self.next_line

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 STAGES = ("zero3", "zero2")
 CASES = ("text", "image", "video at 4 fps")
-SHARD = "0.6MB"
+SHARD = "1.2MB"
 
 
 def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
@@ -136,7 +136,7 @@ def test_shards_stay_below_the_size_and_the_index_lists_them(trained: tuple[Path
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
     assert set(index["weight_map"]) == set(all_tensors(folder))
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in all_tensors(folder).values())
-    assert all(sum(t.nbytes for t in load_file(folder / name).values()) <= 600_000 for name in shards)
+    assert all((folder / name).stat().st_size <= 1_200_000 for name in shards)
 
 
 def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Train on the GPUs of this machine:
+#   launch/torchrun.sh run.toml outputs/run [--set optim.lr=1e-6 ...]
+# On several, start it on each one (the output folder on storage that all of them share):
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node-0 launch/torchrun.sh run.toml outputs/run
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=node-0 launch/torchrun.sh run.toml outputs/run
+# Run it again after an interruption: it continues from the newest complete checkpoint.
+set -euo pipefail
+
+if [[ $# -lt 2 ]]; then
+  echo "usage: $0 CONFIG OUTPUT_DIR [options of dsreason sft]" >&2
+  exit 2
+fi
+config=$1 output_dir=$2
+shift 2
+
+nnodes=${NNODES:-1}
+if [[ $nnodes -gt 1 ]]; then
+  where=(--node_rank "${NODE_RANK:?0 on the first machine, 1 on the next}"
+         --master_addr "${MASTER_ADDR:?name or address of the first machine}"
+         --master_port "${MASTER_PORT:-29500}")
+else
+  where=(--standalone)
+fi
+
+# NPROC=2 where there is no GPU, or fewer ranks than GPUs.
+exec torchrun --nnodes "$nnodes" --nproc_per_node "${NPROC:-gpu}" "${where[@]}" \
+  -m dsreason sft --config "$config" --output-dir "$output_dir" --resume auto "$@"

@@ -1,0 +1,92 @@
+"""The built-in recipe through the installed command: it learns, from the pixels, and leaves what a run should leave."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.integration.command import dsreason, metrics
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("builtin")
+    ended = dsreason("sft", "--ds-config", "zero3.json", "--nproc", 2, "--output-dir", "D", cwd=folder, timeout=1800)
+    assert ended.returncode == 0, ended.stderr
+    return folder / "D"
+
+
+def test_generated_answers_become_right(run):
+    first, last = metrics(run)[0], metrics(run)[-1]
+    assert first["step"] == 0
+    assert first["val/accuracy"] < 0.4
+    assert last["val/accuracy"] >= 0.9
+    assert last["val/accuracy/video"] >= 0.85
+
+
+def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
+    answers = [
+        json.loads(line) for line in next((run / "validation").glob("step_[1-9]*.jsonl")).read_text().splitlines()
+    ]
+    videos = [answer for answer in answers if any(str(path).endswith(".mp4") for path in answer["media"])]
+    assert len(answers) >= 200
+    assert len(videos) == len(answers) // 2
+
+
+def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
+    """Accuracy with every medium grey, and (question, reference) of each row."""
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.load import load_config
+    from dsreason.config.schema import SFTConfig
+    from dsreason.data.sources import open_datasets
+    from dsreason.runtime.progress import NoProgress
+    from dsreason.runtime.world import init_world
+    from dsreason.train.build import build_policy_engine, build_rollout
+    from dsreason.train.preflight import build_encoder
+    from dsreason.train.validate import validate
+
+    world = init_world()
+    config = load_config(SFTConfig, None, [f"model.path={json.dumps(model)}"], default_recipe="builtin_sft.toml")
+    _, held_out = open_datasets(config.data)
+    encoder = build_encoder(config, Path(model))
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=1)
+    engine = build_policy_engine(config, deepspeed, Path(model))
+    rollout = build_rollout(config, Path(model), encoder, world)
+    result = validate(
+        engine, held_out, encoder, config, world, rollout, version=1, progress=NoProgress(), blank_media=True
+    )
+    return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
+
+
+def best_blind_accuracy(rows: list[tuple[str, str]]) -> float:
+    """Of a guesser that knows the questions and, for each, the most frequent answer."""
+    by_question: dict[str, Counter[str]] = defaultdict(Counter)
+    for question, reference in rows:
+        by_question[question][reference] += 1
+    return sum(max(answers.values()) for answers in by_question.values()) / len(rows)
+
+
+def test_without_the_pixels_the_answers_fall_to_chance(run):
+    accuracy, rows = run_on_ranks(blanked_answers, 1, str(run / "export" / "final"))[0]
+    assert accuracy <= best_blind_accuracy(rows) + 0.05
+
+
+def test_run_folder_holds_what_the_documentation_names(run):
+    config = json.loads((run / "config.json").read_text())
+    assert config["world_size"] == 2
+    assert {"torch", "deepspeed", "transformers"} <= config["versions"].keys()
+    step = metrics(run)[-1]["step"]
+    for name in (
+        f"checkpoints/step_{step}/COMPLETE",
+        "export/final/model.safetensors",
+        "logs/rank_0.log",
+        "logs/rank_1.log",
+    ):
+        assert (run / name).is_file()
+    assert list((run / "tensorboard").iterdir())

@@ -1,0 +1,75 @@
+"""A run that is broken off and resumed is the run that was not, on the same and on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.command import dsreason, metrics
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+CONFIG = """
+[model]
+path = "{model}"
+freeze = ["visual"]
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 1
+vision.fps = 4.0
+[optim]
+lr = 1e-3
+[train]
+epochs = 3
+global_batch_size = 4
+micro_batch_size = 2
+precision = "fp32"
+[checkpoint]
+every = 3
+keep = -1
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
+    """With `whole/`: six steps on 2 ranks, checkpoints after three and six; vision tower frozen, embeddings tied."""
+    folder = tmp_path_factory.mktemp("resume")
+    rows = write_mixed_rows(folder / "data")
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    train(folder, "whole", ranks=2)
+    return folder
+
+
+def train(folder: Path, name: str, *, ranks: int, resume: str | None = None) -> Path:
+    options = [] if resume is None else ["--resume", resume]
+    ended = dsreason("sft", "--config", "run.toml", "--output-dir", name, "--nproc", ranks, *options, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return folder / name
+
+
+def last_losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in metrics(run) if line["step"] > 3]
+
+
+def test_three_and_three_steps_equal_six_bit_for_bit(folder):
+    resumed = train(folder, "resumed", ranks=2, resume="whole/checkpoints/step_3")
+    assert last_losses(resumed) == last_losses(folder / "whole")
+    expected, found = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_number_of_ranks_continues_with_the_same_losses(folder, ranks):
+    resumed = train(folder, f"on_{ranks}", ranks=ranks, resume="whole/checkpoints/step_3")
+    assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
+
+
+def test_a_finished_run_resumes_to_nothing_left_to_do(folder):
+    before = metrics(folder / "whole")
+    train(folder, "whole", ranks=2, resume="auto")
+    assert metrics(folder / "whole") == before

@@ -1,0 +1,66 @@
+"""The built wheel, installed alone, runs from any folder: the shipped files travel in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import metrics
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a fresh environment that has the wheel, and everything but dsreason from this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    built = subprocess.run(build, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr + built.stdout
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    site = Path(
+        subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
+    )
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(site)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_wheel_trains_the_built_in_recipe_from_another_folder(python, tmp_path):
+    short = ["--set", "train.max_steps=2", "--set", "validation.max_samples=16"]
+    command = [
+        python,
+        "-m",
+        "dsreason",
+        "sft",
+        "--ds-config",
+        "zero3.json",
+        "--nproc",
+        "2",
+        "--output-dir",
+        "D",
+        *short,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    lines = metrics(tmp_path / "D")
+    assert "val/accuracy" in lines[0]
+    assert "val/accuracy" in lines[-1]
+    assert (tmp_path / "D/export/final/config.json").is_file()
+
+
+def test_wheel_and_not_the_checkout_is_what_ran(python, tmp_path):
+    where = subprocess.check_output(
+        [python, "-c", "import dsreason; print(dsreason.__file__)"], text=True, cwd=tmp_path
+    )
+    assert str(python.parents[1]) in where

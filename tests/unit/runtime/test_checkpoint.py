@@ -1,0 +1,153 @@
+"""Finding, pruning and reading checkpoint folders; the rest needs ranks (tests/integration/test_checkpoint.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dsreason.errors import CheckpointError
+from dsreason.export import parse_size, with_dtype, write_model_folder
+from dsreason.runtime.checkpoint import (
+    check_sizes,
+    complete_checkpoints,
+    find_checkpoint,
+    prune_checkpoints,
+    read_checkpoint,
+    remove_leftovers,
+)
+from dsreason.runtime.rng import load_rng_state, save_rng_state
+
+
+def write_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
+    path = folder / f"step_{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    if complete:
+        (path / "COMPLETE").write_text(json.dumps({"files": {"trainer_state.json": 2}}))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_highest_complete_step_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 9)
+    newest = write_checkpoint(tmp_path, 100)
+    write_checkpoint(tmp_path, 200, complete=False)
+    (tmp_path / ".saving_step_300").mkdir()
+    (tmp_path / ".saving_step_300" / "COMPLETE").write_text("{}")
+    assert find_checkpoint(tmp_path) == newest
+
+
+@pytest.mark.parametrize("folder", ["empty", "absent"])
+def test_nothing_is_found_where_there_is_nothing(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert find_checkpoint(tmp_path / folder) is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [
+        (-1, None, [1, 2, 10, 20]),
+        (2, None, [10, 20]),
+        (2, 1, [1, 10, 20]),
+        (2, 20, [10, 20]),
+        (1, 2, [2, 20]),
+        (9, None, [1, 2, 10, 20]),
+        (0, 10, [10]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
+    for step in (10, 2, 20, 1):
+        write_checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, keep, None if best is None else tmp_path / f"step_{best}")
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
+    assert names(tmp_path) == sorted(f"step_{step}" for step in left)
+
+
+def test_incomplete_folders_do_not_count_as_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step, complete=step < 3)
+    prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
+def test_leftovers_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    for name in (".saving_step_2", ".deleting_step_1"):
+        write_checkpoint(tmp_path / name, 5)
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_changed_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    check_sizes(path)
+    (path / "trainer_state.json").write_text("{}\n")
+    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: has 3 bytes instead of 2"):
+        check_sizes(path)
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: is missing"):
+        check_sizes(path)
+
+
+def test_an_incomplete_or_garbled_checkpoint_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="COMPLETE is missing"):
+        read_checkpoint(write_checkpoint(tmp_path, 1, complete=False))
+    garbled = write_checkpoint(tmp_path, 2)
+    (garbled / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: cannot be read"):
+        read_checkpoint(garbled)
+
+
+def test_random_numbers_continue_where_they_were_saved(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # leaves a second value in the state
+    np.random.standard_normal()
+    device = torch.device("cpu")
+    save_rng_state(tmp_path / "rng", device)
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), float(np.random.standard_normal()), float(torch.rand(()))]
+
+    drawn = draw()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert draw() != drawn
+    load_rng_state(tmp_path / "rng", device)
+    assert draw() == drawn
+
+
+@pytest.mark.parametrize(("text", "size"), [("4GB", 4_000_000_000), ("1.5 MB", 1_500_000), ("7KB", 7000)])
+def test_sizes_count_in_thousands(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_dtype_is_set_in_every_part_of_a_config() -> None:
+    config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}}
+    assert with_dtype(config, "float32") == {
+        "dtype": "float32",
+        "text_config": {"torch_dtype": "float32", "layers": [1]},
+    }
+
+
+def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
+    source = tmp_path / "base"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+
+    def broken():
+        yield "a", torch.zeros(3)
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        write_model_folder(broken(), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_model_folder(iter([("a", torch.ones(3))]), source, tmp_path / "out", dtype="fp32")
+    assert names(tmp_path / "out") == ["config.json", "model.safetensors"]

@@ -1,0 +1,94 @@
+"""What the repository ships: recipes and DeepSpeed files that load, and no file that does not belong."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.load import load_config
+from dsreason.config.schema import SFTConfig
+from dsreason.data.adapters import find_adapter
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+MAX_BYTES = 500_000
+
+# In pieces, so that this file does not hold what it looks for.
+PERSONAL = {
+    "a folder of one machine": "|".join(
+        [r"(?<![\w.~}-])/" + "work/", "/" + r"home/\w", "/" + r"Users/\w", "/" + r"root/\w", "/" + r"opt/(pypi|wheels)"]
+    ),
+    "a package index": "|".join([r"https?://\S*" + "pypi", r"\barti" + "factory", r"index-url[ =]\w+:"]),
+    "a workplace tool": "|".join([r"\bfarm" + r"-\w", r"\bissues" + r" show\b", r"\.lib" + r"rary/"]),
+}
+
+
+def load(recipe: Path) -> SFTConfig:
+    return load_config(SFTConfig, recipe, default_recipe="builtin_sft.toml")
+
+
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout: it looks at the tracked files")
+    out = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in out.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_loads_and_its_adapter_exists(recipe: Path) -> None:
+    config = load(recipe)
+    for source in config.data.all_sources():
+        find_adapter(source.adapter)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("ds_config", DS_CONFIGS, ids=lambda path: path.name)
+def test_a_recipe_runs_with_every_deepspeed_file(ds_config: Path, device: Literal["cpu", "cuda"], recipe: Path) -> None:
+    config = load(recipe)
+    resolved = resolve_deepspeed(str(ds_config), config, device=device, world_size=4)
+    # The trainer cuts the last round itself, so DeepSpeed is told whole rounds.
+    round_size = resolved["train_micro_batch_size_per_gpu"] * 4
+    assert resolved["train_batch_size"] == resolved["gradient_accumulation_steps"] * round_size
+    assert 0 <= resolved["train_batch_size"] - config.train.global_batch_size < round_size
+    assert resolved["zero_optimization"]["stage"] in (2, 3)
+    assert '"auto"' not in str(resolved).replace("'", '"')
+
+
+def test_recipes_and_deepspeed_files_are_shipped() -> None:
+    assert {"builtin_sft.toml", "cosmos_reason1_7b_sft.toml"} <= {recipe.name for recipe in RECIPES}
+    assert {file.name for file in DS_CONFIGS} >= {"zero2.json", "zero3.json", "zero3_offload.json"}
+
+
+def test_no_tracked_file_is_large() -> None:
+    assert [str(file.relative_to(ROOT)) for file in tracked_files() if file.stat().st_size > MAX_BYTES] == []
+
+
+def test_no_tracked_file_names_a_machine_an_index_or_a_workplace() -> None:
+    found = []
+    for file in tracked_files():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for what, pattern in PERSONAL.items():
+            found += [f"{file.relative_to(ROOT)}: {what}: {match[0]}" for match in re.finditer(pattern, text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("a folder of one machine", 'Path("/' + 'work/main")'),
+        ("a folder of one machine", "/" + "home/anna/data"),
+        ("a package index", "https://" + "pypi.example.org/simple"),
+        ("a workplace tool", "farm" + "-nodes"),
+    ],
+)
+def test_the_patterns_find_what_they_are_for(what: str, text: str) -> None:
+    assert re.search(PERSONAL[what], text)
