@@ -8,8 +8,8 @@ TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index.
 UV = $(shell command -v uv || echo $(TOOLS)/bin/uv)
 REQUIREMENTS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo launch/requirements/cuda.txt || echo launch/requirements/cpu.txt)
-# An index that pip is configured for serves uv too.
-export UV_DEFAULT_INDEX ?= $(shell python3 -m pip config get global.index-url 2>/dev/null || true)
+# An index that uv or pip is configured for serves uv, in that order.
+export UV_DEFAULT_INDEX ?= $(or $(UV_INDEX_URL),$(PIP_INDEX_URL),$(shell python3 -m pip config get global.index-url 2>/dev/null))
 ifeq ($(strip $(UV_DEFAULT_INDEX)),)
 unexport UV_DEFAULT_INDEX
 endif

@@ -2,7 +2,8 @@
 
     python benchmarks/sft_vs_trl.py [--family qwen2_5_vl] [--ds-config zero2.json] [--rounds 3] [--steps 60] [--threads 1]
 
-Each side runs in one process of its own with the same number of threads, in turn (A B A B …). Both decode the images in
+Each side runs in one process of its own with the same number of threads, in turn (A B A B …), pinned to as
+many cores. Both decode the images in
 that process unless `--workers` is given. Neither saves, validates nor checkpoints activations. A side's speed is that of
 the wall clock between the end of the warm-up and the last step; tokens are the rows' own, without padding, counted once
 for both. Video rows are tried with TRL first, and what it says is printed.
@@ -114,7 +115,9 @@ def run_side(command: list[str], arguments: argparse.Namespace) -> str:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True)
+    cores = sorted(os.sched_getaffinity(0))[-arguments.threads :]  # no side may use more, whatever its launcher sets
+    pin = partial(os.sched_setaffinity, 0, cores)
+    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
     if found.returncode:
         sys.exit(
             f"{' '.join(command)}\nfailed with {found.returncode}:\n{found.stdout[-3000:]}\n{found.stderr[-6000:]}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsreason.runtime import launch
 
-class Dtype(str, Enum):
+
+class Dtype(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
 
@@ -21,9 +23,11 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "4GB",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     from dsreason.export import export_checkpoint
-    from dsreason.runtime import launch
+    from dsreason.runtime.checkpoint import find_checkpoint
 
-    launch.prepare_environment()
+    if (checkpoint / "checkpoints").is_dir():
+        checkpoint = find_checkpoint(checkpoint / "checkpoints") or checkpoint
     export_checkpoint(checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)
     typer.echo(f"exported to {output}", err=True)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsreason.data.types import Batch, EncodedSample
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:
-    """One row per sample, padded on the right; media in row order, those of `dummies` last.
+    """One row per sample, padded on the right; media in row order, those of `dummies` last (see `append_dummies`).
 
-    `dummies` (media that only keep the ranks' vision towers in step) follow the last token of the last row: attention
-    is causal, so nothing before them changes, and no token of theirs is trained. Without samples the row is one pad
-    token and the dummies.
+    Without samples the row is one pad token and the dummies.
     """
     if not samples and not dummies:
         raise ValueError("nothing to collate: neither samples nor dummies")
     rows = list(samples) or [_pad_sample(pad_id)]
-    rows[-1] = _appended(rows[-1], dummies)
     length = max(len(row) for row in rows)
     attention = [torch.ones(len(row), dtype=torch.int64) for row in rows]
-    return Batch(
+    batch = Batch(
         ids=tuple(sample.id for sample in samples),
         input_ids=_padded([row.input_ids for row in rows], length, pad_id),
         attention_mask=_padded(attention, length, 0),
@@ -32,6 +31,39 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[
         mm_token_type_ids=_padded([row.mm_token_type_ids for row in rows], length, 0),
         mm_kwargs=_joined(row.mm_kwargs for row in rows),
     )
+    return append_dummies(batch, dummies, pad_id=pad_id)
+
+
+def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
+    """The batch with media that only keep the ranks' vision towers in step.
+
+    They follow the last token of the last row: attention is causal, so nothing before them changes, and no token of
+    theirs is trained. Their positions continue from the row's largest.
+    """
+    if not dummies:
+        return batch
+    start = int(batch.attention_mask[-1].sum())
+    positions = [batch.position_ids[:, -1, :start]]
+    for dummy in dummies:
+        positions.append(dummy.position_ids + positions[-1].max() + 1)
+    ids = torch.cat([dummy.input_ids for dummy in dummies])
+    types = torch.cat([dummy.mm_token_type_ids for dummy in dummies])
+    end = start + ids.shape[0]
+    more = max(0, end - batch.input_ids.shape[1])
+    longer = replace(
+        batch,
+        input_ids=pad(batch.input_ids, (0, more), value=pad_id).clone(),
+        attention_mask=pad(batch.attention_mask, (0, more)).clone(),
+        loss_mask=pad(batch.loss_mask, (0, more), value=False),
+        position_ids=pad(batch.position_ids, (0, more)).clone(),
+        mm_token_type_ids=pad(batch.mm_token_type_ids, (0, more)).clone(),
+        mm_kwargs=_joined([batch.mm_kwargs, *(dummy.mm_kwargs for dummy in dummies)]),
+    )
+    longer.input_ids[-1, start:end] = ids
+    longer.attention_mask[-1, start:end] = 1
+    longer.position_ids[:, -1, start:end] = torch.cat(positions[1:], dim=1)
+    longer.mm_token_type_ids[-1, start:end] = types
+    return longer
 
 
 def _pad_sample(pad_id: int) -> EncodedSample:
@@ -46,25 +78,9 @@ def _pad_sample(pad_id: int) -> EncodedSample:
     )
 
 
-def _appended(row: EncodedSample, dummies: Sequence[EncodedSample]) -> EncodedSample:
-    """The row with the dummies after it, their positions continuing from its largest."""
-    positions = [row.position_ids]
-    for dummy in dummies:
-        positions.append(dummy.position_ids + positions[-1].max() + 1)
-    parts = [row, *dummies]
-    return EncodedSample(
-        id=row.id,
-        input_ids=torch.cat([part.input_ids for part in parts]),
-        loss_mask=torch.cat([row.loss_mask, *(torch.zeros_like(dummy.loss_mask) for dummy in dummies)]),
-        position_ids=torch.cat(positions, dim=1),
-        mm_token_type_ids=torch.cat([part.mm_token_type_ids for part in parts]),
-        mm_kwargs=_joined(part.mm_kwargs for part in parts),
-    )
-
-
 def _padded(tensors: Sequence[Tensor], length: int, value: int | bool) -> Tensor:
     """Stacks [..., T_i] to [B, ..., length]."""
-    return torch.stack([torch.nn.functional.pad(t, (0, length - t.shape[-1]), value=value) for t in tensors])
+    return torch.stack([pad(t, (0, length - t.shape[-1]), value=value) for t in tensors])
 
 
 def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

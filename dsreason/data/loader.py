@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,16 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.collate import collate
+from dsreason.data.micro_batches import Exchange, align_batches, cut_by_count, cut_by_tokens, media_kinds
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.errors import DataError, DsReasonError
 
 T = TypeVar("T")
-Exchange = Callable[[Any], list[Any]]
-"""This rank's value in, every rank's value out, by rank. A collective."""
-
-MEDIA_KEYS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,13 @@ class StepLoader:
         self.exchange_seconds = 0.0  # of the current step
 
     def __iter__(self) -> Iterator[StepBatches]:
-        encoded = iter(self._workers(Encoding(self.dataset, self.encoder), self._assignments()))
+        batching = Batching(Encoding(self.dataset, self.encoder), self.config)
+        shares = iter(self._workers(batching, self._assignments()))
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
-            found = next_item(encoded)
+            share = next_item(shares)
             waited = time.perf_counter() - started - self.exchange_seconds
-            yield self._step_batches(step, found, waited)
+            yield self._step_batches(step, share, waited)
 
     def _exchange(self, value: Any) -> list[Any]:
         """Collectives are timed apart: in them a rank waits for the others, not for its data."""
@@ -128,54 +126,28 @@ class StepLoader:
             asked.update(new)
             yield new[self.rank :: self.world_size]
 
-    def _step_batches(self, step: int, found: Sequence[EncodedSample | BadRow], waited: float) -> StepBatches:
-        started = time.perf_counter()
-        samples = [sample for sample in found if isinstance(sample, EncodedSample)]
-        error, groups, skipped = None, [], []
-        try:
-            skipped = self._skipped([bad for bad in found if isinstance(bad, BadRow)])
-            groups = self._cut(samples)
-        except DataError as caught:
-            error = str(caught)
-        mine = {
-            "error": error,
-            "skipped": skipped,
-            "kinds": [media_kinds(group) for group in groups],
-            "trained": sum(int(sample.loss_mask[1:].sum()) for sample in samples),
-            "input": sum(map(len, samples)),
-            "samples": len(samples),
-            "seconds": waited + time.perf_counter() - started,
-        }
-        ranks = self._exchange(mine)
-        for other in ranks:  # every rank raises, so that none is left waiting
-            if other["error"]:
-                raise DataError(other["error"])
-        skipped = [text for other in ranks for text in other["skipped"]]
-        if not any(other["trained"] for other in ranks):
+    def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
+        kinds = [media_kinds(batch) for batch in share.batches]
+        ranks = self._exchange((replace(share, batches=[]), kinds, waited))
+        shares = [other for other, _, _ in ranks]
+        for other in shares:  # every rank raises, so that none is left waiting
+            if other.error is not None:
+                raise DataError(other.error)
+        skipped = [text for other in shares for text in other.skipped]
+        num_tokens = sum(other.num_tokens for other in shares)
+        if num_tokens == 0:
             raise DataError(
                 f"step {step + 1} has no trained token; {len(skipped)} rows left out: {'; '.join(skipped[:5])}"
             )
         return StepBatches(
             step=step,
-            micro_batches=collate_aligned(groups, [other["kinds"] for other in ranks], self.encoder),
-            num_tokens=sum(other["trained"] for other in ranks),
-            num_input_tokens=sum(other["input"] for other in ranks),
-            num_samples=sum(other["samples"] for other in ranks),
+            micro_batches=align_batches(share.batches, [kinds for _, kinds, _ in ranks], self.encoder),
+            num_tokens=num_tokens,
+            num_input_tokens=sum(other.num_input_tokens for other in shares),
+            num_samples=sum(other.num_samples for other in shares),
             skipped=skipped,
-            data_seconds=max(other["seconds"] for other in ranks),
+            data_seconds=max(waited for _, _, waited in ranks),
         )
-
-    def _skipped(self, bad_rows: Sequence[BadRow]) -> list[str]:
-        for bad in bad_rows:
-            if (self.config.model.on_too_long if bad.too_long else self.config.data.on_bad_row) == "error":
-                raise DataError(bad.reason)
-        return [bad.reason for bad in bad_rows]
-
-    def _cut(self, samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
-        train = self.config.train
-        if train.max_tokens_per_micro_batch is None:
-            return cut_by_count(samples, train.micro_batch_size or 1)
-        return cut_by_tokens(samples, train.max_tokens_per_micro_batch)
 
 
 class Measuring(Dataset[list[tuple[int, int]]]):
@@ -214,6 +186,53 @@ class Encoding(Dataset[list[EncodedSample | BadRow]]):
             return BadRow(f"{self.dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
 
 
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
+
+    batches: list[Batch]
+    num_tokens: int = 0
+    num_input_tokens: int = 0
+    num_samples: int = 0
+    skipped: tuple[str, ...] = ()
+    error: str | None = None
+
+
+class Batching(Dataset[Share]):
+    """Row numbers → micro-batches. An error is a value here, so that its text reaches the ranks whole."""
+
+    def __init__(self, encoding: Encoding, config: SFTConfig) -> None:
+        self.encoding, self.config = encoding, config
+
+    def __getitem__(self, rows: list[int]) -> Share:
+        found = self.encoding[rows]
+        samples = [item for item in found if isinstance(item, EncodedSample)]
+        bad = [item for item in found if isinstance(item, BadRow)]
+        refused = [row.reason for row in bad if self._action(row) == "error"]
+        if refused:
+            return Share([], error=refused[0])
+        try:
+            groups = self._cut(samples)
+        except DataError as error:
+            return Share([], error=str(error))
+        return Share(
+            batches=[collate(group, pad_id=self.encoding.encoder.pad_id) for group in groups],
+            num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
+            num_input_tokens=sum(map(len, samples)),
+            num_samples=len(samples),
+            skipped=tuple(row.reason for row in bad),
+        )
+
+    def _action(self, bad: BadRow) -> str:
+        return self.config.model.on_too_long if bad.too_long else self.config.data.on_bad_row
+
+    def _cut(self, samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
+        train = self.config.train
+        if train.max_tokens_per_micro_batch is None:
+            return cut_by_count(samples, train.micro_batch_size or 1)
+        return cut_by_tokens(samples, train.max_tokens_per_micro_batch)
+
+
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
     """Sample numbers by rank, with sums of lengths as even as longest-first filling makes them.
 
@@ -234,68 +253,6 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
         shares[rank].append(i)
         sums[rank] += lengths[i]
     return shares
-
-
-def cut_by_count(samples: Sequence[EncodedSample], size: int) -> list[list[EncodedSample]]:
-    """Groups of at most `size`, like lengths together (less padding)."""
-    ordered = sorted(samples, key=len, reverse=True)
-    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
-
-
-def cut_by_tokens(samples: Sequence[EncodedSample], budget: int) -> list[list[EncodedSample]]:
-    """Groups whose padded size, rows x longest row, stays within `budget` tokens."""
-    groups: list[list[EncodedSample]] = []
-    for sample in sorted(samples, key=len, reverse=True):
-        if len(sample) > budget:
-            raise DataError(
-                f"sample {sample.id!r} has {len(sample)} tokens, more than train.max_tokens_per_micro_batch ({budget}); "
-                "raise that, or lower model.max_length and set model.on_too_long"
-            )
-        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > budget:
-            groups.append([])
-        groups[-1].append(sample)
-    return groups
-
-
-def align_micro_batches(groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange) -> list[Batch]:
-    """Collate, so that every rank has as many micro-batches, with the same kinds of media at each place."""
-    return collate_aligned(groups, exchange([media_kinds(group) for group in groups]), encoder)
-
-
-def media_kinds(group: Sequence[EncodedSample]) -> list[str]:
-    return [kind for kind, key in MEDIA_KEYS.items() if any(key in sample.mm_kwargs for sample in group)]
-
-
-def collate_aligned(
-    groups: Sequence[Sequence[EncodedSample]], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder
-) -> list[Batch]:
-    """This rank's `groups` as batches, given which media each micro-batch of each rank has.
-
-    Under ZeRO-3 a forward is a collective: a rank without an image where another has one would leave out the vision
-    tower, and the job would hang. Such a rank gets a black one whose tokens are not trained and that nothing before
-    them can see. So does text alone: where a parameter has no gradient in the first micro-batch of a step, DeepSpeed
-    (0.19.8) goes on adding to the gradient of the step before.
-    """
-    batches = []
-    for i in range(max(map(len, kinds_by_rank))):
-        samples = groups[i] if i < len(groups) else [untrained(encoder.pad_id)]
-        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
-        missing = (wanted or {"image"}) - set(media_kinds(samples))
-        dummies = [encoder.dummy(kind) for kind in MEDIA_KEYS if kind in missing]
-        batches.append(collate(samples, pad_id=encoder.pad_id, dummies=dummies))
-    return batches
-
-
-def untrained(pad_id: int) -> EncodedSample:
-    """Two tokens that count for nothing, for a rank that has fewer micro-batches than another."""
-    return EncodedSample(
-        id="",
-        input_ids=torch.full((2,), pad_id),
-        loss_mask=torch.zeros(2, dtype=torch.bool),
-        position_ids=torch.arange(2).repeat(3, 1),
-        mm_token_type_ids=torch.zeros(2, dtype=torch.int64),
-        mm_kwargs={},
-    )
 
 
 def next_item(items: Iterator[T]) -> T:

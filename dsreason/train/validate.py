@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium, SampleTooLong
-from dsreason.data.loader import BadRow, Encoding, align_micro_batches, next_item, unchanged
+from dsreason.data.loader import BadRow, Encoding, next_item, unchanged
+from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import EncodedSample
 from dsreason.errors import DataError
