@@ -24,7 +24,9 @@ CLIP_FRAMES = 8
 TRAVEL = 12
 """Pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Pixels that a ball falls, or that two balls move together: little, so that one frame's distances tell little."""
+"""Pixels that a ball falls: little, so that one frame's distances tell little."""
+APPROACH = 12
+"""Pixels by which two balls come closer or part."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind to size: about the same area, so that many shapes are also much colour."""
@@ -68,7 +70,7 @@ def shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
     kind, colour = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLOURS)))
     ground, size = SIDE - int(rng.integers(4, 9)), SHAPES[kind]
     frames[0, ground:] = GROUND
-    y = ground - size if on_ground == "yes" else int(rng.integers(0, ground - size - 8))
+    y = ground - size if on_ground == "yes" else int(rng.integers(0, ground - size - 16))
     paint(frames[0], kind, COLOURS[colour], size, int(rng.integers(0, SIDE - size + 1)), y)
     return frames
 
@@ -111,9 +113,9 @@ def two_balls(rng: np.random.Generator, collide: str) -> Frames:
     height, width = LANE
     frames = empty(CLIP_FRAMES, height, width)
     y = rng.integers(0, height - BALL + 1)
-    gap = rng.integers(BALL + SHORT_TRAVEL + 1, width - BALL + 1)  # between the balls' left edges, at the widest
+    gap = rng.integers(BALL + APPROACH + 1, width - BALL + 1)  # between the balls' left edges, at the widest
     left = rng.integers(0, width - BALL - gap + 1)
-    for frame, step in zip(frames, steps(SHORT_TRAVEL // 2), strict=True):
+    for frame, step in zip(frames, steps(APPROACH // 2), strict=True):
         paint_ball(frame, left + step, y, COLOURS["red"])
         paint_ball(frame, left + gap - step, y, COLOURS["blue"])
     return frames if collide == "yes" else frames[::-1]

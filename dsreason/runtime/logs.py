@@ -50,6 +50,20 @@ class ScreenFilter(logging.Filter):
         return record.levelno >= (logging.INFO if record.name.startswith("dsreason") else logging.WARNING)
 
 
+class OnceFilter(logging.Filter):
+    """Lets a Python warning through once: libraries under us set the warning filters to "always" and repeat every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self.seen
+        self.seen.add(text)
+        return new
+
+
 def set_step(step: int | None) -> None:
     """Name the step in the lines that follow."""
     RankFormatter.step = step
@@ -75,6 +89,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
     root.setLevel(logging.INFO)
     route_to_root(LIBRARIES)
     logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addFilter(OnceFilter())
     log_crashes(to_file)
     return path
 

@@ -188,12 +188,10 @@ def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     draft.replace(path)
 
 
-def open_wandb(
-    output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool
-) -> wandb.Run | None:
-    """Start the W&B run, or go on with the one that this output folder began."""
+def check_wandb(config: MonitorConfig) -> None:
+    """Raise `ConfigError` where W&B is asked for and cannot be used: a rank must never stop at a login prompt."""
     if not config.wandb:
-        return None
+        return
     try:
         import wandb
     except ModuleNotFoundError as error:
@@ -201,6 +199,28 @@ def open_wandb(
             "monitor.wandb is true, and the package wandb is not installed; "
             "install it with `uv pip install wandb`, or set monitor.wandb = false"
         ) from error
+    if wandb.setup().settings.mode != "online":
+        return
+    way_out = "run `wandb login`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    try:
+        logged_in = wandb.login(prompt=False)
+    except wandb.Error as error:
+        raise ConfigError(
+            f"monitor.wandb is true, and the login to Weights & Biases failed ({error}); {way_out}"
+        ) from error
+    if not logged_in:
+        raise ConfigError(f"monitor.wandb is true, and there is no key for Weights & Biases; {way_out}")
+
+
+def open_wandb(
+    output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool
+) -> wandb.Run | None:
+    """Start the W&B run, or go on with the one that this output folder began."""
+    if not config.wandb:
+        return None
+    check_wandb(config)
+    import wandb
+
     id_file = output_dir / "wandb" / "run_id"
     id_file.parent.mkdir(exist_ok=True)
     if not (resumed and id_file.exists()):

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,28 +117,3 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         metrics.images(1, "a", [])
         metrics.histogram(1, "a", np.zeros(1))
     assert list(tmp_path.iterdir()) == []
-
-
-OFFLINE_RUN = """
-import sys
-from pathlib import Path
-from dsreason.config.schema import MonitorConfig
-from dsreason.runtime.metrics import open_metrics
-
-folder, resume_step, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
-config = MonitorConfig(wandb=True, wandb_project="test")
-with open_metrics(folder, rank=0, resume_step=resume_step or None, config=config, run_config={"a": 1}) as metrics:
-    metrics.scalars(step, {"train/loss": 2.5})
-    metrics.text(step, "val/answers", "left")
-"""
-
-
-@pytest.mark.integration
-def test_wandb_runs_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for resume_step, step in ((0, 1), (1, 2)):
-        subprocess.run([sys.executable, "-c", OFFLINE_RUN, str(tmp_path), str(resume_step), str(step)], check=True)
-    run_id = (tmp_path / "wandb" / "run_id").read_text()
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
-    assert [entry["step"] for entry in lines(tmp_path)] == [1, 2]

@@ -1,0 +1,55 @@
+"""Weights & Biases without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+OFFLINE_RUN = """
+import sys
+from pathlib import Path
+from dsreason.config.schema import MonitorConfig
+from dsreason.runtime.metrics import open_metrics
+
+folder, resume_step, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
+config = MonitorConfig(wandb=True, wandb_project="test")
+with open_metrics(folder, rank=0, resume_step=resume_step or None, config=config, run_config={"a": 1}) as metrics:
+    metrics.scalars(step, {"train/loss": 2.5})
+    metrics.text(step, "val/answers", "left")
+"""
+
+
+def test_wandb_runs_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resume_step, step in ((0, 1), (1, 2)):
+        subprocess.run([sys.executable, "-c", OFFLINE_RUN, str(tmp_path), str(resume_step), str(step)], check=True)
+    run_id = (tmp_path / "wandb" / "run_id").read_text()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+NO_KEY = """
+from dsreason.config.schema import MonitorConfig
+from dsreason.errors import ConfigError
+from dsreason.runtime.metrics import check_wandb
+
+check_wandb(MonitorConfig(wandb=False))
+try:
+    check_wandb(MonitorConfig(wandb=True))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_wandb_without_a_key_is_an_error_and_no_prompt(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    command = [sys.executable, "-c", NO_KEY]
+    shown = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
+    assert "there is no key for Weights & Biases" in shown
+    assert "WANDB_MODE=offline" in shown

@@ -1,0 +1,215 @@
+"""One literal row of each shipped format, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_adapters import conversations, cosmos_reason1, jsonl, llava, local_labels
+from dsreason.config.schema import SourceConfig
+from dsreason.data.adapters import find_adapter
+from dsreason.data.sources import open_datasets
+from dsreason.errors import ConfigError, DataError
+from tests.unit.data.videos import write_video
+
+HUMAN, GPT = "human", "gpt"
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"from": (HUMAN, GPT)[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+def parts(*items: str) -> list[dict[str, str]]:
+    """`image:a.png` is a medium, anything else a text."""
+    split = [item.split(":", 1) if item.startswith(("image:", "video:")) else ["text", item] for item in items]
+    return [{"type": kind, kind: value} for kind, value in split]
+
+
+def test_jsonl_row_becomes_media_question_and_lettered_options():
+    row = {
+        "id": 7,
+        "video": "7.mp4",
+        "question": "Which way?",
+        "options": ["left", "right"],
+        "answer": "B",
+        "system": "s",
+    }
+    sample = jsonl.to_sample(row)
+    assert sample.id == "7"
+    assert sample.options == {"A": "left", "B": "right"}
+    assert sample.messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": parts("video:7.mp4", "Which way?\n(A) left\n(B) right")},
+        {"role": "assistant", "content": "B"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<image>\nWhat?", ["image:a", "What?"]),
+        ("What?\n<image>", ["What?", "image:a"]),
+        ("this <image> or <image> that", ["this ", "image:a", " or ", "image:b", " that"]),
+        ("<image>\n<image>\nq", ["image:a", "image:b", "q"]),
+    ],
+)
+def test_llava_tags_become_media_where_they_stand(text, expected):
+    images = ["a", "b"][: text.count("<image>")]
+    sample = llava.to_sample({"id": "1", "images": images, "conversations": turns(text, "yes")})
+    assert sample.messages[0]["content"] == parts(*expected)
+
+
+def test_llava_keeps_every_turn_and_media_of_later_turns():
+    row = {
+        "id": "1",
+        "image": "a",
+        "video": ["v"],
+        "conversations": turns("<image>q1", "a1", "q2", "a2", "<video>q3", "a3"),
+    }
+    sample = llava.to_sample(row)
+    assert [message["role"] for message in sample.messages] == ["user", "assistant"] * 3
+    assert sample.messages[4]["content"] == parts("video:v", "q3")
+    assert sample.answer == "a3"
+
+
+def test_llava_row_without_tags_shows_its_media_before_the_first_question():
+    sample = llava.to_sample({"image": "a", "video": "v", "conversations": turns("q", "a")})
+    assert sample.messages[0]["content"] == parts("image:a", "video:v", "q")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"image": "a", "conversations": turns("<image><image>q", "a")}, "2 <image> tags for 1 images"),
+        ({"image": "a", "conversations": turns("<video>q", "a")}, "0 <image> tags for 1 images"),
+        ({"conversations": [{"from": "robot", "value": "q"}]}, "'robot'"),
+        ({"conversations": []}, "conversations"),
+    ],
+)
+def test_llava_refuses(row, words):
+    with pytest.raises(DataError, match=words):
+        llava.to_sample(row)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_conversations_are_read_as_list_or_json(as_text):
+    question = [{"type": "video", "video": "v.mp4", "text": None}, {"type": "text", "text": "q", "video": None}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
+    sample = conversations.to_sample({"conversations": json.dumps(messages) if as_text else messages})
+    assert sample.messages[0]["content"] == parts("video:v.mp4", "q")
+    assert sample.answer == "a"
+
+
+def test_local_labels_match_a_video_with_its_label_by_id(tmp_path):
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "metas").mkdir()
+    video = write_video(tmp_path / "videos" / "01a6.camera_front_wide_120fov.mp4")
+    (tmp_path / "metas" / "01a6.label.json").write_text('{"weather": "r\\u00e4iny", "n": null}')
+    data = SourceConfig(adapter="local_labels", path=str(tmp_path), question="Describe.")
+    [row] = local_labels.rows(data)
+    sample = local_labels.to_sample(row, data)
+    assert sample.id == "01a6"
+    assert sample.messages[0]["content"] == parts(f"video:{video}", "Describe.")
+    assert sample.answer == '{"weather": "räiny", "n": null}'
+
+
+def test_a_real_label_file_becomes_json_text_that_parses_again():
+    label = Path(__file__).parents[4] / "shared" / "data" / "01a6de83.label.json"
+    if not label.is_file():
+        pytest.skip("../shared/data is not on this machine")
+    assert json.loads(local_labels.label_text(label)) == json.loads(label.read_text())
+
+
+@pytest.mark.parametrize("present", ["videos/1.mp4", "metas/1.label.json"])
+def test_local_labels_name_what_has_no_partner(tmp_path, present):
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "metas").mkdir()
+    (tmp_path / present).write_text("{}")
+    data = SourceConfig(path=str(tmp_path))
+    with pytest.raises(DataError, match="1"):
+        local_labels.to_sample(local_labels.rows(data)[0], data)
+
+
+def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> SourceConfig:
+    """A data set of one row about `clip`, packed into `archive` or lying in clips/."""
+    inside = root / subset
+    (inside / "clips").mkdir(parents=True)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}] * 2
+    (inside / "understanding.json").write_text(json.dumps([{"video": "clips/7.mp4", "conversations": messages}]))
+    file = write_video(root / "made.mp4")
+    if archive is None:
+        file.rename(inside / "clips" / clip)
+    else:
+        with tarfile.open(inside / archive, "w:gz") as packed:
+            packed.add(file, f"some/folder/{clip}")
+        file.unlink()
+    return SourceConfig(adapter="cosmos_reason1", path=str(root), subset=subset, split="understanding")
+
+
+@pytest.mark.parametrize(
+    ("subset", "archive", "clip"),
+    [
+        ("robovqa", "clips.tar.gz", "7.mp4"),
+        ("robovqa", "clips/part_1.tar.gz", "7.mp4"),
+        ("robovqa", None, "7.mp4"),
+        ("av", None, "7.camera_front.mp4"),
+    ],
+)
+def test_cosmos_clips_are_found_in_archives_and_folders(tmp_path, monkeypatch, subset, archive, clip):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    data = cosmos_folder(tmp_path / "set", subset, archive, clip)
+    [row] = find_adapter("cosmos_reason1").rows(data)
+    sample = cosmos_reason1.to_sample(row, data)
+    first, _, third, _ = sample.messages
+    assert Path(first["content"][0]["video"]).is_file()
+    assert first["content"][1] == {"type": "text", "text": "q"}
+    assert third["content"] == "q"  # the video is shown once
+
+
+def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    data = cosmos_folder(tmp_path / "set", "robovqa", None, "8.mp4")
+    with pytest.raises(DataError, match=r"7\.mp4"):
+        cosmos_reason1.to_sample({"video": "clips/7.mp4", "conversations": []}, data)
+
+
+def test_an_archive_cannot_write_outside_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
+    with tarfile.open(tmp_path / "set/robovqa/clips.tar.gz", "w:gz") as packed:
+        member = tarfile.TarInfo("../../../escaped.mp4")
+        member.size = 1
+        packed.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(DataError, match=r"clips\.tar\.gz"):
+        cosmos_reason1.find_clip("7.mp4", data)
+    assert not list(tmp_path.rglob("escaped.mp4"))
+
+
+OWN = """
+from dsreason.data.types import Sample
+
+def to_sample(row, data):
+    messages = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+    return Sample(id=str(row["n"]), messages=messages, answer=row["a"])
+"""
+
+
+def test_an_own_adapter_is_found_by_path(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text('{"n": 1, "q": "why", "a": "so"}\n')
+    config: dict[str, Any] = {"adapter": str(tmp_path / "mine.py"), "path": str(tmp_path / "rows.jsonl")}
+    from dsreason.config.schema import DataConfig
+
+    training, held_out = open_datasets(DataConfig(**config))
+    assert training[0].answer == "so"
+    assert len(held_out) == 0
+
+
+def test_an_unknown_adapter_names_the_nearest():
+    with pytest.raises(ConfigError, match='did you mean "llava"'):
+        find_adapter("lava")
