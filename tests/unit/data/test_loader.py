@@ -1,0 +1,160 @@
+"""Steps of micro-batches: each row once over the ranks, alike on all of them, and the same however they are made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.loader import StepBatches, StepLoader, assign
+from dsreason.data.micro_batches import media_kinds
+from dsreason.data.sources import open_datasets
+from dsreason.errors import DataError
+from dsreason.train.preflight import build_encoder, step_order
+from tests.integration.rows import write_mixed_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_rows(tmp_path_factory.mktemp("rows"), 16)
+
+
+def config(rows: Path, model: Path, **train: Any) -> SFTConfig:
+    data = train.pop("data", {})
+    sections = {"model": {"path": str(model), **train.pop("limits", {})}, "train": {"global_batch_size": 8, **train}}
+    return SFTConfig.model_validate(
+        {**sections, "data": {"adapter": "jsonl", "path": str(rows), "workers": 0, "vision": {"fps": 4.0}, **data}}
+    )
+
+
+def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
+    """One `exchange` a rank, for ranks that are threads."""
+    barrier, values = threading.Barrier(world_size, timeout=60), [None] * world_size
+
+    def exchange(rank: int, value: Any) -> list[Any]:
+        values[rank] = value
+        barrier.wait()
+        found = list(values)
+        barrier.wait()
+        return found
+
+    return [lambda value, rank=rank: exchange(rank, value) for rank in range(world_size)]
+
+
+def all_steps(config: SFTConfig, world_size: int = 1, start_step: int = 0) -> list[list[StepBatches]]:
+    """By rank, then step."""
+    training, _ = open_datasets(config.data)
+    encoder, order = build_encoder(config, Path(config.model.path)), step_order(training, config)
+
+    def one_rank(rank: int, exchange: Callable[[Any], list[Any]]) -> list[StepBatches]:
+        place = {"exchange": exchange, "rank": rank, "world_size": world_size, "start_step": start_step}
+        return list(StepLoader(training, encoder, order, config, **place))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one_rank, range(world_size), gathering(world_size)))
+
+
+def sample_ids(step: StepBatches) -> list[str]:
+    return [name for batch in step.micro_batches for name in batch.ids if name]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 2}, {"max_tokens_per_micro_batch": 200}])
+def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size, cut):
+    ranks = all_steps(config(rows, tiny_qwen2_5_vl, **cut), world_size)
+    for steps in zip(*ranks, strict=True):
+        assert len({name for step in steps for name in sample_ids(step)}) == 8
+        assert sum(len(sample_ids(step)) for step in steps) == 8
+        for batches in zip(*(step.micro_batches for step in steps), strict=True):
+            assert len({tuple(media_kinds(batch)) for batch in batches}) == 1
+            assert media_kinds(batches[0]) != []  # the vision tower always runs
+        trained = sum(int(batch.loss_mask[:, 1:].sum()) for step in steps for batch in step.micro_batches)
+        assert {step.num_tokens for step in steps} == {trained}
+        assert {step.num_samples for step in steps} == {8}
+
+
+def test_token_budget_bounds_padded_tokens_without_the_dummies(rows, tiny_qwen2_5_vl):
+    [steps] = all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=200))
+    batches = [batch for step in steps for batch in step.micro_batches]
+    assert max(len(batch.ids) for batch in batches) > 1
+    assert all(batch.input_ids.numel() <= 200 + 3 * len(batch.ids) for batch in batches)
+
+
+def test_a_sample_beyond_the_budget_is_named_with_both_numbers(rows, tiny_qwen2_5_vl):
+    with pytest.raises(DataError, match=r"sample '\d+' has \d+ tokens.*\(20\)"):
+        all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=20))
+
+
+def same(a: StepBatches, b: StepBatches) -> bool:
+    pairs = list(zip(a.micro_batches, b.micro_batches, strict=True))
+    return all(
+        x.ids == y.ids
+        and torch.equal(x.input_ids, y.input_ids)
+        and all(torch.equal(x.mm_kwargs[key], y.mm_kwargs[key]) for key in x.mm_kwargs)
+        for x, y in pairs
+    )
+
+
+def test_workers_do_not_change_the_batches(rows, tiny_qwen2_5_vl):
+    [alone] = all_steps(config(rows, tiny_qwen2_5_vl))
+    [helped] = all_steps(config(rows, tiny_qwen2_5_vl, data={"workers": 2, "prefetch": 3}))
+    assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
+
+
+def test_starting_at_a_step_gives_the_rest_of_the_steps(rows, tiny_qwen2_5_vl):
+    settings = config(rows, tiny_qwen2_5_vl, epochs=2)
+    [whole], [rest] = all_steps(settings), all_steps(settings, start_step=3)
+    assert [step.step for step in rest] == [3]
+    assert same(rest[0], whole[3])
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    """Eight rows, the fourth (an image row) without its file's content."""
+    path = write_mixed_rows(tmp_path)
+    next(tmp_path.glob("3_*.png")).write_bytes(b"no image")
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_row_stops_with_file_row_and_medium(spoiled, tiny_qwen2_5_vl, workers):
+    with pytest.raises(DataError, match=r"rows\.jsonl.*4.*3_\d\.png"):
+        all_steps(config(spoiled, tiny_qwen2_5_vl, data={"workers": workers}))
+
+
+def test_a_bad_row_is_left_out_and_told_where_asked(spoiled, tiny_qwen2_5_vl):
+    [[step]] = all_steps(config(spoiled, tiny_qwen2_5_vl, data={"on_bad_row": "skip"}))
+    assert sorted(sample_ids(step)) == ["0", "1", "2", "4", "5", "6", "7"]
+    assert step.num_samples == 7
+    assert len(step.skipped) == 1
+    assert "3_" in step.skipped[0]
+
+
+@pytest.mark.parametrize("on_too_long", ["error", "skip"])
+def test_too_long_samples_follow_their_own_setting(rows, tiny_qwen2_5_vl, on_too_long):
+    settings = config(rows, tiny_qwen2_5_vl, limits={"max_length": 45, "on_too_long": on_too_long})
+    if on_too_long == "error":
+        with pytest.raises(DataError, match="45"):
+            all_steps(settings)
+    else:
+        [steps] = all_steps(settings)
+        assert sum(len(step.skipped) for step in steps) > 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "same_count", "expected"),
+    [
+        ([8, 7, 6, 5, 4], 2, False, [[0, 3, 4], [1, 2]]),
+        ([9, 1, 1, 1, 1], 2, False, [[0], [1, 2, 3, 4]]),
+        ([9, 1, 1, 1], 2, True, [[0, 3], [1, 2]]),
+        ([3], 3, True, [[0], [], []]),
+    ],
+)
+def test_lengths_are_balanced_over_ranks(lengths, ranks, same_count, expected):
+    assert assign(lengths, ranks, same_count=same_count) == expected

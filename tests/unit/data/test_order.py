@@ -1,0 +1,50 @@
+"""Which rows each step sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dsreason.data.order import StepOrder
+from dsreason.errors import DataError
+
+
+def test_rows_follow_each_other_through_the_epochs():
+    order = StepOrder([(20, 1.0)], batch_size=2, epochs=2, shuffle=False)
+    assert order.num_steps == 20
+    assert order.indices(3) == [6, 7]
+    assert order.indices(12) == [4, 5]
+
+
+def test_a_batch_may_span_two_epochs():
+    order = StepOrder([(5, 1.0)], batch_size=3, epochs=2, shuffle=False)
+    assert order.num_steps == 3
+    assert [order.indices(step) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
+    first, again, other = (StepOrder([(50, 1.0)], batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
+    assert sorted(first.indices(0)) == sorted(first.indices(1)) == list(range(50))
+    assert first.indices(0) != first.indices(1)
+    assert first.indices(1) == again.indices(1)
+    assert first.indices(0) != other.indices(0)
+
+
+def test_weights_say_how_often_an_epoch_sees_a_row():
+    order = StepOrder([(10, 1.0), (10, 2.5), (10, 0.5)], batch_size=40)
+    counts = Counter(order.indices(0))
+    assert order.rows_per_epoch == 40
+    assert all(counts[row] == 1 for row in range(10))
+    assert sorted(counts[row] for row in range(10, 20)) == [2] * 5 + [3] * 5
+    assert sorted(counts[row] for row in range(20, 30)) == [0] * 5 + [1] * 5
+
+
+def test_max_steps_stops_earlier_but_adds_nothing():
+    assert StepOrder([(20, 1.0)], batch_size=2, max_steps=3).num_steps == 3
+    assert StepOrder([(20, 1.0)], batch_size=2, max_steps=99).num_steps == 10
+
+
+def test_fewer_rows_than_a_batch_are_refused_with_both_numbers():
+    with pytest.raises(DataError, match=r"3 rows.*4"):
+        StepOrder([(3, 1.0)], batch_size=4, epochs=10)

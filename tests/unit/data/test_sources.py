@@ -1,0 +1,129 @@
+"""From configuration to finished samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.sources import open_datasets
+from dsreason.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten rows about one image."""
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    write(tmp_path, [row(i) for i in range(10)])
+    return tmp_path
+
+
+def row(number: int, **changes: Any) -> dict[str, Any]:
+    return {"id": str(number), "image": "a.png", "question": "q", "answer": "a", **changes}
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(folder: Path, **keys: Any) -> DataConfig:
+    return DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl"), **keys)
+
+
+def ids(dataset: Any) -> list[str]:
+    return [dataset[i].id for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize(("validation", "count"), [(0.2, 2), (3, 3), (0.01, 1), (0, 0)])
+def test_held_out_rows_are_none_of_the_training_rows_and_always_the_same(folder, validation, count):
+    training, held_out = open_datasets(config(folder, validation=validation))
+    assert len(held_out) == count
+    assert sorted(ids(training) + ids(held_out)) == [str(i) for i in range(10)]
+    assert ids(open_datasets(config(folder, validation=validation))[1]) == ids(held_out)
+
+
+def test_holding_out_everything_is_refused(folder):
+    with pytest.raises(DataError, match="10"):
+        open_datasets(config(folder, validation=10))
+
+
+@pytest.mark.parametrize(("split", "expected"), [("train[:3]", ["0", "1", "2"]), ("train[80%:]", ["8", "9"])])
+def test_split_ranges_choose_rows(folder, split, expected):
+    assert ids(open_datasets(config(folder, split=split))[0]) == expected
+
+
+def test_several_sources_follow_each_other_with_their_weights(folder):
+    one = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
+    training, _ = open_datasets(DataConfig(sources=[{**one, "limit": 2}, {**one, "limit": 1, "weight": 3.0}]))
+    assert ids(training) == ["0", "1", "0"]
+    assert training.weighted_lengths == [(2, 1.0), (1, 3.0)]
+
+
+def test_system_prompt_is_for_samples_without_one(folder):
+    write(folder, [row(0), row(1, system="own")])
+    training, _ = open_datasets(config(folder, system_prompt="general"))
+    assert [training[i].messages[0]["content"] for i in range(2)] == ["general", "own"]
+
+
+def test_media_parts_get_absolute_paths_and_settings_of_their_kind(folder):
+    training, _ = open_datasets(config(folder, vision={"fps": 1, "max_pixels": 5000}))
+    part = training[0].messages[0]["content"][0]
+    assert part == {"type": "image", "image": str(folder / "a.png"), "max_pixels": 5000}
+
+
+OWN = """
+from dsreason.data.types import Sample
+def to_sample(row):
+    part = {"type": "video", "video": row["image"], **row["settings"]}
+    return Sample(row["id"], [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}])
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "expected"),
+    [
+        ({"nframes": 4}, {"fps": 1, "max_pixels": 9}, {"nframes": 4, "max_pixels": 9}),
+        ({"fps": 3}, {"nframes": 8}, {"fps": 3}),
+        ({"max_pixels": 5}, {"fps": 1, "max_pixels": 9}, {"fps": 1.0, "max_pixels": 5}),
+    ],
+)
+def test_a_parts_own_settings_win(folder, own, general, expected):
+    (folder / "own.py").write_text(OWN)
+    write(folder, [row(0, settings=own)])
+    data = DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl"), vision=general)
+    part = open_datasets(data)[0][0].messages[0]["content"][0]
+    assert {key: value for key, value in part.items() if key not in ("type", "video")} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image": "gone.png"}, r"rows\.jsonl.*2.*gone\.png"),
+        ({"image": "../../etc/passwd"}, "leads out"),
+        ({"image": "https://host/a.png"}, "local files"),
+        ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
+        ({"answer": 3}, "answer"),
+    ],
+)
+def test_a_bad_row_is_named(folder, changes, words):
+    write(folder, [row(0), row(1, **changes)])
+    training, _ = open_datasets(config(folder))
+    assert training[0].id == "0"
+    with pytest.raises(DataError, match=words):
+        training[1]
+
+
+def test_a_missing_field_names_row_and_field(folder):
+    write(folder, [{"id": "0", "answer": "a"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl.*'question'"):
+        open_datasets(config(folder))[0][0]
+
+
+def test_no_rows_are_refused(folder):
+    write(folder, [])
+    with pytest.raises(DataError, match="empty"):
+        open_datasets(config(folder))
