@@ -3,8 +3,8 @@
     python benchmarks/loss_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 1024] [--device cpu|cuda]
 
 Each side runs in a fresh process that holds the same inputs and reports what forward and backward added at their peak:
-resident memory on a CPU (high-water mark, reset before the measured part), `max_memory_allocated` on CUDA. The gradients
-of the hidden states and of the output embedding count on both sides.
+resident memory on a CPU (high-water mark, reset before the measured part), `max_memory_allocated` on CUDA. The
+gradients of the hidden states and of the output embedding count on both sides.
 """
 
 from __future__ import annotations

@@ -150,7 +150,6 @@ class BarProgress:
         )
         self.bar = bars.Progress(*columns, console=Console(file=stream))
         self.steps = self.bar.add_task("step", total=rate.total_steps, completed=rate.step, facts="")
-        self.bar.start()
 
     def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
@@ -169,6 +168,7 @@ class BarProgress:
         self.bar.stop()
 
     def __enter__(self) -> Self:
+        self.bar.start()
         return self
 
     def __exit__(self, *exc: object) -> None:

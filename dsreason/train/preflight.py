@@ -18,6 +18,7 @@ from dsreason.errors import DataError
 from dsreason.models.families import family_of
 from dsreason.models.freeze import match_patterns
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
+from dsreason.runtime.metrics import check_wandb
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def check_sft(config: SFTConfig) -> None:
     Raises:
         DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
     """
+    check_wandb(config.monitor)
     model_path = find_model(config)
     match_patterns(parameter_names(model_path), config.model.freeze)
     encoder = build_encoder(config, model_path)

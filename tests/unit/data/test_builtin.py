@@ -186,7 +186,7 @@ def test_a_shape_on_the_ground_leaves_no_gap_below_it(answer: str) -> None:
 def test_balls_that_collide_come_closer_without_touching(answer: str) -> None:
     frames = scenes.two_balls(np.random.default_rng(0), answer)
     gaps = [np.diff(np.flatnonzero(frame.any(axis=(0, 2)))).max() for frame in frames]
-    assert (gaps[-1] - gaps[0]) * (1 if answer == "no" else -1) == scenes.SHORT_TRAVEL
+    assert (gaps[-1] - gaps[0]) * (1 if answer == "no" else -1) == scenes.APPROACH
     assert min(gaps) > 1
 
 
