@@ -110,6 +110,7 @@ def write_weights(
         total += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
         write_safetensors(shard, output / f"shard_{number}")
+        shard.clear()  # or it would live on while the next one fills
     if len(shards) == 1:
         (output / "shard_1").rename(output / "model.safetensors")
         return
@@ -179,7 +180,8 @@ def export_engine(
     tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
     error: CheckpointError | None = None
     try:
-        check_target(source, output) if world.is_main else None
+        if world.is_main:
+            check_target(source, output)
     except CheckpointError as caught:
         error = caught
     agree(error)
