@@ -14,7 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 900) -> list[Any]:
     """Call `fn(*args)` in `world_size` fresh processes and return their results by rank.
 
     `fn` must be importable (module level) and joins the job itself with `init_world`. An `AssertionError` with the
