@@ -73,14 +73,21 @@ def probe_image(path: str | Path) -> tuple[int, int]:
     """(height, width) after EXIF rotation, from the header alone."""
     with _opened_image(local_path(path)) as image:
         width, height = image.size
-        return (width, height) if image.getexif().get(EXIF_ORIENTATION) in (5, 6, 7, 8) else (height, width)
+        return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
 
 
 def load_image(path: str | Path) -> Image.Image:
     """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
     with _opened_image(local_path(path)) as image:
+        rotated = _orientation(image) != 1
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _to_rgb(ImageOps.exif_transpose(image) if rotated else image)
+
+
+def _orientation(image: Image.Image) -> int:
+    """What is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
+    `PngImageFile.getexif` would decode the picture, to look for more behind the pixels."""
+    return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from dsreason.data import media
 from dsreason.data.media import VideoInfo, load_image, load_video, probe_image, probe_video
@@ -33,13 +33,21 @@ def test_exif_rotation_is_applied_to_size_and_pixels(tmp_path):
     assert shown.getpixel((10, 5))[0] > 200 and shown.getpixel((10, 35))[2] > 200
 
 
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_probe_and_load_agree_for_every_exif_orientation(tmp_path, orientation):
+def test_probe_and_load_agree_for_every_exif_orientation(tmp_path, orientation, name):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
-    height, width = probe_image(tmp_path / "a.jpg")
-    assert load_image(tmp_path / "a.jpg").size == (width, height)
+    Image.new("RGB", (40, 20)).save(tmp_path / name, exif=exif)
+    assert probe_image(tmp_path / name) == ((40, 20) if orientation >= 5 else (20, 40))
+    assert load_image(tmp_path / name).size == ((20, 40) if orientation >= 5 else (40, 20))
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_probing_an_image_decodes_nothing(tmp_path, name, monkeypatch):
+    Image.new("RGB", (40, 20)).save(tmp_path / name)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    assert probe_image(tmp_path / name) == (20, 40)
 
 
 def test_transparency_is_laid_over_white(tmp_path):
