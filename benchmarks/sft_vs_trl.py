@@ -30,8 +30,11 @@ GOAL = 1.3
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
 
 
-def write_rows(folder: Path, count: int) -> Path:
-    """Image rows of unequal length: one picture of 56 to 168 pixels a side, and a question of one to four sentences."""
+def write_rows(folder: Path, count: int, lengths: str) -> Path:
+    """Image rows: one picture of 56 to 168 pixels a side, and a question of a number of sentences.
+
+    `even`: one to four of them. `spread`: log-normal, as instruction data are: mostly short, some 10 times as long.
+    """
     random = np.random.default_rng(0)
     rows = []
     for i in range(count):
@@ -40,7 +43,8 @@ def write_rows(folder: Path, count: int) -> Path:
         pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
         pixels[10:40, 10:40] = COLOURS[name]
         Image.fromarray(pixels).save(folder / f"{i}.png")
-        question = " ".join(["What is the colour of the square?"] * int(random.integers(1, 5)))
+        sentences = random.integers(1, 5) if lengths == "even" else np.ceil(random.lognormal(1.0, 0.9)).clip(1, 40)
+        question = " ".join(["What is the colour of the square?"] * int(sentences))
         rows.append({"id": str(i), "image": f"{i}.png", "question": question, "answer": f"The square is {name}."})
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -234,6 +238,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--ds-config", default="zero2.json")
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--lengths", choices=("spread", "even"), default="spread", help="of the rows' questions")
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
@@ -258,9 +263,11 @@ def main() -> None:
         folder = Path(scratch)
         sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
         model = build_tiny(arguments.family, folder / "model", **sizes)
-        rows = write_rows(folder, arguments.rows)
+        rows = write_rows(folder, arguments.rows, arguments.lengths)
         tokens = tokens_per_row(model, rows) * arguments.global_batch
-        print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads; {tokens:.0f} tokens a step")
+        print(
+            f"{platform.machine()}, {arguments.threads} threads; {tokens:.0f} tokens a step, {arguments.lengths} lengths"
+        )
         print(f"TRL on video rows: {describe_video_trial(model, folder, arguments)}", flush=True)
         sides = {"TRL": partial(run_trl, model, rows), "dsreason": partial(run_dsreason, model, rows)}
         speeds: dict[str, list[float]] = {name: [] for name in sides}

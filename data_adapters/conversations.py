@@ -4,7 +4,8 @@
         {"role": "user", "content": [{"type": "video", "video": "clips/7.mp4"}, {"type": "text", "text": "Which way?"}]},
         {"role": "assistant", "content": "left"}]}
 
-Media are paths, relative ones below `data.media_path`.
+Media are paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part may also leave its
+medium out, `{"type": "image"}`: it is then the next one of the row's column `image` or `images` (`video`, `videos`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from dsreason.errors import DataError
 
 def to_sample(row: dict[str, Any]) -> Sample:
     column = "conversations" if "conversations" in row else "messages"
-    messages = [tidy(message) for message in parse(row[column], column)]
+    waiting = {kind: in_columns(row, kind) for kind in ("image", "video")}
+    messages = [fill(tidy(message), waiting) for message in parse(row[column], column)]
+    for kind, left in waiting.items():
+        shown = sum(is_medium(part, kind) for message in messages for part in parts_of(message))
+        if left and (shown == 0 or len(left) < len(in_columns(row, kind))):
+            raise DataError(
+                f"field {column!r}: {len(left)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
+            )
     answers = [text_of(message["content"]) for message in messages if message.get("role") == "assistant"]
     return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or (answers[-1] if answers else None))
 
@@ -41,6 +49,36 @@ def tidy(message: Message) -> Message:
         return message
     parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
     return {**message, "content": parts}
+
+
+def in_columns(row: dict[str, Any], kind: str) -> list[Any]:
+    given = [row.get(kind), row.get(f"{kind}s")]
+    return [medium for one in given if one for medium in (one if isinstance(one, list) else [one])]
+
+
+def parts_of(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def is_medium(part: Any, kind: str) -> bool:
+    return isinstance(part, dict) and part.get("type") == kind
+
+
+def fill(message: Message, waiting: dict[str, list[Any]]) -> Message:
+    """With the media of the row's columns in the parts that name none."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [fill_part(part, waiting) for part in message["content"]]}
+
+
+def fill_part(part: Any, waiting: dict[str, list[Any]]) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in waiting or kind in part:
+        return part
+    if not waiting[kind]:
+        raise DataError(f"a part of type {kind!r} names no {kind}, and the row's columns have no further one")
+    return {**part, kind: waiting[kind].pop(0)}
 
 
 def text_of(content: Any) -> str:

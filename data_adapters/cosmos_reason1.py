@@ -4,8 +4,8 @@
                                                   {"role": "assistant", "content": "<think>…</think> It grasps the cup."}]}
 
 `data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset` or a folder, `data.subset` robovqa, av, agibot, bridgev2 or holoassist,
-`data.split` understanding or reasoning. Clips come from `<subset>/clips.tar.gz`, `<subset>/clips/*.tar.gz`, or unpacked
-below `<subset>/` (or `data.media_path`), and are matched by file name; in `av` by its first part, up to the first dot.
+`data.split` understanding or reasoning. Clips lie below `<subset>/` and `data.media_path`, in folders or in archives
+(.tar.gz, .tgz, .tar, .zip), and are matched by file name; in `av` by its first part, up to the first dot.
 The video is shown in the first user turn only.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.schema import SourceConfig
+from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.archives import unpack
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -54,14 +55,13 @@ def index_clips(path: str, subset: str, revision: str | None, media_path: str) -
     """Clip name → file, of everything that the folder and its archives hold."""
     folder = Path(path).expanduser() if Path(path).expanduser().is_dir() else download(path, subset, revision)
     inside = folder / subset
-    places = [inside, *(unpack(archive) for archive in sorted(inside.rglob("*.tar.gz")))]
-    if media_path:
-        places.append(Path(media_path).expanduser())
+    places = [inside, Path(media_path).expanduser()] if media_path else [inside]
+    files = sorted(file for place in places for file in place.rglob("*"))
+    unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     found: dict[str, Path] = {}
-    for place in places:
-        for file in sorted(place.rglob("*")):
-            if file.suffix.lower() in VIDEO_SUFFIXES:
-                found.setdefault(clip_name(file.name, subset), file.absolute())
+    for file in (*files, *(file for place in unpacked for file in sorted(place.rglob("*")))):
+        if file.suffix.lower() in VIDEO_SUFFIXES:
+            found.setdefault(clip_name(file.name, subset), file.absolute())
     return found
 
 

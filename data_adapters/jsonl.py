@@ -34,7 +34,7 @@ def media_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
     parts = []
     for kind in ("image", "video"):
         given = row.get(kind) or []
-        parts += [{"type": kind, kind: path} for path in ([given] if isinstance(given, str) else given)]
+        parts += [{"type": kind, kind: path} for path in ([given] if isinstance(given, (str, dict)) else given)]
     return parts
 
 

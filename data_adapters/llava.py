@@ -5,8 +5,7 @@
         {"from": "human", "value": "And its colour?"}, {"from": "gpt", "value": "red"}]}
 
 Media keys are `image`, `images`, `video`, `videos` (a path or a list). Each `<image>` or `<video>` tag in a human turn is
-replaced, where it stands, by the next image or video; there must be as many tags as media. Rows without any tag are
-common too: their media come before the first human text, images first.
+replaced, where it stands, by the next image or video; there must be as many tags as media.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ def to_sample(row: dict[str, Any]) -> Sample:
     if not isinstance(turns, list) or not turns:
         raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
     media = {kind: as_list(row, kind) + as_list(row, f"{kind}s") for kind in ("image", "video")}
-    num_tags = {kind: sum(count_tags(turn, kind) for turn in turns) for kind in media}
-    untagged = not any(num_tags.values())
     for kind, paths in media.items():
-        if len(paths) != num_tags[kind] and not untagged:
+        num_tags = sum(count_tags(turn, kind) for turn in turns)
+        if len(paths) != num_tags:
             raise DataError(
-                f"field 'conversations': {num_tags[kind]} <{kind}> tags for {len(paths)} {kind}s; they must be equal"
+                f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; there must be one tag for each, "
+                "where it is to be shown"
             )
     waiting = {kind: list(paths) for kind, paths in media.items()}
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
-    if untagged and any(media.values()):
-        put_before_first_question(messages, media)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     meta = {"kind": row["kind"]} if "kind" in row else {}
     return Sample(str(row.get("id", "")), messages, answer=answers[-1] if answers else None, meta=meta)
 
 
-def as_list(row: dict[str, Any], key: str) -> list[str]:
+def as_list(row: dict[str, Any], key: str) -> list[Any]:
+    """Paths, or {"bytes", "path"} of a Hugging Face image column."""
     given = row.get(key)
-    return [given] if isinstance(given, str) else list(given or [])
+    return list(given or []) if not isinstance(given, (str, dict)) else [given]
 
 
 def count_tags(turn: dict[str, Any], kind: str) -> int:
@@ -71,11 +69,3 @@ def split_at_tags(text: str, waiting: dict[str, list[str]]) -> list[dict[str, An
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
-
-
-def put_before_first_question(messages: list[Message], media: dict[str, list[str]]) -> None:
-    first = next((message for message in messages if message["role"] == "user"), None)
-    if first is None:
-        raise DataError("field 'conversations': no human turn to show the media in")
-    shown = [{"type": kind, kind: path} for kind, paths in media.items() for path in paths]
-    first["content"] = [*shown, {"type": "text", "text": first["content"]}]

@@ -104,6 +104,7 @@ def run_job(
     check_output_dir(output_dir, config, job.resume)
     for note in check_world(config, ranks):
         typer.echo(f"note: {note}", err=True)
+    typer.echo("checking data and model …", err=True)
     check(config)
     if job.dry_run:
         _print_config(config, deepspeed)

@@ -77,7 +77,7 @@ class Encoder:
         """
         planned = self._plan_media(sample, sample.messages)
         ids, mask = self._expand(sample, render_training(self.processor, sample), planned)
-        self._check_length(sample, ids)
+        self.check_length(sample, len(ids))
         return self._finish(sample, ids, mask, planned, self._load(sample, planned))
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
@@ -86,7 +86,7 @@ class Encoder:
         planned = self._plan_media(sample, messages)
         segments = render_prompt(self.processor, replace(sample, messages=messages))
         ids, mask = self._expand(sample, segments, planned)
-        self._check_length(sample, ids)
+        self.check_length(sample, len(ids))
         loaded = self._load(sample, planned)
         prompt_ids = [token for segment in segments for token in segment.ids]
         return EncodedPrompt(sample, self._finish(sample, ids, mask, planned, loaded), prompt_ids, loaded)
@@ -214,11 +214,12 @@ class Encoder:
         video_id = self.processor.video_token_id
         return [token for short in ids for token in ([short] * (per_group if short == video_id else 1))]
 
-    def _check_length(self, sample: Sample, ids: list[int]) -> None:
-        if len(ids) > self.max_length:
+    def check_length(self, sample: Sample, length: int) -> None:
+        """SampleTooLong when `length` tokens are more than `max_length`."""
+        if length > self.max_length:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {len(ids)} tokens, more than model.max_length ({self.max_length}); "
-                'raise it, use fewer frames or pixels, or leave such samples out with data.on_bad_row = "skip"'
+                f"sample {sample.id!r} has {length} tokens, more than model.max_length ({self.max_length}); "
+                'raise it, use fewer frames or pixels, or leave such samples out with model.on_too_long = "skip"'
             )
 
     # ------------------------------------------------------------ tensors

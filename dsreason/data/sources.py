@@ -11,6 +11,7 @@ import numpy as np
 
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter
+from dsreason.data.archives import embedded_file
 from dsreason.data.rows import Rows
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -190,7 +191,11 @@ def check_text(text: Any) -> None:
 
 
 def find_media(given: Any, kind: str, media_root: Path) -> Path:
-    """The file of a media part: absolute, or below `media_root`."""
+    """The file of a media part: absolute, below `media_root`, or what a Hugging Face data set holds itself."""
+    if isinstance(given, dict) and given.get("bytes"):
+        return embedded_file(given["bytes"], Path(given.get("path") or "").suffix)
+    if isinstance(given, dict):
+        given = given.get("path")
     if not isinstance(given, str) or not given:
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
     if "://" in given and not given.startswith("file://"):

@@ -20,6 +20,7 @@ class Progress(Protocol):
 
     def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None: ...
     def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Advance]: ...
+    def say(self, text: str) -> None: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -47,6 +48,7 @@ class NoProgress:
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
         yield lambda count: None
 
+    def say(self, text: str) -> None: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self:
         return self
@@ -126,6 +128,9 @@ class LineProgress:
             self.next_line = self.clock() + self.interval_s
         return due
 
+    def say(self, text: str) -> None:
+        self.line(text)
+
     def line(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
@@ -163,6 +168,9 @@ class BarProgress:
                 yield lambda count: self.bar.advance(task, count)
         finally:
             self.bar.remove_task(task)
+
+    def say(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         self.bar.stop()

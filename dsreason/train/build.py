@@ -175,6 +175,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
 
 def build_policy_engine(config: SFTConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
     """The model in its partitions, frozen where asked, with its optimizer."""
+    log.info("loading %s", model_path)
     model = load_model(
         model_path,
         dtype=DTYPES[config.train.precision],

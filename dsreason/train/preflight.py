@@ -86,9 +86,8 @@ def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name
             log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
         try:
-            length = encoder.measure(dataset[index])
-            if length > config.model.max_length:
-                raise SampleTooLong(f"{length} tokens, model.max_length is {config.model.max_length}")
+            sample = dataset[index]
+            encoder.check_length(sample, encoder.measure(sample))
         except DataError as error:
             policy = config.model.on_too_long if isinstance(error, SampleTooLong) else config.data.on_bad_row
             text = f"{dataset.location(index)}: {error}"

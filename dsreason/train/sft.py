@@ -44,6 +44,7 @@ def train(sft: SFTRun) -> None:
         improved = run_validation(sft) if last or is_due(step, config.validation.every) else False
         if last or improved or is_due(step, config.checkpoint.every):
             save(sft, last=last)
+    sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
@@ -132,6 +133,7 @@ def run_validation(sft: SFTRun) -> bool:
         progress=sft.progress,
     )
     sft.metrics.scalars(step, result.metrics)
+    sft.progress.say(result.summary(step))
     result.write(sft.output_dir, step, sft.metrics, sft.world)
     value, best = result.metrics[config.checkpoint.best_metric], sft.state.best_metric
     better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)

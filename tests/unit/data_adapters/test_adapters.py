@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+from PIL import Image
 
 from data_adapters import conversations, cosmos_reason1, jsonl, llava, local_labels
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
+from dsreason.data.media import load_image
 from dsreason.data.sources import open_datasets
 from dsreason.errors import ConfigError, DataError
 from tests.unit.data.videos import write_video
@@ -77,15 +82,11 @@ def test_llava_keeps_every_turn_and_media_of_later_turns():
     assert sample.answer == "a3"
 
 
-def test_llava_row_without_tags_shows_its_media_before_the_first_question():
-    sample = llava.to_sample({"image": "a", "video": "v", "conversations": turns("q", "a")})
-    assert sample.messages[0]["content"] == parts("image:a", "video:v", "q")
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         ({"image": "a", "conversations": turns("<image><image>q", "a")}, "2 <image> tags for 1 images"),
+        ({"video": "v", "conversations": turns("q", "a")}, "0 <video> tags for 1 videos"),
         ({"image": "a", "conversations": turns("<video>q", "a")}, "0 <image> tags for 1 images"),
         ({"conversations": [{"from": "robot", "value": "q"}]}, "'robot'"),
         ({"conversations": []}, "conversations"),
@@ -103,6 +104,43 @@ def test_conversations_are_read_as_list_or_json(as_text):
     sample = conversations.to_sample({"conversations": json.dumps(messages) if as_text else messages})
     assert sample.messages[0]["content"] == parts("video:v.mp4", "q")
     assert sample.answer == "a"
+
+
+MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}, {"type": "image"}]},
+    {"role": "assistant", "content": "a"},
+]
+
+
+def test_parts_without_a_medium_show_those_of_the_columns():
+    sample = conversations.to_sample({"messages": MESSAGES, "images": ["1.png", "2.png"]})
+    assert sample.messages[0]["content"] == parts("image:1.png", "q", "image:2.png")
+
+
+@pytest.mark.parametrize("images", [[], ["1.png"], ["1.png", "2.png", "3.png"]])
+def test_as_many_parts_as_media_in_the_columns(images):
+    with pytest.raises(DataError, match="image"):
+        conversations.to_sample({"messages": MESSAGES, "images": images})
+
+
+def test_media_that_no_part_shows_are_an_error():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(DataError, match="2 of the row's images are not shown"):
+        conversations.to_sample({"messages": messages, "images": ["1.png", "2.png"]})
+
+
+@pytest.mark.parametrize("adapter", ["conversations", "jsonl"])
+def test_images_inside_a_table_are_read(tmp_path, monkeypatch, adapter):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    pictures = [Image.new("RGB", (40 + i, 30), (i, 0, 0)) for i in range(2)]
+    row = {"id": "1", "question": "q", "answer": "a", "conversations": json.dumps(MESSAGES)}
+    column = "images" if adapter == "conversations" else "image"
+    features = datasets.Features(dict.fromkeys(row, datasets.Value("string")) | {column: [datasets.Image()]})
+    table = datasets.Dataset.from_list([row | {column: pictures}] * 2, features=features)
+    table.to_parquet(tmp_path / "train.parquet")
+    samples, _ = open_datasets(DataConfig(adapter=adapter, path=str(tmp_path / "train.parquet")))
+    shown = [part["image"] for part in samples[1].messages[0]["content"] if part["type"] == "image"]
+    assert [np.asarray(load_image(path)).tolist() for path in shown] == [np.asarray(one).tolist() for one in pictures]
 
 
 def test_local_labels_match_a_video_with_its_label_by_id(tmp_path):
@@ -145,8 +183,13 @@ def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> So
     if archive is None:
         file.rename(inside / "clips" / clip)
     else:
-        with tarfile.open(inside / archive, "w:gz") as packed:
-            packed.add(file, f"some/folder/{clip}")
+        (inside / archive).parent.mkdir(exist_ok=True)
+        if archive.endswith(".zip"):
+            with zipfile.ZipFile(inside / archive, "w") as zipped:
+                zipped.write(file, f"some/folder/{clip}")
+        else:
+            with tarfile.open(inside / archive, "w:gz" if archive.endswith("gz") else "w") as packed:
+                packed.add(file, f"some/folder/{clip}")
         file.unlink()
     return SourceConfig(adapter="cosmos_reason1", path=str(root), subset=subset, split="understanding")
 
@@ -156,6 +199,8 @@ def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> So
     [
         ("robovqa", "clips.tar.gz", "7.mp4"),
         ("robovqa", "clips/part_1.tar.gz", "7.mp4"),
+        ("robovqa", "part_1.tar", "7.mp4"),
+        ("robovqa", "clips.zip", "7.mp4"),
         ("robovqa", None, "7.mp4"),
         ("av", None, "7.camera_front.mp4"),
     ],
@@ -203,8 +248,6 @@ def test_an_own_adapter_is_found_by_path(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "rows.jsonl").write_text('{"n": 1, "q": "why", "a": "so"}\n')
     config: dict[str, Any] = {"adapter": str(tmp_path / "mine.py"), "path": str(tmp_path / "rows.jsonl")}
-    from dsreason.config.schema import DataConfig
-
     training, held_out = open_datasets(DataConfig(**config))
     assert training[0].answer == "so"
     assert len(held_out) == 0

@@ -88,6 +88,13 @@ def test_accuracies_overall_by_modality_and_by_kind() -> None:
     }
 
 
+def test_the_summary_is_one_line_for_a_person() -> None:
+    answers = [answer(0, True, "video"), answer(1, False), answer(2, True)]
+    result = ValidationResult({"val/loss": 0.25} | accuracies(answers), answers, {})
+    assert result.summary(60) == "validation at step 60: loss 0.2500, accuracy 66.7 % (text 50.0 %, video 100.0 %)"
+    assert ValidationResult({"val/loss": 0.25}, [], {}).summary(0) == "validation at step 0: loss 0.2500"
+
+
 def test_no_answers_give_no_accuracy() -> None:
     assert accuracies([]) == {}
 
