@@ -3,21 +3,26 @@
     {"video": "clips/0123.mp4", "conversations": [{"role": "user", "content": "What does the robot do next?"},
                                                   {"role": "assistant", "content": "<think>…</think> It grasps the cup."}]}
 
-`data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset` or a folder, `data.subset` robovqa, av, agibot, bridgev2 or holoassist,
-`data.split` understanding or reasoning. Clips lie below `<subset>/` and `data.media_path`, in folders or in archives
-(.tar.gz, .tgz, .tar, .zip), and are matched by file name; in `av` by its first part, up to the first dot.
+`data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset`, a folder of the same layout, or an annotation file; `data.subset` is
+robovqa, av, agibot, bridgev2 or holoassist, `data.split` understanding or reasoning. Clips lie below `<subset>/` and
+`data.media_path`, in folders or in archives (.tar.gz, .tgz, .tar, .zip). A clip is the file at the row's path there, else the
+only one of that name; in `av` the name's first part counts, up to the first dot.
 The video is shown in the first user turn only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data_adapters.conversations import parse, text_of
 from dsreason.config.schema import SourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.archives import unpack
+from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
@@ -25,43 +30,67 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
-    clip = find_clip(row["video"], data)
-    messages: list[Message] = [{"role": turn["role"], "content": turn["content"]} for turn in row["conversations"]]
+    clip = find_clip(text_field(row, "video"), data)
+    messages: list[Message] = [
+        {"role": turn["role"], "content": text_of(turn["content"])}
+        for turn in parse(row["conversations"], "conversations")
+    ]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise DataError("field 'conversations': no user turn to show the video in")
-    first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     return Sample(str(row.get("id", row["video"])), messages, answer=answers[-1] if answers else None)
 
 
 def find_clip(video: str, data: SourceConfig) -> Path:
+    """The file at the row's own path, else the one of that name; in folders first, then in archives."""
     subset = data.subset or ""
-    clips = index_clips(data.path, subset, data.revision, data.media_path)
-    clip = clips.get(clip_name(video, subset))
-    if clip is None:
-        raise DataError(
-            f"field 'video': no clip named {Path(video).name} among the {len(clips)} of {data.path} {subset}"
-        )
-    return clip
+    for clips in index_clips(data.path, subset, data.revision, data.media_path):
+        for folder in clips.folders:
+            if (folder / video).is_file():
+                return (folder / video).absolute()
+        found = clips.by_name.get(clip_name(video, subset), [])
+        if len(found) > 1:
+            raise DataError(
+                f"field 'video': {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
+            )
+        if found:
+            return found[0]
+    raise DataError(f"field 'video': no clip named {Path(video).name} in {data.path} {subset}".rstrip())
 
 
 def clip_name(video: str, subset: str) -> str:
     return Path(video).name.split(".")[0] if subset == "av" else Path(video).name
 
 
+@dataclass(frozen=True)
+class Clips:
+    """The clips below some folders, by name."""
+
+    folders: list[Path]
+    by_name: dict[str, list[Path]]
+
+
 @cache
-def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> dict[str, Path]:
-    """Clip name → file, of everything that the folder and its archives hold."""
-    folder = Path(path).expanduser() if Path(path).expanduser().is_dir() else download(path, subset, revision)
-    inside = folder / subset
-    places = [inside, Path(media_path).expanduser()] if media_path else [inside]
-    files = sorted(file for place in places for file in place.rglob("*"))
+def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
+    """What lies in folders, and what the archives there hold."""
+    given = Path(path).expanduser()
+    folder = given if given.is_dir() else given.parent if given.is_file() else download(path, subset, revision)
+    places = [folder / subset, folder] if subset else [folder]
+    places += [Path(media_path).expanduser()] if media_path else []
+    inside = [place for place in places if place != folder or not subset]  # other subsets have clips of the same name
+    files = sorted({file.absolute() for place in inside for file in place.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
-    found: dict[str, Path] = {}
-    for file in (*files, *(file for place in unpacked for file in sorted(place.rglob("*")))):
+    members = [file for place in unpacked for file in sorted(place.rglob("*"))]
+    return Clips(places, by_name(files, subset)), Clips(unpacked, by_name(members, subset))
+
+
+def by_name(files: Iterable[Path], subset: str) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for file in files:
         if file.suffix.lower() in VIDEO_SUFFIXES:
-            found.setdefault(clip_name(file.name, subset), file.absolute())
+            found.setdefault(clip_name(file.name, subset), []).append(file)
     return found
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsreason.data.rows import text_field
 from dsreason.data.types import Sample
-from dsreason.errors import DataError
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     options = lettered(row.get("options"))
-    question = "\n".join([row["question"], *(f"({letter}) {text}" for letter, text in (options or {}).items())])
-    answer = row["answer"]
-    if not isinstance(answer, str):
-        raise DataError(f"field 'answer' is {answer!r}; it must be a text")
+    question = "\n".join(
+        [text_field(row, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
+    )
+    answer = text_field(row, "answer")
     content = [*media_parts(row), {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     if row.get("system"):

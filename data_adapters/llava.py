@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
@@ -53,7 +54,7 @@ def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]])
     role = ROLES.get(turn.get("from", ""))
     if role is None:
         raise DataError(f"conversations[{number}].from: {turn.get('from')!r} is not one of {', '.join(ROLES)}")
-    text = turn["value"]
+    text = text_field(turn, "value")
     if role != "user" or not TAG.search(text):
         return {"role": role, "content": text}
     return {"role": role, "content": split_at_tags(text, waiting)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.schema import SourceConfig
+from dsreason.data.rows import only_train
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 
@@ -21,6 +22,7 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
     """One row for every id that has a video or a label; what lacks the other is told when the row is read."""
     folder = Path(data.path).expanduser()
+    only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
         if not (folder / name).is_dir():
             raise DataError(

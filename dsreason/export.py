@@ -13,7 +13,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.errors import CheckpointError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.runtime.checkpoint import check_sizes, read_checkpoint
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.shards import checkpoint_tensors
@@ -30,8 +30,11 @@ OnTensor = Callable[[str], None]
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts."""
-    return int(float(text.strip()[:-2]) * UNITS[text.strip()[-2:]])
+    """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts. ConfigError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"max-shard-size ({text}) is not a size; write 500MB or 4GB")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def write_model_folder(
@@ -55,15 +58,21 @@ def write_model_folder(
     Raises:
         CheckpointError: `output` holds something, or `source` is no model folder.
     """
+    max_bytes = parse_size(max_shard_size)
     check_target(source, output)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    copy_small_files(source, partial, dtype)
-    write_weights(tensors, partial, DTYPES[dtype], parse_size(max_shard_size), on_tensor)
-    if output.exists():
-        output.rmdir()
-    partial.rename(output)
+    try:
+        partial.mkdir(parents=True)
+        copy_small_files(source, partial, dtype)
+        write_weights(tensors, partial, DTYPES[dtype], max_bytes, on_tensor)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written ({error}); choose another output folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return output
 
 

@@ -27,7 +27,6 @@ def export(
     from dsreason.export import export_checkpoint
     from dsreason.runtime.checkpoint import find_checkpoint
 
-    if (checkpoint / "checkpoints").is_dir():
-        checkpoint = find_checkpoint(checkpoint / "checkpoints") or checkpoint
-    export_checkpoint(checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)
+    folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
+    export_checkpoint(find_checkpoint(folder) or checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)
     typer.echo(f"exported to {output}", err=True)

@@ -80,14 +80,14 @@ def load_job(job: Job) -> SFTConfig:
 def run_job(
     job: Job,
     *,
-    check: Callable[[SFTConfig], None],
+    check: Callable[[SFTConfig, str | None], None],
     run: Callable[[SFTConfig, Path | None, str | None], None],
     ranks_on_cpu: int = 1,
 ) -> Path | None:
     """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known.
 
     Args:
-        check: looks at data and model before any rank starts.
+        check: looks at data, model and what to resume before any rank starts.
         run: the work of one rank: configuration, output folder (None: the ranks agree on one), what to resume.
     """
     config = load_job(job)
@@ -105,7 +105,7 @@ def run_job(
     for note in check_world(config, ranks):
         typer.echo(f"note: {note}", err=True)
     typer.echo("checking data and model …", err=True)
-    check(config)
+    check(config, job.resume)
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir

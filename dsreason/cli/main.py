@@ -52,3 +52,5 @@ def main() -> None:
         app()
     except DsReasonError as error:
         sys.exit(launch.report(error))
+    except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
+        sys.exit(launch.report_crash(error))

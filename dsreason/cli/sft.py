@@ -38,10 +38,11 @@ def sft(
     run_job(job, check=check, run=run)
 
 
-def check(config: SFTConfig) -> None:
-    from dsreason.train.preflight import check_sft
+def check(config: SFTConfig, resume: str | None) -> None:
+    from dsreason.train.preflight import check_resume, check_sft
 
     check_sft(config)
+    check_resume(config, resume)
 
 
 def run(config: SFTConfig, output_dir: Path | None, resume: str | None) -> None:

@@ -51,7 +51,7 @@ def resolve_deepspeed(
         ConfigError: every contradiction, unknown or removed key at once.
     """
     document = read_deepspeed(name)
-    problems = [*_key_problems(document), *_zero_problems(document, config)]
+    problems = list(_key_problems(document)) or list(_zero_problems(document))
     for owned in owned_keys(config, world_size):
         found = _concrete(document, owned.path)
         if found is not None and not _agrees(found, owned.values):
@@ -68,6 +68,12 @@ def read_deepspeed(name: str) -> dict[str, Any]:
     if file.suffix.lower() != ".json":
         raise ConfigError(f"{name}: is not a .json file; give a DeepSpeed JSON, such as zero3.json")
     return read_document(file, name)
+
+
+def zero_section(name: str) -> dict[str, Any]:
+    """`zero_optimization` of a DeepSpeed JSON, without what is `"auto"`."""
+    section: dict[str, Any] = _without_auto(read_deepspeed(name).get("zero_optimization", {}))
+    return section
 
 
 def micro_batch_size(config: SFTConfig) -> int:
@@ -186,13 +192,14 @@ def _unknown(where: str, key: str, known: frozenset[str]) -> str:
     return f"{where}: DeepSpeed has no such key; " + (f"did you mean {meant}?" if meant else "remove it")
 
 
-def _zero_problems(document: dict[str, Any], config: SFTConfig) -> Iterator[str]:
+def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
     zero = document.get("zero_optimization", {})
     if not isinstance(zero, dict):
         return
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        yield f"zero_optimization.stage: {json.dumps(stage)} is not 0, 1, 2 or 3; choose one"
+    stage = zero.get("stage")
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        found = "is missing" if stage is None else f"is {json.dumps(stage)}"
+        yield f"zero_optimization.stage: {found}; choose 1, 2 or 3"
         return
     for block, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         offload = zero.get(block) or {}
@@ -200,11 +207,6 @@ def _zero_problems(document: dict[str, Any], config: SFTConfig) -> Iterator[str]
             yield f'zero_optimization.{block}: {json.dumps(offload)} is not an object; write {{"device": "cpu"}}'
         elif offload.get("device", "none") != "none" and stage < lowest:
             yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
-    if stage == 0 and config.train.precision == "bf16":
-        yield (
-            "zero_optimization.stage: DeepSpeed cannot accumulate gradients in fp32 at stage 0 with train.precision "
-            "(bf16); use stage 1, 2 or 3, or train.precision = fp32"
-        )
 
 
 def _finished(document: dict[str, Any], config: SFTConfig, device: Device, world_size: int) -> dict[str, Any]:

@@ -55,17 +55,17 @@ class VisionConfig(Section):
     fps: float | None = Field(None, gt=0)
     """Frames per second to sample from a video. Unset together with nframes: 2."""
     nframes: int | None = Field(None, ge=1)
-    """Exact number of frames to sample, instead of `fps`."""
+    """Number of frames to sample, instead of `fps`; rounded to a multiple of 2, which the models take together."""
     min_frames: int | None = Field(None, ge=1)
-    """At least this many frames (with `fps`)."""
+    """At least this many frames (with `fps`). Unset: 4, or `max_frames` where that is less."""
     max_frames: int | None = Field(None, ge=1)
-    """At most this many frames (with `fps`)."""
+    """At most this many frames (with `fps`). Unset: 768, or `min_frames` where that is more."""
     min_pixels: int | None = Field(None, ge=1)
     """Smallest size of an image or frame, in pixels."""
     max_pixels: int | None = Field(None, ge=1)
     """Largest size of an image or frame, in pixels."""
     total_pixels: int | None = Field(None, ge=1)
-    """Largest sum of pixels over the sampled frames of one video."""
+    """Largest sum of pixels over the frames of one video, where two frames that the model takes together count once."""
     video_start: float | None = Field(None, ge=0)
     """Seconds at which a video begins."""
     video_end: float | None = Field(None, gt=0)
@@ -141,6 +141,13 @@ class DataConfig(SourceConfig):
         if self.sources and owned:
             raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
         return self
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def check_number(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is neither a share nor a number of rows")
+        return value
 
     @model_validator(mode="after")
     def check_validation(self) -> DataConfig:
@@ -222,6 +229,14 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only the last."""
     keep: int = Field(2, ge=-1)
     """How many of the newest to keep; -1 keeps all."""
+
+    @field_validator("keep")
+    @classmethod
+    def check_keep(cls, keep: int) -> int:
+        if keep == 0:
+            raise ValueError("0 would delete each checkpoint as it is written; give 1 or more, or -1 for all")
+        return keep
+
     keep_best: bool = True
     """Also keep the best by `best_metric`."""
     best_metric: Literal["val/accuracy", "val/loss"] = "val/loss"
@@ -229,7 +244,7 @@ class CheckpointConfig(Section):
     """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
     """Of the exported weights; auto: `train.precision`."""
-    max_shard_size: str = Field("4GB", pattern=r"^\d+(\.\d+)?\s*[KMG]B$")
+    max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Of one safetensors file."""
 
 

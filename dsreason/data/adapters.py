@@ -23,7 +23,7 @@ from typing import Any
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import ListRows, Rows, parse_splits, read_rows, select
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, DataError, DsReasonError
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,20 @@ class Adapter:
         """All rows that `data` asks for: its splits, ranges and limit."""
         parts = []
         for split in parse_splits(data.split):
-            rows = self.read(data.model_copy(update={"split": split.name}))
+            rows = self._read(data.model_copy(update={"split": split.name}))
             name = f"{data.path or self.name} ({split.name})" if split.name != "train" else data.path or self.name
             parts.append((rows if isinstance(rows, Rows) else ListRows(rows, name), split))
         return select(parts, data.limit)
+
+    def _read(self, data: SourceConfig) -> Sequence[Any]:
+        try:
+            return self.read(data)
+        except DsReasonError:
+            raise
+        except Exception as error:  # somebody else's code
+            raise DataError(
+                f"adapter {self.name}: rows(data) of {data.path} failed: {type(error).__name__}: {error}"
+            ) from error
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
         # A worker process that is not forked finds the adapter again: functions of a file given by path have no import name.
@@ -122,7 +132,7 @@ def _import_file(path: Path, name: str) -> Any:
     sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
     try:
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
+    except Exception as error:  # somebody else's code
         del sys.modules[module_name]
-        raise ConfigError(f'data.adapter "{name}": {path} does not import: {error}') from error
+        raise ConfigError(f'data.adapter "{name}": {path} does not import: {type(error).__name__}: {error}') from error
     return module

@@ -32,6 +32,7 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
             partial.write(content)
+        os.chmod(partial.name, 0o644)  # the cache may be shared
         os.rename(partial.name, file)
     return file
 
@@ -71,7 +72,7 @@ def extract(archive: Path, folder: Path) -> None:
                 size += member.size
                 check_size(archive, size)
                 tar.extract(member, folder, filter="data")
-    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise DataError(f"{archive}: cannot be unpacked: {error}") from error
 

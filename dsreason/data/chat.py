@@ -65,6 +65,8 @@ class Encoder:
     processor: ProcessorMixin
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
+    max_length_key: str = "model.max_length"
+    """Which setting `max_length` comes from, for messages."""
 
     @property
     def pad_id(self) -> int:
@@ -218,7 +220,7 @@ class Encoder:
         """SampleTooLong when `length` tokens are more than `max_length`."""
         if length > self.max_length:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {length} tokens, more than model.max_length ({self.max_length}); "
+                f"sample {sample.id!r} has {length} tokens, more than {self.max_length_key} ({self.max_length}); "
                 'raise it, use fewer frames or pixels, or leave such samples out with model.on_too_long = "skip"'
             )
 

@@ -35,7 +35,7 @@ class StepBatches:
     micro_batches: list[Batch]
     """The same number on every rank."""
     num_tokens: int
-    """Trained tokens over all ranks and micro-batches."""
+    """Trained tokens over all ranks and micro-batches (1 where there is none: it divides the loss)."""
     num_input_tokens: int
     """Tokens without padding, over all ranks."""
     num_samples: int
@@ -133,19 +133,15 @@ class StepLoader:
         for other in shares:  # every rank raises, so that none is left waiting
             if other.error is not None:
                 raise DataError(other.error)
-        skipped = [text for other in shares for text in other.skipped]
-        num_tokens = sum(other.num_tokens for other in shares)
-        if num_tokens == 0:
-            raise DataError(
-                f"step {step + 1} has no trained token; {len(skipped)} rows left out: {'; '.join(skipped[:5])}"
-            )
+        # Where all rows of a step are left out it has no trained token, and a gradient of zero.
+        num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
             micro_batches=align_batches(share.batches, [kinds for _, kinds, _ in ranks], self.encoder),
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
-            skipped=skipped,
+            skipped=[text for other in shares for text in other.skipped],
             data_seconds=max(waited for _, _, waited in ranks),
         )
 

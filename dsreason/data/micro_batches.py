@@ -60,7 +60,7 @@ def align_batches(
     (0.19.8) goes on adding to the gradient of the step before.
     """
     aligned = []
-    for i in range(max(map(len, kinds_by_rank))):
+    for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
         batch = batches[i] if i < len(batches) else collate([untrained(encoder.pad_id)], pad_id=encoder.pad_id)
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))

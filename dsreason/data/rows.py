@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +212,13 @@ def read_rows(data: SourceConfig) -> Rows:
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
 
+def text_field(row: Mapping[str, Any], field: str) -> str:
+    """The text in a field of a row. KeyError where it is missing, DataError where it is something else."""
+    if not isinstance(row[field], str):
+        raise DataError(f"field {field!r} is {row[field]!r:.100}; it must be a text")
+    return row[field]
+
+
 def only_train(data: SourceConfig, what: str) -> None:
     """Reject a split name where the data has no splits."""
     if data.split != "train":
@@ -258,12 +265,18 @@ def _parse_json(path: Path) -> Any:
 
 
 def _read_folder(folder: Path, data: SourceConfig) -> Rows:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if _is_saved(folder):
         return _read_saved(folder, data)
     if _has_configs(folder):
         return _load_table(str(folder), f"{folder} ({data.subset or 'default'}, {data.split})", data)
     inside = folder / data.subset if data.subset else folder
+    if data.subset and _is_saved(inside):
+        return _read_saved(inside, data)
     return _read_files(_split_files(inside, str(data.split)), data)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> Rows:
@@ -293,7 +306,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     """Data files of one kind whose name has the split's name as a word; without such names everything is `train`."""
     for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
         files = sorted(f for f in (*folder.glob("*"), *folder.glob("data/*")) if f.suffix.lower() in suffixes)
-        named = [f for f in files if split in _words(f)]
+        named = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
+        named = named or [f for f in files if split in _words(f)]
         if named:
             return named
         others = {"train", "test", "val", "validation", "valid", "dev", "eval"}

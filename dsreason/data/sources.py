@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from dsreason.config.problems import nearest
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file
 from dsreason.data.rows import Rows
 from dsreason.data.types import Message, Sample
+from dsreason.data.vision import PART_SETTINGS
 from dsreason.errors import DataError
 
 CONTROL_TOKENS = (
@@ -24,6 +27,7 @@ CONTROL_TOKENS = (
     "<|vision_end|>",
     "<|im_start|>",
     "<|im_end|>",
+    "<|endoftext|>",
 )
 """The models' own marks: in a text they would be read as media or as the end of a turn."""
 
@@ -56,8 +60,12 @@ class Source:
             raise DataError(f"{where}: {error}") from error
         except KeyError as error:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise DataError(f"{where}: adapter {self.adapter.name} cannot read the row: {error!r}") from error
+        except Exception as error:  # somebody else's code; its traceback is kept as the cause
+            raise DataError(
+                f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(sample, Sample):
+            raise DataError(f"{where}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}")
         try:
             return finish_sample(sample, self.config, self.media_root)
         except DataError as error:
@@ -176,6 +184,12 @@ def finish_part(part: Any, vision: VisionConfig, media_root: Path) -> dict[str, 
         return part
     if kind not in ("image", "video"):
         raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+    for key in part.keys() - PART_SETTINGS - {"type", kind}:
+        if part[key] is not None:
+            meant = nearest(key, PART_SETTINGS)
+            raise DataError(
+                f"a part of type {kind!r} has the unknown key {key!r}" + (f"; did you mean {meant!r}?" if meant else "")
+            )
     path = find_media(part.get(kind), kind, media_root)
     return {**vision_settings(part, vision, kind), **part, kind: str(path)}
 
@@ -203,7 +217,7 @@ def find_media(given: Any, kind: str, media_root: Path) -> Path:
     path = Path(given.removeprefix("file://"))
     if not path.is_absolute():
         path = media_root / path
-        if not path.resolve().is_relative_to(media_root.resolve()):
+        if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
     if not path.is_file():
         raise DataError(f"{kind}: no file {path}")

@@ -180,8 +180,9 @@ def _asked_frames(nframes: float, available: int, temporal_patch: int) -> int:
 
 def _frames_at_rate(info: VideoInfo, part: Mapping[str, Any], available: int, temporal_patch: int) -> int:
     fps = part["fps"] if part.get("fps") is not None else DEFAULT_FPS
-    low = part["min_frames"] if part.get("min_frames") is not None else DEFAULT_MIN_FRAMES
-    high = part["max_frames"] if part.get("max_frames") is not None else DEFAULT_MAX_FRAMES
+    given_low, given_high = part.get("min_frames"), part.get("max_frames")
+    low = given_low if given_low is not None else min(DEFAULT_MIN_FRAMES, given_high or DEFAULT_MIN_FRAMES)
+    high = given_high if given_high is not None else max(DEFAULT_MAX_FRAMES, given_low or 0)
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)

@@ -38,6 +38,17 @@ def match_patterns(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     return matched
 
 
+def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that are to be frozen. ConfigError where a pattern matches nothing or nothing is left to train."""
+    names = list(names)
+    matched = match_patterns(names, patterns)
+    if names and len(matched) == len(names):
+        raise ConfigError(
+            f"model.freeze ({', '.join(patterns)}) freezes all {len(names)} parameters; nothing is left to train"
+        )
+    return matched
+
+
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """Switch off gradients of the parameters that match; returns how many tensors that are.
 
@@ -45,11 +56,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     left to train.
     """
     parameters = dict(model.named_parameters())
-    matched = match_patterns(parameters, patterns)
-    if parameters and len(matched) == len(parameters):
-        raise ConfigError(
-            f"model.freeze ({', '.join(patterns)}) freezes all {len(parameters)} parameters; nothing is left to train"
-        )
+    matched = check_freeze(parameters, patterns)
     for name in matched:
         parameters[name].requires_grad_(False)
     return len(matched)

@@ -180,7 +180,10 @@ def check_files(path: Path, world: World) -> None:
 
 def check_sizes(path: Path) -> None:
     """Compare every file with what the marker says."""
-    for name, size in read_json(path / MARKER)["files"].items():
+    files = read_json(path / MARKER).get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
+    for name, size in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing; choose another checkpoint")
@@ -207,7 +210,10 @@ def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) ->
         raise CheckpointError(
             f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
         )
-    stage = int(engine.zero_optimization_stage())
+    check_stage(path, saved, int(engine.zero_optimization_stage()))
+
+
+def check_stage(path: Path, saved: dict[str, Any], stage: int) -> None:
     if saved["zero_stage"] != stage:
         raise CheckpointError(
             f"{path}: saved with ZeRO stage {saved['zero_stage']}, this run has {stage}; use the DeepSpeed JSON it had"
@@ -266,6 +272,39 @@ def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
     # DeepSpeed gives all flat groups one and the same step tensor, which AdamW then counts up once for each of them.
     for parameter, state in engine.optimizer.optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, copy=True)
+
+
+def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
+    """What `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
+
+    The path may also be a run or its checkpoints folder. None: start fresh. Raises CheckpointError.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        return find_checkpoint(folder)
+    path = Path(resume)
+    if not path.name.startswith("step_"):
+        inside = path if path.name == "checkpoints" else path / "checkpoints"
+        found = find_checkpoint(inside)
+        if found is None:
+            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
+        path = found
+    read_checkpoint(path)
+    return path
+
+
+def set_aside_newer(path: Path) -> list[Path]:
+    """Rename the checkpoints beside `path` that have a higher step: the run goes on from `path` without them.
+
+    On rank 0 only, before training. Returns their new names, `replaced_step_N`.
+    """
+    renamed = []
+    for newer in complete_checkpoints(path.parent):
+        if checkpoint_step(newer) > checkpoint_step(path):
+            delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
+            renamed.append(newer.rename(aside))
+    return renamed
 
 
 def find_checkpoint(folder: Path) -> Path | None:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from dsreason.errors import ConfigError, DsReasonError
@@ -31,6 +30,9 @@ ERROR_DIR = "DSREASON_ERROR_DIR"
 """Set by this launcher only: the folder that ranks leave their errors in, for the parent to print."""
 LOG_DIR = "DSREASON_LOG_DIR"
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
+
+CRASH_LOG = "dsreason.crash"
+"""Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided here."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -70,10 +72,8 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
     die_with_parent()
-    if started_by_us():
-        if os.environ["RANK"] != "0":
-            redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
-        sys.excepthook = _record_crash
+    if started_by_us() and not is_first_rank():
+        redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
 
 
@@ -106,12 +106,17 @@ def report(error: DsReasonError) -> int:
     return error.exit_code
 
 
-def _record_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = "".join(traceback.format_exception(kind, error, trace))
-    if not issubclass(kind, KeyboardInterrupt):
+def report_crash(error: Exception) -> int:
+    """Leave the traceback of a bug for the parent, which shows that of the rank that failed first; an exit code."""
+    text = "".join(traceback.format_exception(error))
+    has_log = bool(logging.getLogger().handlers)
+    if has_log:
+        logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
+    if started_by_us():
         _leave_error(text, exit_code=1, mendable=False)
-    if not is_first_rank():
+    if not started_by_us() or not (has_log or is_first_rank()):
         sys.stderr.write(text)
+    return 1
 
 
 def _leave_error(text: str, *, exit_code: int, mendable: bool) -> None:

@@ -8,7 +8,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+
+from dsreason.runtime.launch import CRASH_LOG
 
 LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm", "torch", "accelerate", "wandb")
 
@@ -43,6 +44,8 @@ class ScreenFilter(logging.Filter):
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == CRASH_LOG:
+            return False
         if self.rank != 0:
             return record.levelno >= logging.ERROR
         if record.name == "py.warnings":
@@ -103,22 +106,13 @@ def route_to_root(names: Sequence[str]) -> None:
 
 
 def log_crashes(handler: logging.FileHandler) -> None:
-    """Uncaught exceptions go to the log file too, and fatal signals leave their stack there."""
-    shown = sys.excepthook
-
-    def record(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, where: str) -> None:
-        text = f"uncaught {kind.__name__}{where}"
-        entry = logging.LogRecord("dsreason", logging.CRITICAL, __file__, 0, text, None, (kind, error, trace))  # type: ignore[arg-type]
-        handler.emit(entry)
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        record(kind, error, trace, "")
-        shown(kind, error, trace)
+    """Uncaught exceptions of threads go to the log file too, and fatal signals leave their stack there."""
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:
-        record(args.exc_type, args.exc_value, args.exc_traceback, f" in thread {args.thread and args.thread.name}")
+        name = args.thread.name if args.thread else "?"
+        exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+        logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
         threading.__excepthook__(args)
 
-    sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
     faulthandler.enable(handler.stream)

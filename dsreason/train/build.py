@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,17 @@ from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
 from dsreason.data.sources import SampleDataset, open_datasets
-from dsreason.errors import CheckpointError
+from dsreason.errors import ConfigError
 from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.runtime.checkpoint import (
     TrainerState,
-    find_checkpoint,
+    choose_checkpoint,
     load_checkpoint,
-    read_checkpoint,
     remove_leftovers,
+    set_aside_newer,
 )
 from dsreason.runtime.engine import build_engine
 from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
@@ -40,6 +41,7 @@ from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.world import (
     World,
+    agree,
     broadcast_object,
     first_rank_first,
     gather_objects,
@@ -75,6 +77,9 @@ class SFTRun:
     total_steps: int
     steps_per_epoch: float
     state: TrainerState
+    num_skipped: int = 0
+    """Uses of rows that were left out since this process started."""
+    named_skipped: set[str] = field(default_factory=set)
 
     @property
     def checkpoints(self) -> Path:
@@ -90,6 +95,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         output_dir = broadcast_object(output_dir or default_output_dir("sft"))
         config = config.model_copy(update={"output_dir": str(output_dir)})
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
+        check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
         on_rank_zero(lambda: check_sft(config))
         with first_rank_first(world):
@@ -105,6 +111,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         if checkpoint is not None:
             state = load_checkpoint(engine, checkpoint, world)
             log.info("resumed from %s", checkpoint)
+            on_rank_zero(lambda: leave_newer(checkpoint, output_dir))
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
@@ -150,27 +157,31 @@ def open_output_dir(output_dir: Path, config: SFTConfig, resume: str | None) -> 
     """Check and create the folder of the run; returns the checkpoint to continue from."""
     check_output_dir(output_dir, config, resume)
     output_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(output_dir / "checkpoints")
-    return choose_checkpoint(output_dir / "checkpoints", resume)
+    checkpoints = output_dir / "checkpoints"
+    remove_leftovers(checkpoints)
+    checkpoint = choose_checkpoint(checkpoints, resume)
+    if checkpoint is None and resume is not None:
+        log.warning("--resume auto: no complete checkpoint in %s, starting fresh", checkpoints)
+    return checkpoint
 
 
-def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
-    """What `--resume` means: the newest complete checkpoint of the run, or the one of that path."""
-    if resume is None:
-        return None
-    if resume == "auto":
-        found = find_checkpoint(folder)
-        if found is None:
-            log.warning("--resume auto: no complete checkpoint in %s, starting fresh", folder)
-        return found
-    path = Path(resume)
-    if not path.name.startswith("step_"):
-        found = find_checkpoint(path / "checkpoints")
-        if found is None:
-            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {path / 'checkpoints'}")
-        path = found
-    read_checkpoint(path)
-    return path
+def check_shared(output_dir: Path, world: World) -> None:
+    """ConfigError on every rank where a host does not see what the first one writes into the folder."""
+    mark = Path(broadcast_object(str(output_dir / f".seen_by_all_{os.getpid()}")))
+    on_rank_zero(mark.touch)
+    seen = mark.exists()
+    text = (
+        f"{output_dir}: another host does not see what the first one writes there; give a folder that all hosts share"
+    )
+    agree(None if seen else ConfigError(text))
+    on_rank_zero(mark.unlink)
+
+
+def leave_newer(checkpoint: Path, output_dir: Path) -> None:
+    """The run's checkpoints after the resumed step belong to steps that are now trained again."""
+    if checkpoint.resolve().parent == (output_dir / "checkpoints").resolve():
+        for path in set_aside_newer(checkpoint):
+            log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
 
 
 def build_policy_engine(config: SFTConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:

@@ -8,17 +8,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 
 from dsreason.config.cache import cache_dir
+from dsreason.config.deepspeed import zero_section
+from dsreason.config.problems import config_error
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import DataError
 from dsreason.models.families import family_of
-from dsreason.models.freeze import match_patterns
+from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
+from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
 from dsreason.runtime.metrics import check_wandb
+from dsreason.runtime.schedule import warmup_steps
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +41,60 @@ def check_sft(config: SFTConfig) -> None:
         DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
     """
     check_wandb(config.monitor)
+    check_zero_values(config.deepspeed)
     model_path = find_model(config)
-    match_patterns(parameter_names(model_path), config.model.freeze)
+    check_freeze(parameter_names(model_path), config.model.freeze)
     encoder = build_encoder(config, model_path)
     training, validation = open_datasets(config.data)
-    step_order(training, config)  # raises where there is no step
+    for note in notes(step_order(training, config), config):
+        log.warning("%s", note)
     for name, dataset in (("training", training), ("validation", validation)):
         left_out = check_rows(dataset, encoder, config, name)
         if left_out:
-            log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), "\n  ".join(left_out[:20]))
+            more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
+            log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
+
+
+def check_resume(config: SFTConfig, resume: str | None) -> None:
+    """What is known of a checkpoint without a model: that it is there, whole, and of the same ZeRO stage.
+
+    Raises:
+        CheckpointError: it cannot be resumed from.
+    """
+    checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
+    if checkpoint is not None:
+        saved = read_checkpoint(checkpoint)
+        check_sizes(checkpoint)
+        check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
+
+
+def check_zero_values(name: str) -> None:
+    """ConfigError where DeepSpeed does not take a value of `zero_optimization`."""
+    try:
+        DeepSpeedZeroConfig(**zero_section(name))
+    except ValidationError as error:
+        problems = [
+            f"{name}: {'.'.join(map(str, ('zero_optimization', *problem['loc'])))} ({problem['input']!r}): {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise config_error(problems) from error
+
+
+def notes(order: StepOrder, config: SFTConfig) -> list[str]:
+    """What a person should know about the steps; one text each, none of them an error."""
+    found = []
+    unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
+    if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
+        found.append(
+            f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
+            f"train.global_batch_size ({order.batch_size}) and are not used"
+        )
+    warmup = warmup_steps(order.num_steps, config.optim)
+    if warmup >= order.num_steps:
+        found.append(
+            f"optim.warmup ({warmup} steps) is as long as the run ({order.num_steps}): optim.lr is not reached"
+        )
+    return found
 
 
 def find_model(config: SFTConfig) -> Path:
@@ -56,6 +107,9 @@ def build_encoder(config: SFTConfig, model_path: Path) -> Encoder:
     model = model_config(model_path, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
     positions = partial(family_of(model.model_type).position_ids, config=model)
+    budget = config.train.max_tokens_per_micro_batch
+    if budget is not None and budget < config.model.max_length:
+        return Encoder(processor, positions, budget, "train.max_tokens_per_micro_batch")
     return Encoder(processor, positions, config.model.max_length)
 
 
@@ -87,6 +141,12 @@ def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name
             break
         try:
             sample = dataset[index]
+        except DataError as error:  # it names the row
+            if config.data.on_bad_row == "error":
+                raise
+            left_out.append(str(error))
+            continue
+        try:
             encoder.check_length(sample, encoder.measure(sample))
         except DataError as error:
             policy = config.model.on_too_long if isinstance(error, SampleTooLong) else config.data.on_bad_row
@@ -94,6 +154,8 @@ def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name
             if policy == "error":
                 raise type(error)(text) from error
             left_out.append(text)
+    if left_out and len(left_out) == len(dataset):
+        raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
     return left_out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import replace
@@ -21,6 +22,8 @@ from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.world import World, all_sum, on_rank_zero
 from dsreason.train.build import SFTRun, build_sft
 from dsreason.train.validate import validate
+
+log = logging.getLogger(__name__)
 
 
 def run(config: SFTConfig, *, output_dir: Path | None = None, resume: str | None = None) -> None:
@@ -88,12 +91,13 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     whole = seconds + batches.data_seconds
     sft.progress.step(step, loss=metrics["train/loss"], samples=batches.num_samples, tokens=batches.num_input_tokens)
     memory = sft.memory.take()
+    note_skipped(sft, batches.skipped)
     if step % sft.config.monitor.log_every and step != sft.total_steps:
         return
     metrics |= {
         "train/epoch": epoch,
         "train/tokens": batches.num_tokens,
-        "train/skipped_rows": len(batches.skipped),
+        "train/skipped_rows": sft.num_skipped,
         "time/data": batches.data_seconds,
         "time/train": seconds,
         "perf/tokens_per_second": batches.num_input_tokens / whole,
@@ -101,6 +105,15 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     if sft.peak_flops is not None:
         metrics["perf/mfu"] = step_flops(sft, batches) / whole / sft.peak_flops
     sft.metrics.scalars(step, metrics | memory)
+
+
+def note_skipped(sft: SFTRun, skipped: list[str]) -> None:
+    """Count every use of a row that is left out, and name each row once."""
+    sft.num_skipped += len(skipped)
+    for text in dict.fromkeys(skipped):
+        if text not in sft.named_skipped:
+            sft.named_skipped.add(text)
+            log.warning("left out: %s", text)
 
 
 def step_flops(sft: SFTRun, batches: StepBatches) -> float:

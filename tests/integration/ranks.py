@@ -55,6 +55,10 @@ def main() -> None:
             )
     except DsReasonError as error:
         sys.exit(launch.report(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        sys.exit(launch.report_crash(error))
 
 
 if __name__ == "__main__":

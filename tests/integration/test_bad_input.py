@@ -75,6 +75,11 @@ def deepspeed_contradiction() -> None:
     Path("mine.json").write_text(json.dumps({"train_batch_size": 99, "zero_optimization": {"stage": 3}}))
 
 
+def deepspeed_value() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpuu"}}
+    Path("mine.json").write_text(json.dumps({"zero_optimization": zero}))
+
+
 def other_run() -> None:
     Path("D").mkdir()
     Path("D/config.json").write_text("{}")
@@ -104,6 +109,14 @@ def file_as_folder() -> None:
         (lambda: None, ["--set", "model.path=./nowhere"], ["./nowhere"]),
         (lambda: None, ["--set", "data.adapter=jsnl"], ["jsnl", "jsonl"]),
         (other_run, [], ["D", "--resume"]),
+        (lambda: None, ["--set", 'model.freeze=["."]'], ["freezes all"]),
+        (
+            lambda: None,
+            ["--set", "train.max_tokens_per_micro_batch=9"],
+            ["rows.jsonl", "max_tokens_per_micro_batch (9)"],
+        ),
+        (lambda: None, ["--resume", "."], ["--resume .", "no complete checkpoint"]),
+        (deepspeed_value, ["--ds-config", "mine.json"], ["mine.json", "offload_optimizer.device", "cpuu"]),
         (file_as_folder, ["--output-dir", "file/D"], ["file"]),
     ],
     ids=[
@@ -120,6 +133,10 @@ def file_as_folder() -> None:
         "no model",
         "no adapter",
         "folder of another run",
+        "nothing left to train",
+        "sample beyond the token budget",
+        "nothing to resume from",
+        "value that DeepSpeed does not take",
         "folder that cannot be made",
     ],
 )

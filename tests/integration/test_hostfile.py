@@ -115,7 +115,7 @@ def test_losses_equal_those_of_the_ordinary_start(folder: Path, first_host: list
     assert ended.returncode == 0, ended.stderr
     expected, found = ([line["train/loss"] for line in metrics(folder / name)] for name in ("one_host", "two_hosts"))
     assert len(found) == 4
-    assert found == expected
+    assert found == pytest.approx(expected, rel=1e-5)  # threads of a rank, and so sums, may differ
     assert (folder / "two_hosts/export/final/model.safetensors").is_file()
     assert all((folder / "two_hosts/logs" / f"rank_{rank}.log").is_file() for rank in range(2))
 

@@ -33,7 +33,7 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
     """The configurations that the checks before the start were given."""
     seen: list[SFTConfig] = []
-    monkeypatch.setattr(sft, "check", seen.append)
+    monkeypatch.setattr(sft, "check", lambda config, resume: seen.append(config))
     return seen
 
 
@@ -111,7 +111,7 @@ def test_a_configuration_error_is_one_text_and_exit_code_2(
 def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(config: SFTConfig) -> None:
+    def check(config: SFTConfig, resume: str | None) -> None:
         raise DataError("a.jsonl, row 3: video missing.mp4 does not exist; correct the path")
 
     monkeypatch.setattr(sft, "check", check)
@@ -120,14 +120,36 @@ def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
     assert started == []
 
 
-def test_other_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(config: SFTConfig) -> None:
+def test_other_exceptions_keep_their_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(config: SFTConfig, resume: str | None) -> None:
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(sft, "check", check)
-    monkeypatch.setattr(sys, "argv", ["dsreason", "sft", "--config", "run.toml"])
-    with pytest.raises(ZeroDivisionError, match="a bug of ours"):
-        main.main()
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 1
+    text = capsys.readouterr().err
+    assert text.count("Traceback") == 1
+    assert text.endswith("ZeroDivisionError: a bug of ours\n")
+
+
+@pytest.mark.usefixtures("as_rank_1")
+def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: typer brings an exception hook, and output goes to the rank's log."""
+    program = (
+        "from dsreason.cli import main, sft\n"
+        "def run(*given): raise ZeroDivisionError('a bug of ours')\n"
+        "sft.run = run\n"
+        "main.main()\n"
+    )
+    monkeypatch.setenv(launch.ERROR_DIR, str(tmp_path))
+    monkeypatch.setenv(launch.LOG_DIR, str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", program, "sft", "--config", "run.toml"], check=False)
+    assert ended.returncode == 1
+    left = json.loads((tmp_path / "rank_1.json").read_text())
+    assert left["text"].endswith("ZeroDivisionError: a bug of ours\n")
+    assert not left["mendable"]
+    assert (tmp_path / "rank_1.log").read_text().count("ZeroDivisionError") == 1
 
 
 def test_dry_run_prints_the_resolved_configuration_as_json_and_writes_nothing(

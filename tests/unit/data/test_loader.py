@@ -87,7 +87,7 @@ def test_token_budget_bounds_padded_tokens_without_the_dummies(rows, tiny_qwen2_
 
 
 def test_a_sample_beyond_the_budget_is_named_with_both_numbers(rows, tiny_qwen2_5_vl):
-    with pytest.raises(DataError, match=r"sample '\d+' has \d+ tokens.*\(20\)"):
+    with pytest.raises(DataError, match=r"sample '\d+' has \d+ tokens.*max_tokens_per_micro_batch \(20\)"):
         all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=20))
 
 
@@ -134,6 +134,16 @@ def test_a_bad_row_is_left_out_and_told_where_asked(spoiled, tiny_qwen2_5_vl):
     assert step.num_samples == 7
     assert len(step.skipped) == 1
     assert "3_" in step.skipped[0]
+
+
+def test_a_step_whose_rows_are_all_left_out_trains_nothing(spoiled, tiny_qwen2_5_vl):
+    steps = all_steps(config(spoiled, tiny_qwen2_5_vl, global_batch_size=1, data={"on_bad_row": "skip"}), 2)
+    [empty] = [i for i, step in enumerate(steps[0]) if step.skipped]
+    for rank in steps:
+        assert len(rank) == 8
+        assert (rank[empty].num_samples, rank[empty].num_tokens) == (0, 1)
+        [batch] = rank[empty].micro_batches
+        assert not batch.loss_mask.any()
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])

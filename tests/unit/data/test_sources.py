@@ -11,7 +11,7 @@ from PIL import Image
 
 from dsreason.config.schema import DataConfig
 from dsreason.data.sources import open_datasets
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -115,6 +115,51 @@ def test_a_bad_row_is_named(folder, changes, words):
     assert training[0].id == "0"
     with pytest.raises(DataError, match=words):
         training[1]
+
+
+def test_linked_media_folders_are_followed(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("disk")
+    Image.new("RGB", (28, 28)).save(elsewhere / "b.png")
+    (folder / "images").symlink_to(elsewhere)
+    write(folder, [row(0, image="images/b.png")])
+    assert open_datasets(config(folder))[0][0].id == "0"
+
+
+def test_a_misspelt_setting_of_a_part_is_told(folder):
+    (folder / "own.py").write_text(OWN)
+    write(folder, [row(0, settings={"fsp": 3})])
+    with pytest.raises(DataError, match="unknown key 'fsp'; did you mean 'fps'"):
+        open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def to_sample(row): open('gone')", r"rows\.jsonl.*row 1.*gone"),
+        ("def to_sample(row): assert row['id'] == '7', 'no seven'", r"row 1.*no seven"),
+        ("def to_sample(row): return {'id': 1}", r"row 1.*must return a Sample.*'id': 1"),
+        ("def to_sample(row): pass\ndef rows(data): raise RuntimeError('no net')", r"rows\(data\).*no net"),
+    ],
+)
+def test_what_goes_wrong_in_an_own_adapter_is_told_with_the_row(folder, code, words):
+    (folder / "own.py").write_text(code)
+    with pytest.raises(DataError, match=words):
+        open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
+
+
+def test_an_own_adapter_that_cannot_be_imported_is_told(folder):
+    (folder / "own.py").write_text("x = y")
+    with pytest.raises(ConfigError, match=r"own\.py does not import.*'y' is not defined"):
+        open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("split", ["train_sft", "test"])
+def test_a_split_is_found_by_its_whole_name(folder, split):
+    for name in ("train_sft", "test"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(row(0, answer=name)) + "\n")
+    (folder / "rows.jsonl").unlink()
+    training, _ = open_datasets(DataConfig(adapter="jsonl", path=str(folder), split=split))
+    assert training[0].answer == split
 
 
 def test_a_missing_field_names_row_and_field(folder):

@@ -169,6 +169,8 @@ def test_local_labels_name_what_has_no_partner(tmp_path, present):
     (tmp_path / "metas").mkdir()
     (tmp_path / present).write_text("{}")
     data = SourceConfig(path=str(tmp_path))
+    with pytest.raises(DataError, match="split"):
+        local_labels.rows(data.model_copy(update={"split": "validation"}))
     with pytest.raises(DataError, match="1"):
         local_labels.to_sample(local_labels.rows(data)[0], data)
 
@@ -214,6 +216,27 @@ def test_cosmos_clips_are_found_in_archives_and_folders(tmp_path, monkeypatch, s
     assert Path(first["content"][0]["video"]).is_file()
     assert first["content"][1] == {"type": "text", "text": "q"}
     assert third["content"] == "q"  # the video is shown once
+
+
+def test_a_cosmos_clip_is_the_one_at_the_rows_path_where_names_are_alike(tmp_path):
+    data = cosmos_folder(tmp_path, "robovqa", None, "7.mp4")
+    (tmp_path / "robovqa" / "more").mkdir()
+    write_video(tmp_path / "robovqa" / "more" / "7.mp4")
+    for video in ("clips/7.mp4", "more/7.mp4"):
+        assert cosmos_reason1.find_clip(video, data) == tmp_path / "robovqa" / video
+    with pytest.raises(DataError, match=r"7\.mp4 may be .*clips/7\.mp4 or .*more/7\.mp4"):
+        cosmos_reason1.find_clip("elsewhere/7.mp4", data)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as_text):
+    data = cosmos_folder(tmp_path, "robovqa", None, "7.mp4")
+    turns = [{"role": "user", "content": parts("q")}, {"role": "assistant", "content": "a"}]
+    row = {"video": "clips/7.mp4", "conversations": json.dumps(turns) if as_text else turns}
+    file = tmp_path / "robovqa" / "understanding.json"
+    given = data.model_copy(update={"path": str(file), "subset": None})
+    sample = cosmos_reason1.to_sample(row, given)
+    assert sample.messages[0]["content"][1] == {"type": "text", "text": "q"}
 
 
 def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.errors import CheckpointError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.export import parse_size, with_dtype, write_model_folder
 from dsreason.runtime.checkpoint import (
     check_sizes,
+    choose_checkpoint,
     complete_checkpoints,
     find_checkpoint,
     prune_checkpoints,
     read_checkpoint,
     remove_leftovers,
+    set_aside_newer,
 )
 from dsreason.runtime.memory import status_bytes
 from dsreason.runtime.rng import load_rng_state, save_rng_state
@@ -70,6 +72,28 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     prune_checkpoints(tmp_path, keep, None if best is None else tmp_path / f"step_{best}")
     assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
     assert names(tmp_path) == sorted(f"step_{step}" for step in left)
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path, step)
+    assert set_aside_newer(tmp_path / "step_2") == [tmp_path / "replaced_step_4", tmp_path / "replaced_step_6"]
+    write_checkpoint(tmp_path, 4)
+    prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["replaced_step_4", "replaced_step_6", "step_4"]
+    assert set_aside_newer(tmp_path / "step_2") == [tmp_path / "replaced_step_4"]  # the older one of that name goes
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints/step_2", "run/checkpoints", "run"])
+def test_a_checkpoint_is_found_from_its_run_or_folder(tmp_path: Path, given: str) -> None:
+    path = write_checkpoint(tmp_path / "run" / "checkpoints", 2)
+    assert choose_checkpoint(tmp_path / "other", str(tmp_path / given)) == path
+
+
+def test_a_folder_without_a_checkpoint_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path, None) is choose_checkpoint(tmp_path, "auto") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        choose_checkpoint(tmp_path, str(tmp_path))
 
 
 def test_incomplete_folders_do_not_count_as_newest(tmp_path: Path) -> None:
@@ -130,6 +154,12 @@ def test_sizes_count_in_thousands(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+@pytest.mark.parametrize("text", ["4XB", "4gb", "4", "abc", "-4GB", "0GB", "0.0 MB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="max-shard-size"):
+        parse_size(text)
+
+
 def test_dtype_is_set_in_every_part_of_a_config() -> None:
     config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}}
     assert with_dtype(config, "float32") == {
@@ -149,7 +179,7 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="disk"):
         write_model_folder(broken(), source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert names(tmp_path) == ["base"]
     write_model_folder(iter([("a", torch.ones(3))]), source, tmp_path / "out", dtype="fp32")
     assert names(tmp_path / "out") == ["config.json", "model.safetensors"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 PROGRAM = """
 import logging, sys, threading, warnings
 from pathlib import Path
+from dsreason.runtime.launch import report_crash
 from dsreason.runtime.logs import set_step, setup_logs
 
 noisy = logging.getLogger("DeepSpeed")
@@ -24,7 +25,10 @@ ours.error("our error")
 thread = threading.Thread(target=lambda: {}["thread key"])
 thread.start()
 thread.join()
-raise RuntimeError("the end")
+try:
+    raise RuntimeError("the end")
+except RuntimeError as error:
+    sys.exit(report_crash(error))
 """
 
 
@@ -39,7 +43,8 @@ def test_the_file_has_everything_with_rank_and_step(tmp_path: Path) -> None:
     assert " rank 1 INFO dsreason.train: before the loop" in file
     assert " rank 1 step 7 INFO DeepSpeed: engine details" in file
     assert file.count("UserWarning: deprecated thing") == 1  # and not once a step
-    assert "uncaught KeyError in thread" in file
+    assert "uncaught in thread Thread-1" in file
+    assert "KeyError: 'thread key'" in file
     assert "uncaught RuntimeError" in file
     assert file.rstrip().endswith("RuntimeError: the end")
 
