@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
+from dsreason.runtime.launch import started_by_us
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 # Ranks wait here while one of them downloads, converts or exports for all.
@@ -96,10 +97,11 @@ def _local_size() -> int:
 def set_threads(local_size: int) -> None:
     """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
 
-    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks; that cannot be told from a person's wish
-    and is kept only when TORCHELASTIC_RUN_ID is absent.
+    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks, which cannot be told from a person's wish:
+    under it the variable counts for nothing.
     """
-    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not started_by_us()
+    if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
         return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
 

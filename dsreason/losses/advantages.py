@@ -1,0 +1,74 @@
+"""Advantages from the rewards of groups, and which groups have something to teach.
+
+Notation: rewards `[P, G]` of P prompts with G completions each; a row is a group. A group whose rewards are all equal
+gets exactly 0, also where rounding would leave a difference between 0.1 and the mean of several 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+
+
+def group_normalized(rewards: Tensor) -> Tensor:
+    """(R - mean of the group) / (population std of the group + 1e-6), `[P, G]` → `[P, G]` (GRPO, 2402.03300).
+
+    Example: [1, 0, 0, 0] has mean 0.25 and std 0.4330, and gives [1.7320, -0.5773, -0.5773, -0.5773].
+    """
+    std = rewards.std(dim=1, keepdim=True, correction=0)
+    return group_centered(rewards) / (std + EPS)
+
+
+def group_centered(rewards: Tensor) -> Tensor:
+    """R - mean of the group, `[P, G]` → `[P, G]` (Dr.GRPO, 2503.20783: the std favours too easy and too hard prompts).
+
+    Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
+    """
+    return _zero_where_equal(rewards - rewards.mean(dim=1, keepdim=True), rewards)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """R - mean of the other rewards of the group, `[P, G]` → `[P, G]` (RLOO, 2402.14740).
+
+    Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one has no others and gives 0.
+    """
+    others = rewards.sum(dim=1, keepdim=True) - rewards
+    return _zero_where_equal(rewards - others / (rewards.shape[1] - 1 or 1), rewards)
+
+
+def batch_normalized(rewards: Tensor) -> Tensor:
+    """(R - mean of the group) / (population std of all rewards + 1e-6), `[P, G]` → `[P, G]` (Lite PPO, 2508.08221).
+
+    The std is that of the argument, so this needs the groups of the whole global batch, not those of one rank.
+
+    Example: [[1, 0], [1, 1]] has std 0.4330 over all four, and gives [[1.1547, -1.1547], [0, 0]].
+    """
+    return group_centered(rewards) / (rewards.std(correction=0) + EPS)
+
+
+def informative_groups(rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
+    """Which groups dynamic sampling keeps: those whose rewards differ, `[P, G]` → bool `[P]` (DAPO, 2503.14476).
+
+    Rewards that span no more than `tolerance` count as equal: continuous rewards never are to the last bit, and the
+    normalisation by std would blow up their noise. The span is compared and not the std, which rounding keeps from 0.
+
+    Example: [[1, 0], [1, 1], [0.52, 0.50]] with tolerance 0.05 gives [True, False, False].
+    """
+    return rewards.amax(dim=1) - rewards.amin(dim=1) > tolerance
+
+
+def _zero_where_equal(advantages: Tensor, rewards: Tensor) -> Tensor:
+    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return torch.where(equal, torch.zeros_like(advantages), advantages)
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "group_normalized": group_normalized,
+    "group_centered": group_centered,
+    "leave_one_out": leave_one_out,
+    "batch_normalized": batch_normalized,
+}

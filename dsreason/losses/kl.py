@@ -1,0 +1,64 @@
+"""Estimates of KL(policy ‖ reference) at the sampled tokens, elementwise on `[N]` log-probabilities.
+
+With d = ref_logprobs - logprobs and tokens drawn from the policy (http://joschu.net/blog/kl-approx.html). Gradients
+pass through `logprobs`. What a term does inside the loss is its gradient, not its value, and there they differ: only
+k2 and the bias-corrected k3 have the gradient of the KL as their expectation; that of k1 is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# e^20 is far above any clamp and still finite: an infinite value would turn the clamped gradient into 0 * inf = nan.
+MAX_LOG_RATIO = 20.0
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """-d, `[N]`: unbiased, of large variance, often negative. For logging; as a loss term it teaches nothing.
+
+    Example: logprobs -1 and ref_logprobs -1.5 give 0.5.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """d² / 2, `[N]`: biased as a value; as a loss term it has the gradient of the KL.
+
+    Example: logprobs -1 and ref_logprobs -1.5 give 0.125.
+    """
+    return (ref_logprobs - logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) -> Tensor:
+    """e^d - d - 1, `[N]`: unbiased, never negative; the estimate of GRPO (2402.03300).
+
+    Args:
+        clamp: largest value a token may have (cosmos-rl: 10). A token above it has no gradient, so exactly the tokens
+            that went furthest astray are not drawn back; off unless asked for.
+
+    Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
+    """
+    d = ref_logprobs - logprobs
+    if clamp is not None:
+        d = d.clamp(max=MAX_LOG_RATIO)
+    value = torch.expm1(d) - d  # exp(d) - 1 would lose every digit of a small d
+    return value if clamp is None else value.clamp(max=clamp)
+
+
+def bias_corrected_k3(
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, clamp: float | None = None
+) -> Tensor:
+    """e^(logprobs - old_logprobs) (e^d - d - 1), `[N]`: k3 times the importance ratio (DeepSeek-V3.2, 2512.02556).
+
+    The ratio is not detached. Its gradient, ratio (k3 + 1 - e^d) = -d ratio, makes the whole that of the KL, and that
+    also holds for tokens drawn from an older policy.
+
+    Example: logprobs -1, ref_logprobs -0.5, old_logprobs -1.1 give e^0.1 * 0.1487 = 0.1644.
+    """
+    return torch.exp(logprobs - old_logprobs) * k3(logprobs, ref_logprobs, clamp=clamp)
+
+
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

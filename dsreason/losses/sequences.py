@@ -1,0 +1,34 @@
+"""Sums over the sequences of a flat micro-batch, handed back to each of their tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_lengths(sequence: Tensor) -> Tensor:
+    """How many tokens the sequence of each token has: `[N]` int64 → `[N]` int64.
+
+    A sequence is never split between micro-batches, so this local count is its whole count.
+
+    Example: sequence [0, 0, 1] gives [2, 2, 1].
+    """
+    return torch.bincount(sequence)[sequence]
+
+
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """Sum of the values of each token's sequence: `[N]`, `[N]` int64 → `[N]`, with the gradient.
+
+    Example: values [1, 2, 5] with sequence [0, 0, 1] give [3, 3, 5].
+    """
+    num_sequences = int(sequence.max()) + 1 if len(sequence) else 0
+    sums = values.new_zeros(num_sequences).index_add(0, sequence, values)
+    return sums.index_select(0, sequence)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """Mean of the values of each token's sequence: `[N]`, `[N]` int64 → `[N]`, with the gradient.
+
+    Example: values [1, 2, 5] with sequence [0, 0, 1] give [1.5, 1.5, 5].
+    """
+    return sequence_sum(values, sequence) / sequence_lengths(sequence)
