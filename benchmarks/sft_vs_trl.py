@@ -5,7 +5,9 @@
 Each side runs in one process of its own, in turn (A B A B …), pinned to as many cores as it has threads. Both decode
 the images in that process unless `--workers` is given. Neither saves, validates or recomputes activations. A side's
 speed is that of the wall clock from the end of the warm-up to the last step; tokens are the rows' own, without padding,
-counted once for both. First a video row is tried with TRL, and what became of its pixels is printed.
+counted once for both. Both have `--micro-batch` rows in a forward, or with `--cut tokens` dsreason cuts by tokens, with no
+more padded tokens in a forward than TRL's largest has. First a video row is tried with TRL, and what became of its pixels
+is printed.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ def write_rows(folder: Path, count: int, lengths: str) -> Path:
     return path
 
 
-def tokens_per_row(model: Path, rows: Path) -> float:
+def row_lengths(model: Path, rows: Path) -> list[int]:
+    """Tokens of each row, vision tokens included."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
     from dsreason.train.preflight import build_encoder
 
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows)}})
     encoder, (samples, _) = build_encoder(config, model), open_datasets(config.data)
-    return statistics.mean(encoder.measure(samples[i]) for i in range(len(samples)))
+    return [encoder.measure(samples[i]) for i in range(len(samples))]
 
 
 def seconds_per_step(times: dict[int, float], warmup: int) -> float:
@@ -68,7 +71,10 @@ def seconds_per_step(times: dict[int, float], warmup: int) -> float:
     return (times[last] - times[first]) / (last - first)
 
 
-def run_dsreason(model: Path, rows: Path, output: Path, arguments: argparse.Namespace) -> float:
+def run_dsreason(model: Path, rows: Path, budget: int, output: Path, arguments: argparse.Namespace) -> float:
+    cut = {"micro_batch_size": arguments.micro_batch}
+    if arguments.cut == "tokens":
+        cut = {"max_tokens_per_micro_batch": budget}
     config = {
         "deepspeed": arguments.ds_config,
         "model": {"path": str(model), "gradient_checkpointing": False},
@@ -79,7 +85,7 @@ def run_dsreason(model: Path, rows: Path, output: Path, arguments: argparse.Name
             "epochs": 1000,
             "max_steps": arguments.steps,
             "global_batch_size": arguments.global_batch,
-            "micro_batch_size": arguments.micro_batch,
+            **cut,
         },
         "checkpoint": {"every": 0, "export": "none"},
         "monitor": {"log_every": arguments.log_every},
@@ -241,6 +247,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", choices=("spread", "even"), default="spread", help="of the rows' questions")
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--cut", choices=("tokens", "count"), default="count", help="of dsreason's micro-batches")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--log-every", type=int, default=5)
@@ -264,12 +271,14 @@ def main() -> None:
         sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
         model = build_tiny(arguments.family, folder / "model", **sizes)
         rows = write_rows(folder, arguments.rows, arguments.lengths)
-        tokens = tokens_per_row(model, rows) * arguments.global_batch
+        lengths = row_lengths(model, rows)
+        tokens = statistics.mean(lengths) * arguments.global_batch
+        budget = arguments.micro_batch * max(lengths)  # padded tokens in TRL's largest forward
         print(
             f"{platform.machine()}, {arguments.threads} threads; {tokens:.0f} tokens a step, {arguments.lengths} lengths"
         )
         print(f"TRL on video rows: {describe_video_trial(model, folder, arguments)}", flush=True)
-        sides = {"TRL": partial(run_trl, model, rows), "dsreason": partial(run_dsreason, model, rows)}
+        sides = {"TRL": partial(run_trl, model, rows), "dsreason": partial(run_dsreason, model, rows, budget)}
         speeds: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(arguments.rounds):
             for name, run in sides.items():

@@ -23,3 +23,7 @@ class CheckpointError(DsReasonError):
     """A checkpoint, model folder or output folder that cannot be used."""
 
     exit_code = 2
+
+
+class RewardError(DsReasonError):
+    """A reward that raised, gave no number, took too long or could not be reached; the text names function and sample."""

@@ -260,14 +260,18 @@ class Encoder:
         """The model's keyword arguments, made by its own processor from media that already have their final size."""
         images = [medium for medium in loaded if isinstance(medium, Image.Image)]
         videos = [medium for medium in loaded if not isinstance(medium, Image.Image)]
-        if not loaded:
-            return {}
-        options: dict[str, Any] = {"do_resize": False, "return_tensors": "pt"}
+        inputs: dict[str, Any] = {}
+        if images:  # its part alone: the whole processor would check and merge all settings again, for every row
+            inputs |= self.processor.image_processor(images, do_resize=False, return_tensors="pt")
         if videos:
-            options["do_sample_frames"] = False
-            options["cap_pixels_per_frame"] = False  # concerns resizing only; unset, it is warned about
-            options["video_metadata"] = [_video_metadata(metadata) for _, metadata in videos]
-        inputs = self.processor(images=images or None, videos=[frames for frames, _ in videos] or None, **options)
+            inputs |= self.processor(
+                videos=[frames for frames, _ in videos],
+                video_metadata=[_video_metadata(metadata) for _, metadata in videos],
+                do_sample_frames=False,
+                do_resize=False,
+                cap_pixels_per_frame=False,  # concerns resizing only; unset, it is warned about
+                return_tensors="pt",
+            )
         return {key: _as_forward_takes_it(value) for key, value in inputs.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -76,15 +77,13 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[Segment]:
     """Tokens of `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
-    segments: list[Segment] = []
-    position = 0
-    num_after = 0  # tokens after the span that belong to it: its end-of-turn token
-    for start, stop in spans:
-        segments.append(Segment(_tokenize(processor, rendered[position:start]), num_after))
-        answer = _tokenize(processor, rendered[start:stop])
-        segments.append(Segment(answer, len(answer)))
-        position, num_after = stop, 1
-    segments.append(Segment(_tokenize(processor, rendered[position:]), num_after))
+    bounds = [0, *(bound for span in spans for bound in span), len(rendered)]
+    texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
+    ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    segments = []
+    for i, part in enumerate(ids):
+        after_span = min(i, 1)  # the token after a span belongs to it: the end of the turn
+        segments.append(Segment(list(part), len(part) if i % 2 else after_span))
     return segments
 
 
@@ -115,10 +114,6 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error
-
-
-def _tokenize(processor: ProcessorMixin, text: str) -> list[int]:
-    return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 # ---------------------------------------------------------------- checking messages

@@ -18,7 +18,6 @@ Notation: r = exp(logprobs - old_logprobs), A advantage, sg stops the gradient, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch

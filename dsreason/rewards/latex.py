@@ -1,0 +1,84 @@
+r"""Rewards for mathematical answers, compared by `math-verify` (sympy).
+
+math-verify breaks off long computations by a signal, which only a process's main thread can take; what is broken off counts
+as wrong. A computation inside C code cannot be broken off (`\boxed{9^{9^{9^9}}}` in unlucky forms): then the `Scorer` ends
+the worker and takes `score_on_timeout`, because the completion is to blame and not the function.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from dsreason.data.types import Sample
+from dsreason.rewards.functions import score_on_timeout
+
+SECONDS = 3
+"""Longest time for reading one expression, and for one comparison."""
+
+UNITS = (
+    "square|ways|integers|dollars|cents|mph|inches|feet|cm|km|gm|m|meters|pounds|units|hours|minutes|degrees|points|digits"
+    "|edges|meals|multiples|students"
+)
+"""Words beside a number that do not count."""
+
+
+@score_on_timeout(0.0)
+def boxed_math(completion: str, sample: Sample) -> float:
+    r"""1 if the completion's `\boxed{…}` equals the reference's, else 0; the same as cosmos-rl's.
+
+    The reference has to be LaTeX (`\boxed{5}` or `$5$`; for a bare `5` the reward is 0), the completion may also give a bare
+    number. Several different boxed answers are wrong.
+    """
+    if sample.answer is None:
+        return 0.0
+    return float(equal(sample.answer, completion, (ExprExtractionConfig(), LatexExtractionConfig())))
+
+
+@score_on_timeout(-1.0)
+def direct_math(completion: str, sample: Sample) -> float:
+    r"""1 if the last `Answer: …` of the completion equals the reference, else -1.
+
+    Equal is the same text after `normalise`, as in cosmos-rl, or the same value: `0.5` is also `\frac12`.
+    """
+    lines = re.findall(r"answer\s*:\s*([^\n]+)", completion, re.IGNORECASE)
+    if not lines or sample.answer is None:
+        return -1.0
+    given, right = normalise(lines[-1]), normalise(sample.answer)
+    same = given == right or (is_formula(given) and is_formula(right) and equal(f"${right}$", f"${given}$"))
+    return 1.0 if same else -1.0
+
+
+def equal(reference: str, answer: str, targets: tuple[Any, ...] = (LatexExtractionConfig(),)) -> bool:
+    """Whether two texts hold the same mathematical value; the reference is read as LaTeX."""
+    seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
+    right = parse(reference, (LatexExtractionConfig(),), parsing_timeout=seconds)
+    given = parse(answer, targets, parsing_timeout=seconds)
+    return bool(verify(right, given, timeout_seconds=seconds))
+
+
+def is_formula(text: str) -> bool:
+    """Not words, which sympy would take for products of letters: `left` and `felt` would be equal."""
+    return re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) is None
+
+
+def normalise(answer: str) -> str:
+    r"""The bare answer, in the way of Minerva's evaluation: `x = 5 cm` → `5`, `\frac12` → `\frac{1}{2}`, `1,000` → `1000`."""
+    text = answer.rpartition("=")[2]
+    text = re.sub(r"\b[Aa]n? ", "", text)
+    for noise in (r"\$", r"\ ", r"\;", r"\,", r"\!", "{,}", r"^\circ", r"^{\circ}", r"\ldots", r"\dots", '"'):
+        text = text.replace(noise, "," if noise == "{,}" else "")
+    formula = re.search(r"\$+([^$]*)\$+", text)
+    text = formula[1] if formula else text.replace("$", "")
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"\\(?:text|textbf|mbox|mathrm|overline)\{(.*?)\}", r" \1", text)
+    text = re.sub(rf"(?<![A-Za-z\\])(?:{UNITS})(?![A-Za-z])(?:\^[23])?", "", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\frac\s*([^\s{}\\])\s*([^\s{}\\])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\sqrt\s*([^\s{}\\\[])", r"\\sqrt{\1}", text)
+    text = "".join(text.split())
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else text

@@ -1,0 +1,256 @@
+"""Worker processes, the calls that they make, and the limits that hold for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, RewardError
+from dsreason.rewards import worker as messages
+
+log = logging.getLogger(__name__)
+
+GRACE = 1.0
+"""Seconds that a worker gets beyond the time limit of an async call, which it keeps itself."""
+TICK = 0.5
+"""Longest time between two looks at the workers: one may die without closing its pipe."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One reward function (by number) for one completion."""
+
+    function: int
+    completion: str
+    sample: Sample
+
+
+class Worker:
+    """The trainer's end of one worker process."""
+
+    def __init__(self, start: messages.Start) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Its own session: Ctrl-C is for the trainer, and what a function starts is killed with it.
+            self.process = subprocess.Popen(
+                messages.command(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.connection: Connection[Any, Any] = Connection(ours.detach())
+        self.traits: list[messages.Trait] | None = None
+        """None until it has imported its functions."""
+        self.function = 0
+        self.pending: list[int] = []
+        """Calls without a result; async ones in the order they began, as far as they have."""
+        self.since = time.monotonic()
+        """When it was last heard of, or given something to do."""
+        self.connection.send(start)
+
+    @property
+    def idle(self) -> bool:
+        return self.traits is not None and not self.pending
+
+    def give(self, job: messages.Job) -> None:
+        self.function, self.pending = job.function, [item[0] for item in job.items]
+        self.since = time.monotonic()
+        self.connection.send(job)
+
+    def received(self) -> list[Any]:
+        """What it has said by now; EOFError or OSError when it has died."""
+        found: list[Any] = []
+        exited = self.process.poll() is not None  # asked first: what it said before may still be in the pipe
+        while self.connection.poll():
+            try:
+                found.append(self.connection.recv())
+            except (EOFError, OSError):
+                if found:
+                    break  # its last words; the next call says that it died
+                raise
+            self.since = time.monotonic()
+        if exited and not found:
+            raise EOFError
+        return found
+
+    def kill(self, *, show_stack: bool = False) -> None:
+        if self.connection.closed:
+            return  # done before; the process number may be somebody else's by now
+        if show_stack and self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)  # its stack goes to stderr
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """Calls reward functions in worker processes; `functions` are (name, options)."""
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        workers: int,
+        time_limit: float,
+        start_limit: float,
+    ) -> None:
+        self.names = [name for name, _ in functions]
+        self.time_limit, self.start_limit = time_limit, start_limit
+        self._start = messages.Start(functions, time_limit)
+        self._count = workers if functions else 0
+        self._workers: list[Worker] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for _ in range(self._count):
+                self._workers.append(Worker(self._start))
+            while any(worker.traits is None for worker in self._workers):
+                self._listen([], {}, deque())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def run(self, calls: Sequence[Call]) -> list[messages.Scored]:
+        """The results in the order of the calls. Whatever goes wrong ends the workers and is a RewardError."""
+        results: dict[int, messages.Scored] = {}
+        jobs = self._jobs(calls)
+        try:
+            while len(results) < len(calls):
+                for worker in self._workers:
+                    if jobs and worker.idle:
+                        self._give(worker, jobs.popleft(), calls)
+                self._listen(calls, results, jobs)
+        except BaseException:
+            self.close()
+            raise
+        return [results[number] for number in range(len(calls))]
+
+    def _jobs(self, calls: Sequence[Call]) -> deque[list[int]]:
+        """Calls of one function together: async ones as many as there are, plain ones a few, for an even load."""
+        if calls and not self._workers:
+            raise RuntimeError("the workers are not running: use the pool in a with statement, and not after an error")
+        jobs: deque[list[int]] = deque()
+        for function, trait in enumerate((self._workers[0].traits or []) if self._workers else []):
+            numbers = [number for number, call in enumerate(calls) if call.function == function]
+            parts = len(self._workers) * (1 if trait.is_async else 4)
+            size = max(1, -(-len(numbers) // parts))
+            jobs.extend(numbers[first : first + size] for first in range(0, len(numbers), size))
+        return jobs
+
+    def _give(self, worker: Worker, numbers: list[int], calls: Sequence[Call]) -> None:
+        items = [(number, calls[number].completion, calls[number].sample) for number in numbers]
+        try:
+            worker.give(messages.Job(calls[numbers[0]].function, items))
+        except OSError:
+            raise self._died(worker, calls) from None
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            subject = self._subject(calls[numbers[0]])
+            raise RewardError(f"{subject} this sample or one near it cannot be sent to a worker: {error}") from error
+
+    def _listen(self, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]) -> None:
+        """Waits for news and takes them in; then looks for workers that are over their time."""
+        busy = [worker for worker in self._workers if not worker.idle]
+        left = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
+        wait([worker.connection for worker in busy], timeout=min(max(left, 0.0), TICK))
+        for worker in busy:
+            try:
+                news = worker.received()
+            except (EOFError, OSError):
+                raise self._died(worker, calls) from None
+            for message in news:
+                self._take(worker, message, calls, results)
+            if not worker.idle and time.monotonic() > self._deadline(worker):
+                self._over_time(worker, calls, results, jobs)
+
+    def _take(self, worker: Worker, message: Any, calls: Sequence[Call], results: dict[int, messages.Scored]) -> None:
+        match message:
+            case messages.Ready(traits):
+                worker.traits = traits
+            case messages.NotFound(text):
+                raise ConfigError(text)
+            case messages.Scored(call):
+                results[call] = message
+                worker.pending.remove(call)
+            case messages.Begun(call):
+                worker.pending.remove(call)
+                worker.pending.insert(0, call)
+            case messages.Failed(call, text):
+                raise RewardError(f"{self._subject(calls[call])} {text}")
+            case messages.TimedOut(call):
+                raise RewardError(self._too_slow(calls[call]))
+
+    def _trait(self, worker: Worker) -> messages.Trait:
+        assert worker.traits is not None
+        return worker.traits[worker.function]
+
+    def _deadline(self, worker: Worker) -> float:
+        if worker.traits is None:
+            return worker.since + self.start_limit
+        return worker.since + self.time_limit + (GRACE if self._trait(worker).is_async else 0.0)
+
+    def _over_time(
+        self, worker: Worker, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]
+    ) -> None:
+        """Kills the worker. A function with `score_on_timeout` goes on in a new one, any other ends the run."""
+        starting = worker.traits is None
+        worker.kill(show_stack=True)
+        if starting:
+            raise RewardError(
+                f"a reward worker took more than {self.start_limit:g} s to import {', '.join(self.names)}: "
+                "see above where it was; imports that take long belong into the function's first call"
+            )
+        call, *rest = worker.pending
+        if self._trait(worker).is_async:
+            others = f" (or one of {len(rest)} others that run beside it)" if rest else ""
+            raise RewardError(
+                f"{self._too_slow(calls[call])}{others}: it blocks the event loop, see above where; "
+                "in async functions use await for everything that waits"
+            )
+        score = self._trait(worker).score_on_timeout
+        if score is None:
+            raise RewardError(f"{self._too_slow(calls[call])}, see above where it was")
+        log.warning("%s; it counts as %g", self._too_slow(calls[call]), score)
+        results[call] = messages.Scored(call, score, {})
+        if rest:
+            jobs.appendleft(rest)
+        self._workers[self._workers.index(worker)] = Worker(self._start)
+
+    def _subject(self, call: Call) -> str:
+        return f'reward "{self.names[call.function]}", sample "{call.sample.id}":'
+
+    def _too_slow(self, call: Call) -> str:
+        return f"{self._subject(call)} no result within the time limit of {self.time_limit:g} s"
+
+    def _died(self, worker: Worker, calls: Sequence[Call]) -> RewardError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(2)  # its pipe closes a moment before it ends
+        worker.kill()
+        code = worker.process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if not worker.pending:
+            return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({how}), see above")
+        return RewardError(f"{self._subject(calls[worker.pending[0]])} its worker process died ({how})")

@@ -1,0 +1,281 @@
+"""Rewards from a server over HTTP.
+
+    POST <url>  {"prompts": [str], "completions": [str], "answers": [str | null], "media": [[part]], "meta": [{…}]}
+    200         {"scores": {"<name>": [float]}}
+
+One entry for each completion. `media` are the sample's image and video parts, paths as the trainer sees them; `meta` has the
+sample's `id`, its `options` and its own `meta`. The token goes into the `Authorization` header and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from email.message import Message as Headers
+from http.client import HTTPException
+from numbers import Real
+from typing import IO, Any, NoReturn
+from urllib.parse import urlsplit
+
+from dsreason.data.types import Message, Sample
+from dsreason.errors import ConfigError, RewardError
+
+LONGEST_PAUSE = 30.0
+MAX_ANSWER_BYTES = 64 * 2**20
+PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
+"""cosmos-rl's names of the environment variables, the new and the old ones."""
+
+
+class _Retry(Exception):
+    """A failure that may pass: no connection, too slow, or a status that says so."""
+
+    def __init__(self, text: str, wait: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait = wait
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token to another address."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Headers, newurl: str
+    ) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """A reward server. `time_limit` is for one request of at most `batch_size` completions, `retries` come on top."""
+
+    url: str = field(repr=False)
+    token: str | None = field(default=None, repr=False)
+    batch_size: int = 64
+    concurrency: int = 4
+    time_limit: float = 60.0
+    retries: int = 4
+    pause: float = 1.0
+    """Seconds before the first retry; doubled for every further one."""
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError(f"the reward server's address must begin with http:// or https://: {self.place}")
+        if "@" in urlsplit(self.url).netloc:
+            raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("the reward server's token has characters that cannot stand in a header (a line break?)")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **settings: Any) -> RemoteReward:
+        """Address, token and time limit from `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`.
+
+        The same with `WFM_REWARD_` is read too. `settings` win.
+        """
+        environment = os.environ if environment is None else environment
+        url = _variable(environment, "URL") or _variable(environment, "ENQUEUE_URL")
+        settings = {"url": url, "token": _variable(environment, "TOKEN"), **settings}
+        if not settings["url"]:
+            raise ConfigError("a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL)")
+        seconds = _variable(environment, "ENQUEUE_TIMEOUT_S")
+        if seconds is not None:
+            settings.setdefault("time_limit", _seconds(seconds))
+        return cls(**settings)
+
+    @property
+    def place(self) -> str:
+        """The address without user, password and query, which may hold secrets."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def score(
+        self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
+    ) -> dict[str, list[float]]:
+        """Every score that the server gives, `names` at least, for `completions[i]` as an answer to `samples[i]`."""
+        pairs = list(zip(completions, samples, strict=True))
+        batches = [pairs[first : first + self.batch_size] for first in range(0, len(pairs), self.batch_size)]
+        stop = threading.Event()
+        with ThreadPoolExecutor(self.concurrency) as executor:
+            running = [executor.submit(self._score_batch, batch, names, stop) for batch in batches]
+            try:
+                done, _ = wait(running, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()  # raises what went wrong first
+            finally:
+                stop.set()  # the others end after the request that they are in
+                executor.shutdown(wait=False, cancel_futures=True)
+        return self._joined([future.result() for future in running])
+
+    def _joined(self, answers: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+        for answer in answers:
+            if answer.keys() != answers[0].keys():
+                one, other = self._listed(answers[0]), self._listed(answer)
+                raise RewardError(f"reward server {self.place}: one batch has the scores {one}, another {other}")
+        return {
+            name: [score for answer in answers for score in answer[name]] for name in (answers[0] if answers else ())
+        }
+
+    def _score_batch(
+        self, batch: Sequence[tuple[str, Sample]], names: Sequence[str], stop: threading.Event
+    ) -> dict[str, list[float]]:
+        ids = [sample.id for _, sample in batch]
+        body = _body(batch)
+        for attempt in range(self.retries + 1):
+            try:
+                return self._parsed(self._post(body, ids), ids, names)
+            except _Retry as error:
+                pause = min(max(self.pause * 2**attempt, error.wait), LONGEST_PAUSE)
+                if attempt == self.retries:
+                    self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
+                if stop.wait(pause):
+                    self._fail(ids, "given up, since another request failed", cause=error)
+        raise AssertionError("unreachable")
+
+    def _post(self, body: bytes, ids: Sequence[str]) -> bytes:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
+        deadline = time.monotonic() + self.time_limit
+        try:
+            with _opener.open(request, timeout=self.time_limit) as response:
+                return self._read(response, deadline)
+        except urllib.error.HTTPError as error:
+            with error:
+                self._refused(error, ids)
+        except TimeoutError as error:
+            raise _Retry(f"no answer within {self.time_limit:g} s") from error
+        except (OSError, HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise _Retry(f"no answer within {self.time_limit:g} s") from None
+            raise _Retry(f"{type(reason).__name__}: {reason}") from None
+
+    def _read(self, response: Any, deadline: float) -> bytes:
+        parts, size = [], 0
+        while part := response.read1(2**16):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_BYTES:
+                raise RewardError(f"reward server {self.place}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        if response.length:
+            raise HTTPException(f"the answer breaks off {response.length} bytes before its end")
+        return b"".join(parts)
+
+    def _refused(self, error: urllib.error.HTTPError, ids: Sequence[str]) -> NoReturn:
+        said = b""
+        with contextlib.suppress(OSError, HTTPException):
+            said = error.read(4096)
+        text = f"status {error.code} {self._quoted(str(error.reason))}"
+        if said:
+            text += f" ({self._quoted(said.decode(errors='replace').strip())})"
+        if error.code in (408, 425, 429) or error.code >= 500:
+            after = error.headers.get("Retry-After", "")
+            raise _Retry(text, wait=float(after) if after.isdigit() else 0.0)
+        if error.code in (401, 403):
+            given = "the token is not accepted" if self.token else "it wants a token"
+            text += f": {given}, check REMOTE_REWARD_TOKEN"
+        elif error.code < 400:
+            text += ": redirects are not followed, since they would carry the token along; set the final address"
+        self._fail(ids, text)
+
+    def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            self._fail(ids, f"the answer is no JSON: {self._quoted(answer.decode(errors='replace'))}")
+        scores = found.get("scores") if isinstance(found, dict) else None
+        if not isinstance(scores, dict) or not scores:
+            queue = ""
+            if isinstance(found, dict) and "uuid" in found:
+                queue = (
+                    " (a uuid: cosmos-rl's queue for generated media, where scores are fetched later, is not supported)"
+                )
+            self._fail(
+                ids, f'the answer has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
+            )
+        missing = [name for name in names if name not in scores]
+        if missing:
+            self._fail(ids, f"the answer has no score {', '.join(missing)}; it has {self._listed(scores)}")
+        for name, values in scores.items():
+            self._check(name, values, ids)
+        return {name: [float(value) for value in values] for name, values in scores.items()}
+
+    def _check(self, name: str, values: Any, ids: Sequence[str]) -> None:
+        if not isinstance(values, list) or len(values) != len(ids):
+            got = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
+            self._fail(ids, f'score "{self._quoted(name)}": {got} for {len(ids)} completions')
+        for value, sample_id in zip(values, ids, strict=True):
+            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+                self._fail(
+                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is no finite number'
+                )
+
+    def _listed(self, names: Iterable[str]) -> str:
+        return self._quoted(", ".join(sorted(names)))
+
+    def _quoted(self, text: str) -> str:
+        """The beginning of what the server said, without the token, should it be in there."""
+        clean = text.replace(self.token, "***") if self.token else text
+        return clean if len(clean) <= 200 else f"{clean[:200]}…"
+
+    def _fail(self, ids: Sequence[str], text: str, *, cause: Exception | None = None) -> NoReturn:
+        of = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'
+        raise RewardError(f"reward server {self.place}, {of}: {text}") from cause
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str | None:
+    new, old = (environment.get(prefix + name, "").strip() or None for prefix in PREFIXES)
+    if new is not None and old is not None and new != old:
+        raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
+    return new or old
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0 or math.isinf(seconds):
+        raise ConfigError(f"REMOTE_REWARD_ENQUEUE_TIMEOUT_S is {text!r}; it must be a number of seconds")
+    return seconds
+
+
+def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
+    found: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
+    for completion, sample in batch:
+        prompt = (
+            sample.messages[:-1] if sample.messages and sample.messages[-1]["role"] == "assistant" else sample.messages
+        )
+        entry = [_text(prompt), completion, sample.answer, _media(prompt)]
+        meta = {"id": sample.id, "options": sample.options, **sample.meta}
+        try:
+            json.dumps([entry, meta], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(f'sample "{sample.id}": its media or meta cannot be sent as JSON: {error}') from error
+        for values, value in zip(found.values(), [*entry, meta], strict=True):
+            values.append(value)
+    return json.dumps(found).encode()
+
+
+def _text(messages: Sequence[Message]) -> str:
+    contents = [message["content"] for message in messages]
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return "\n".join(part["text"] for part in sum(parts, []) if part["type"] == "text")
+
+
+def _media(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] in ("image", "video")]

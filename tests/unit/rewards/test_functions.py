@@ -1,0 +1,112 @@
+"""Finding reward functions by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsreason.rewards as rewards
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError
+from dsreason.rewards.functions import find_reward, reward_labels
+
+NEEDS_MATH_VERIFY = {"boxed_math", "direct_math"}
+SAMPLE = Sample("7", [], answer="A")
+TWO = """
+import math
+
+def long(completion, sample):
+    return float(len(completion))
+
+def judge(completion, sample, scale=1.0):
+    return scale
+
+def _helper():
+    pass
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "two.py"
+    path.write_text(TWO)
+    return path
+
+
+@pytest.mark.parametrize("name", rewards.__all__)
+def test_built_in_rewards_are_found_and_importable(name):
+    if name in NEEDS_MATH_VERIFY:
+        pytest.importorskip("math_verify", reason="needs the package math-verify")
+    assert find_reward(name) is getattr(rewards, name)
+
+
+def test_a_reward_is_found_in_a_file_and_in_a_package(file):
+    assert find_reward(f"{file}:long")("abc", SAMPLE) == 3
+    assert find_reward("dsreason.rewards.text:gsm8k") is rewards.gsm8k
+
+
+def test_a_file_with_one_function_or_one_called_reward_needs_no_attribute(tmp_path):
+    (tmp_path / "one.py").write_text("from math import sqrt\ndef f(completion, sample): return 1.0")
+    (tmp_path / "named.py").write_text("def f(): ...\ndef reward(completion, sample): return 2.0")
+    assert find_reward(str(tmp_path / "one.py"))("", SAMPLE) == 1
+    assert find_reward(str(tmp_path / "named.py"))("", SAMPLE) == 2
+
+
+def test_options_are_given_to_every_call(file):
+    assert find_reward(f"{file}:judge", {"scale": 3.0})("", SAMPLE) == 3
+    assert find_reward("format", {"pattern": "x+"})("xx", SAMPLE) == 1
+
+
+def test_importing_rewards_brings_neither_torch_nor_sympy():
+    code = "import sys, dsreason.rewards.worker; print([m for m in ('torch', 'sympy', 'pydantic') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("single_choise", 'did you mean "single_choice"'),
+        ("nothing", "Built in: format, single_choice"),
+        ("no.such.package:f", "was not found"),
+        ("/no/such/file.py", "no file /no/such/file.py"),
+        ("{file}", "long, judge"),
+        ("{file}:lonk", 'did you mean "long"'),
+        ("{file}:NUMBER", "no function but int"),
+        ("{file}:_helper", "cannot be called as fn(completion, sample)"),
+        ("dsreason.rewards.text:formal", 'dsreason.rewards.text has no "formal"; did you mean "format"'),
+    ],
+)
+def test_what_cannot_be_found_is_explained(name, text, file):
+    with pytest.raises(ConfigError) as error:
+        find_reward(name.replace("{file}", str(file)))
+    assert text in str(error.value)
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'patern'"):
+        find_reward("format", {"patern": "x"})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("1 / 0", "ZeroDivisionError"), ("import no_such_package", "no_such_package"), ("def", "SyntaxError")],
+)
+def test_a_file_that_does_not_import_is_an_error_that_says_why(tmp_path, source, text):
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(ConfigError, match=f"bad.py does not import: .*{text}"):
+        find_reward(str(tmp_path / "bad.py"))
+
+
+def test_labels_are_short_where_they_can_be():
+    assert reward_labels(["format", "a/b.py", "a/c.py:judge", "x.y:judge", "remote:vq"]) == [
+        "format",
+        "b",
+        "a/c.py:judge",
+        "x.y:judge",
+        "vq",
+    ]

@@ -1,0 +1,225 @@
+"""Rewards from a server, against a small one in a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, RewardError
+from dsreason.rewards.remote import RemoteReward
+from dsreason.rewards.scoring import Scorer
+
+TOKEN = "very-secret-token"
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "video", "video": "/d/7.mp4", "fps": 2}, {"type": "text", "text": "Which way?"}],
+    },
+    {"role": "assistant", "content": "left"},
+]
+SAMPLES = [Sample(str(i), MESSAGES, answer="left", meta={"kind": "direction"}) for i in range(5)]
+COMPLETIONS = ["l", "le", "lef", "left", "lefts"]
+
+
+class Server:
+    """Answers with what `answer(request body)` gives: (status, object or bytes)."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = self.lengths
+        self.headers: dict[str, str] = {}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append((dict(self.headers), body))
+                status, answer = outer.answer(body)
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(data)), **outer.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: object) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score"
+
+    @staticmethod
+    def lengths(body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"scores": {"length": [len(text) for text in body["completions"]]}}
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+    thread.join()
+
+
+def remote(server: Server, **settings: Any) -> RemoteReward:
+    return RemoteReward(server.url, TOKEN, **{"pause": 0.01, "retries": 2, **settings})
+
+
+def test_a_request_has_everything_and_the_token_in_its_header(server):
+    assert remote(server).score(COMPLETIONS[:2], SAMPLES[:2]) == {"length": [1.0, 2.0]}
+    ((headers, body),) = server.requests
+    assert headers["Authorization"] == f"Bearer {TOKEN}"
+    assert body == {
+        "prompts": ["Be brief.\nWhich way?"] * 2,
+        "completions": ["l", "le"],
+        "answers": ["left", "left"],
+        "media": [[{"type": "video", "video": "/d/7.mp4", "fps": 2}]] * 2,
+        "meta": [{"id": "0", "options": None, "kind": "direction"}, {"id": "1", "options": None, "kind": "direction"}],
+    }
+
+
+def test_batches_come_back_in_order(server):
+    assert remote(server, batch_size=2).score(COMPLETIONS, SAMPLES) == {"length": [1, 2, 3, 4, 5]}
+    assert sorted(len(body["completions"]) for _, body in server.requests) == [1, 2, 2]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_failure_that_may_pass_is_tried_again(server, status):
+    answers = [(status, {}), (status, {}), (200, {"scores": {"a": [1]}})]
+    server.answer = lambda body: answers.pop(0)
+    assert remote(server).score(["x"], SAMPLES[:1]) == {"a": [1.0]}
+    assert len(server.requests) == 3
+
+
+def test_pauses_double(server):
+    server.answer = lambda body: (500, {})
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match=r"status 500 .*\(3 attempts\)"):
+        remote(server, pause=0.2).score(["x"], SAMPLES[:1])
+    assert 0.6 <= time.monotonic() - begin < 3
+
+
+def test_a_server_that_is_not_there_is_named(server):
+    server.http.server_close()
+    with pytest.raises(RewardError, match=r'127.0.0.1:\d+/score, samples "0" to "1": ConnectionRefusedError'):
+        RemoteReward(server.url, retries=1, pause=0.01).score(["x", "y"], SAMPLES[:2])
+
+
+def test_a_slow_server_is_given_up(server):
+    server.answer = lambda body: (time.sleep(1), (200, {}))[1]
+    with pytest.raises(RewardError, match=r"no answer within 0.2 s \(2 attempts\)"):
+        remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"<html>", "no JSON: <html>"),
+        ([1], 'no {"scores"'),
+        ({"scores": [1, 2]}, 'no {"scores"'),
+        ({"scores": {}}, 'no {"scores"'),
+        ({"uuid": "1"}, "cosmos-rl's queue"),
+        ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
+        ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
+        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is no finite number'),
+        ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
+        ({"scores": {"a": [True, 1]}}, "True is no finite number"),
+        ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
+        ({"scores": {"a": [1, TOKEN]}}, "'***' is no finite number"),
+        ({TOKEN: TOKEN}, 'no {"scores"'),
+    ],
+)
+def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answer, text):
+    server.answer = lambda body: (200, answer)
+    with pytest.raises(RewardError) as error:
+        remote(server).score(["x", "y"], SAMPLES[:2], ["a"])
+    assert text in str(error.value)
+    assert TOKEN not in str(error.value)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
+def test_the_token_is_in_no_message(server, status, caplog):
+    server.answer = lambda body: (status, {"detail": f"Bearer {TOKEN} is bad"})
+    with pytest.raises(RewardError) as error:
+        remote(server, retries=0).score(["x"], SAMPLES[:1])
+    chain, link = [], error.value
+    while link is not None:
+        chain.append(str(link))
+        link = link.__cause__ or link.__context__
+    assert f"status {status}" in chain[0]
+    assert "*** is bad" in chain[0]
+    assert not any(TOKEN in text for text in [*chain, caplog.text, repr(remote(server))])
+    assert ("check REMOTE_REWARD_TOKEN" in chain[0]) == (status in (401, 403))
+
+
+def test_redirects_would_carry_the_token_away(server):
+    server.answer = lambda body: (302, {})
+    server.headers = {"Location": server.url + "/elsewhere"}
+    with pytest.raises(RewardError, match="redirects are not followed"):
+        remote(server).score(["x"], SAMPLES[:1])
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(server):
+    server.answer = lambda body: (200, {"scores": {"a": [1]}})
+    server.headers = {"Content-Length": "1000", "Connection": "close"}
+    with pytest.raises(RewardError, match=r"breaks off .*\(2 attempts\)"):
+        remote(server, retries=1).score(["x"], SAMPLES[:1])
+
+
+def test_batches_with_different_scores_are_an_error(server):
+    server.answer = lambda body: (200, {"scores": {body["completions"][0]: [1]}})
+    with pytest.raises(RewardError, match="one batch has the scores l, another le"):
+        remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])
+
+
+def test_what_is_no_json_is_named(server):
+    with pytest.raises(RewardError, match='sample "9": its media or meta cannot be sent'):
+        remote(server).score(["x"], [Sample("9", [], meta={"image": b"..."})])
+
+
+@pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
+@pytest.mark.parametrize("address", ["URL", "ENQUEUE_URL"])
+def test_both_families_of_environment_names_are_read(prefix, address):
+    names = {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}
+    found = RemoteReward.from_environment({prefix + name: value for name, value in names.items()})
+    assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({}, "set REMOTE_REWARD_URL"),
+        ({"REMOTE_REWARD_URL": "ftp://x"}, "http://"),
+        ({"REMOTE_REWARD_URL": f"http://me:{TOKEN}@host/x"}, "no user and password"),
+        ({"REMOTE_REWARD_URL": "http://a", "WFM_REWARD_URL": "http://b"}, "are set and differ"),
+        ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_ENQUEUE_TIMEOUT_S": "soon"}, "number of seconds"),
+        ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),
+    ],
+)
+def test_a_wrong_environment_is_explained(environment, text):
+    with pytest.raises(ConfigError) as error:
+        RemoteReward.from_environment(environment)
+    assert text in str(error.value)
+    assert TOKEN not in str(error.value)
+
+
+def test_a_scorer_adds_scores_of_the_server(server):
+    server.answer = lambda body: (200, {"scores": {"quality": [0.5] * len(body["answers"]), "words": [1] * 5}})
+    with Scorer({"exact_match": 1.0, "remote:quality": 2.0}, remote=remote(server)) as scorer:
+        scores = scorer.score(COMPLETIONS, SAMPLES)
+    assert scores.total.tolist() == [1, 1, 1, 2, 1]
+    assert scores.by_function["quality"].tolist() == [0.5] * 5
+    assert scores.metrics == {"remote/words": 1.0}

@@ -1,0 +1,299 @@
+"""Scoring in worker processes: several weighted functions, and functions that misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, RewardError
+from dsreason.rewards.scoring import Scorer
+
+FUNCTIONS = """
+import asyncio, os, signal, subprocess, sys, time
+import dataclasses
+
+@dataclasses.dataclass
+class Kept:
+    number: float
+
+def length(completion, sample):
+    return Kept(len(completion)).number
+
+def right(completion, sample):
+    return completion == sample.answer
+
+def with_metrics(completion, sample):
+    metrics = {"words": len(completion.split())}
+    if sample.id == "1":
+        metrics["only_one"] = 5
+    return 0.5, metrics
+
+def pid(completion, sample):
+    time.sleep(0.05)
+    return os.getpid()
+
+async def judge(completion, sample):
+    await asyncio.sleep(0.2)
+    return 1.0, {"judged": 1}
+
+def raises(completion, sample):
+    if sample.id == "2":
+        raise KeyError("no such thing")
+    return 1.0
+
+async def raises_async(completion, sample):
+    if sample.id == "2":
+        raise TimeoutError("the judge took too long")
+    await asyncio.sleep(0.05)
+    return 1.0
+
+def gives(completion, sample):
+    return eval(completion)
+
+def hangs(completion, sample):
+    if sample.id == "2":
+        open(sample.meta["file"], "w").write(str(os.getpid()))
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+    return 1.0
+
+async def waits(completion, sample):
+    if sample.id == "2":
+        await asyncio.sleep(60)
+    return 1.0
+
+async def blocks(completion, sample):
+    await asyncio.sleep(0)
+    if sample.id == "2":
+        time.sleep(60)
+    await asyncio.sleep(0.01)
+    return 1.0
+
+def stubborn(completion, sample):
+    if sample.id == "2":
+        time.sleep(60)
+    return 1.0
+
+stubborn.score_on_timeout = -1.0
+
+def dies(completion, sample):
+    if sample.id == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+def leaves(completion, sample):
+    if sample.id == "2":
+        sys.exit(3)
+    return 1.0
+"""
+SAMPLES = [Sample(str(i), [], answer="a b") for i in range(4)]
+COMPLETIONS = ["a b", "a", "", "a b c"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+def score(functions, *, completions=COMPLETIONS, samples=SAMPLES, **settings):
+    with Scorer(functions, **settings) as scorer:
+        return scorer.score(completions, samples)
+
+
+def test_functions_are_weighted_and_kept_apart(file):
+    scores = score({f"{file}:length": 0.5, f"{file}:right": 2.0, "exact_match": 1.0})
+    assert scores.by_function["length"].tolist() == [3, 1, 0, 5]
+    assert scores.by_function["right"].tolist() == scores.by_function["exact_match"].tolist() == [1, 0, 0, 0]
+    assert scores.total.tolist() == [4.5, 0.5, 0, 2.5]
+
+
+def test_metrics_are_means_over_the_calls_that_gave_them(file):
+    scores = score({f"{file}:with_metrics": 1.0})
+    assert scores.metric_sums == {"with_metrics/words": (6.0, 4), "with_metrics/only_one": (5.0, 1)}
+    assert scores.metrics == {"with_metrics/words": 1.5, "with_metrics/only_one": 5.0}
+
+
+def test_async_functions_run_side_by_side(file):
+    with Scorer({f"{file}:judge": 1.0}, workers=1) as scorer:
+        begin = time.monotonic()
+        scores = scorer.score(["x"] * 40, SAMPLES * 10)
+        assert time.monotonic() - begin < 4  # one after the other: 8 s
+    assert scores.total.tolist() == [1.0] * 40
+    assert scores.metrics == {"judge/judged": 1.0}
+
+
+def test_the_work_is_shared_by_workers_that_stay(file):
+    with Scorer({f"{file}:pid": 1.0}, workers=2) as scorer:
+        first, second = ({*scorer.score(["x"] * 8, SAMPLES * 2).total} for _ in range(2))
+    assert first == second
+    assert len(first) == 2
+    assert os.getpid() not in first
+
+
+def test_options_reach_the_workers():
+    assert score({"format": 1.0}, options={"format": {"pattern": "a.*"}}).total.tolist() == [1, 1, 0, 1]
+
+
+def test_nothing_to_score_is_no_error(file):
+    assert score({f"{file}:length": 1.0}, completions=[], samples=[]).total.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        ("raises", ["raised KeyError: 'no such thing'", 'raise KeyError("no such thing")', "mine.py"]),
+        ("raises_async", ["raised TimeoutError: the judge took too long"]),
+        ("dies", ["killed by SIGKILL"]),
+        ("leaves", ["exit code 3"]),
+    ],
+)
+def test_a_function_that_raises_or_dies_names_itself_and_the_sample(file, function, texts):
+    with pytest.raises(RewardError) as error:
+        score({"exact_match": 1.0, f"{file}:{function}": 1.0})
+    for text in [f'reward "{file}:{function}", sample "2":', *texts]:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("float('nan')", "nan"),
+        ("float('inf')", "inf"),
+        ("None", "None"),
+        ("'1.0'", "'1.0'"),
+        ("[1.0]", "list"),
+        ("(1.0, {'a': float('nan')})", "metric 'a'"),
+        ("(1.0, 2.0)", "metrics are a dict"),
+        ("1j", "complex"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error(file, value, text):
+    with pytest.raises(RewardError) as error:
+        score({f"{file}:gives": 1.0}, completions=["1", "True", value, "2"], workers=1)
+    assert f'reward "{file}:gives", sample "2": returned' in str(error.value)
+    assert text in str(error.value)
+
+
+def test_numpy_numbers_and_booleans_are_numbers(file):
+    completions = ["__import__('numpy').float32(0.5)", "True", "__import__('numpy').int64(2)", "(1, {})"]
+    assert score({f"{file}:gives": 1.0}, completions=completions).total.tolist() == [0.5, 1, 2, 1]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def group_gone(pid: int, seconds: float = 10) -> bool:
+    """Whether no process of the group is left; a killed orphan stays until init has taken note of it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_hanging_function_is_killed_with_what_it_started(file, tmp_path):
+    samples = [Sample(str(i), [], meta={"file": str(tmp_path / "pid")}) for i in range(4)]
+    with Scorer({f"{file}:hangs": 1.0}, time_limit=1.0) as scorer:
+        begin = time.monotonic()
+        with pytest.raises(RewardError) as error:
+            scorer.score(COMPLETIONS, samples)
+        assert time.monotonic() - begin < 4
+    assert f'reward "{file}:hangs", sample "2": no result within the time limit of 1 s' in str(error.value)
+    pid = int((tmp_path / "pid").read_text())
+    assert gone(pid)
+    assert group_gone(pid)  # its subprocess
+
+
+@pytest.mark.parametrize("function", ["waits", "blocks"])
+def test_an_async_function_that_waits_too_long_or_blocks_is_named_with_its_sample(file, function):
+    samples = SAMPLES if function == "waits" else SAMPLES[2:3]
+    with Scorer({f"{file}:{function}": 1.0}, time_limit=0.5, workers=1) as scorer, pytest.raises(RewardError) as error:
+        scorer.score(COMPLETIONS[: len(samples)], samples)
+    assert f'reward "{file}:{function}", sample "2": no result within the time limit of 0.5 s' in str(error.value)
+    assert ("event loop" in str(error.value)) == (function == "blocks")
+
+
+def test_time_over_may_be_a_score(file, caplog):
+    scores = score({f"{file}:stubborn": 1.0, "exact_match": 1.0}, time_limit=1.0, workers=1)
+    assert scores.by_function["stubborn"].tolist() == [1, 1, -1, 1]
+    assert scores.by_function["exact_match"].tolist() == [1, 0, 0, 0]
+    assert 'sample "2": no result within the time limit of 1 s; it counts as -1' in caplog.text
+
+
+def test_the_time_limit_is_for_a_call_not_for_all_of_them(file):
+    assert score({f"{file}:pid": 1.0}, completions=["x"] * 40, samples=SAMPLES * 10, workers=1, time_limit=1.0)
+
+
+def test_after_an_error_no_worker_is_left(file):
+    with Scorer({f"{file}:raises": 1.0}) as scorer:
+        with pytest.raises(RewardError):
+            scorer.score(COMPLETIONS, SAMPLES)
+        with pytest.raises(RuntimeError, match="not running"):
+            scorer.score(COMPLETIONS, SAMPLES)
+
+
+def test_a_function_that_cannot_be_found_is_a_config_error_when_workers_start(file):
+    with pytest.raises(ConfigError, match='has no "nothing"'), Scorer({f"{file}:nothing": 1.0}):
+        pass
+
+
+def test_an_import_that_takes_too_long_or_dies_is_an_error(tmp_path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "dead.py").write_text("import os; os._exit(5)")
+    with pytest.raises(RewardError, match="more than 2 s to import .*slow.py"):
+        score({str(tmp_path / "slow.py"): 1.0}, start_limit=2.0, workers=1)
+    with pytest.raises(RewardError, match=r"died while it imported .*dead.py \(exit code 5\)"):
+        score({str(tmp_path / "dead.py"): 1.0}, workers=1)
+
+
+def test_no_function_and_options_for_no_function_are_config_errors():
+    with pytest.raises(ConfigError, match="empty"):
+        Scorer({})
+    with pytest.raises(ConfigError, match="options for format"):
+        Scorer({"gsm8k": 1.0}, options={"format": {"pattern": "x"}})
+
+
+def test_a_sample_that_cannot_be_sent_is_named(file):
+    with pytest.raises(RewardError, match='sample "9"'):
+        score({f"{file}:length": 1.0}, completions=["a"], samples=[Sample("9", [], meta={"f": lambda: 0})])
+
+
+def test_workers_of_a_killed_trainer_end(file, tmp_path):
+    """Even one that hangs."""
+    code = f"""
+from dsreason.data.types import Sample
+from dsreason.rewards.scoring import Scorer
+with Scorer({{"{file}:hangs": 1.0}}, time_limit=60, workers=1) as scorer:
+    scorer.score([""], [Sample("2", [], meta={{"file": "{tmp_path / "pid"}"}})])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 30)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    worker = int((tmp_path / "pid").read_text())
+    wait_for(lambda: gone(worker) or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z", 10)
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
