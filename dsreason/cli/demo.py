@@ -13,6 +13,7 @@ from rich.table import Table
 from dsreason.cli import sft
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
 from dsreason.config.output import default_output_dir
+from dsreason.config.schema import SFTConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
@@ -22,7 +23,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     if launch.is_rank() and output_dir is None:
         raise ConfigError("demo: starts its own ranks; call it plainly, or give every rank the same --output-dir")
     folder = output_dir or default_output_dir("demo")
-    job = Job("sft", sft.RECIPE, output_dir=folder, nproc=nproc, overrides=tuple(overrides or ()))
+    job = Job("sft", SFTConfig, sft.RECIPE, output_dir=folder, nproc=nproc, overrides=tuple(overrides or ()))
     run_job(job, check=sft.check, run=sft.run, ranks_on_cpu=min(2, len(os.sched_getaffinity(0))))
     if launch.is_first_rank():
         Console().print(results_table(folder / "metrics.jsonl"))

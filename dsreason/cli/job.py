@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig
 from dsreason.config.world import check_world
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
@@ -38,11 +38,15 @@ RestartsOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the configuration, and stop.")]
 
 
+C = TypeVar("C", bound=RunConfig)
+
+
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[C]):
     """One call of a training command."""
 
     command: str
+    schema: type[C]
     default_recipe: str
     config: Path | None = None
     ds_config: str | None = None
@@ -65,7 +69,7 @@ class Job:
         return ["-m", "dsreason", self.command] + [f"{name}={value}" for name, value in options if value is not None]
 
 
-def load_job(job: Job) -> SFTConfig:
+def load_job(job: Job[C]) -> C:
     """The run configuration with the command line's own options in it; says which recipe runs without --config."""
     if job.config is None and launch.is_first_rank() and not launch.started_by_us():
         typer.echo(f"no --config: running the built-in recipe {job.default_recipe}", err=True)
@@ -74,14 +78,14 @@ def load_job(job: Job) -> SFTConfig:
         overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
     if job.output_dir is not None:
         overrides.append(f"output_dir={json.dumps(str(job.output_dir))}")
-    return load_config(SFTConfig, job.config, overrides, default_recipe=job.default_recipe)
+    return load_config(job.schema, job.config, overrides, default_recipe=job.default_recipe)
 
 
 def run_job(
-    job: Job,
+    job: Job[C],
     *,
-    check: Callable[[SFTConfig, str | None], None],
-    run: Callable[[SFTConfig, Path | None, str | None], None],
+    check: Callable[[C, str | None], None],
+    run: Callable[[C, Path | None, str | None], None],
     ranks_on_cpu: int = 1,
 ) -> Path | None:
     """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known.
@@ -119,7 +123,7 @@ def run_job(
     return output_dir
 
 
-def _run_rank(job: Job, config: SFTConfig, run: Callable[[SFTConfig, Path | None, str | None], None]) -> Path | None:
+def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None], None]) -> Path | None:
     world_size = os.environ["WORLD_SIZE"]
     if job.nproc is not None:
         raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
@@ -150,9 +154,9 @@ def _resume_at(attempt: int, resume: str | None, output_dir: Path) -> str | None
     return "auto"
 
 
-def _output_dir(job: Job, config: SFTConfig) -> Path | None:
+def _output_dir(job: Job[C], config: C) -> Path | None:
     return resume_folder(job.resume, Path(config.output_dir) if config.output_dir else None)
 
 
-def _print_config(config: SFTConfig, deepspeed: dict[str, Any]) -> None:
+def _print_config(config: RunConfig, deepspeed: dict[str, Any]) -> None:
     typer.echo(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, export, sft
+from dsreason.cli import demo, export, grpo, sft
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(sft.sft)
+app.command()(grpo.grpo)
 app.command()(export.export)
 app.command()(demo.demo)
 

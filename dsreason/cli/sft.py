@@ -33,7 +33,17 @@ def sft(
 ) -> None:
     """Fine-tune on questions and answers about videos and images. Without --config: the built-in task."""
     job = Job(
-        "sft", RECIPE, config, ds_config, tuple(overrides or ()), output_dir, resume, nproc, max_restarts, dry_run
+        "sft",
+        SFTConfig,
+        RECIPE,
+        config,
+        ds_config,
+        tuple(overrides or ()),
+        output_dir,
+        resume,
+        nproc,
+        max_restarts,
+        dry_run,
     )
     run_job(job, check=check, run=run)
 

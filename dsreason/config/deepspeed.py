@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, TOP_LEVEL, ZERO
 from dsreason.config.load import read_document
 from dsreason.config.problems import config_error, nearest
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig
 from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 
@@ -39,7 +39,7 @@ class Owned:
 
 
 def resolve_deepspeed(
-    name: str, config: SFTConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
+    name: str, config: RunConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
 ) -> dict[str, Any]:
     """The finished DeepSpeed configuration for a run on `world_size` ranks.
 
@@ -76,25 +76,25 @@ def zero_section(name: str) -> dict[str, Any]:
     return section
 
 
-def micro_batch_size(config: SFTConfig) -> int:
+def micro_batch_size(config: RunConfig) -> int:
     """Samples per forward as DeepSpeed is told; under a token budget it has no meaning and is 1."""
     return config.train.micro_batch_size or 1
 
 
-def accumulation_steps(config: SFTConfig, world_size: int) -> int:
+def accumulation_steps(config: RunConfig, world_size: int) -> int:
     """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
-    return max(1, math.ceil(config.train.global_batch_size / (micro_batch_size(config) * world_size)))
+    return max(1, math.ceil(config.samples_per_step / (micro_batch_size(config) * world_size)))
 
 
-def owned_keys(config: SFTConfig, world_size: int) -> list[Owned]:
+def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
     """Every DeepSpeed key that is not the JSON's to decide, with what it may say."""
     return [*_batch_keys(config, world_size), *_precision_keys(config), *_optimizer_keys(config)]
 
 
-def _batch_keys(config: SFTConfig, world_size: int) -> Iterator[Owned]:
+def _batch_keys(config: RunConfig, world_size: int) -> Iterator[Owned]:
     train, micro, steps = config.train, micro_batch_size(config), accumulation_steps(config, world_size)
-    batch = f"train.global_batch_size is {train.global_batch_size}"
-    yield Owned(("train_batch_size",), (train.global_batch_size,), batch)
+    batch = config.batch_fact
+    yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     if train.max_tokens_per_micro_batch is not None:
         tokens = f"train.max_tokens_per_micro_batch is {train.max_tokens_per_micro_batch}, which cuts each step anew"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
@@ -107,7 +107,7 @@ def _batch_keys(config: SFTConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("gradient_accumulation_steps",), (steps,), derived)
 
 
-def _precision_keys(config: SFTConfig) -> Iterator[Owned]:
+def _precision_keys(config: RunConfig) -> Iterator[Owned]:
     precision = f"train.precision is {config.train.precision}"
     for block in ("bf16", "bfloat16"):
         yield Owned((block, "enabled"), (config.train.precision == "bf16",), precision)
@@ -125,7 +125,7 @@ def _precision_keys(config: SFTConfig) -> Iterator[Owned]:
     yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "the optimizer is torch's AdamW", by_config=False)
 
 
-def _optimizer_keys(config: SFTConfig) -> Iterator[Owned]:
+def _optimizer_keys(config: RunConfig) -> Iterator[Owned]:
     optim, steps = config.optim, config.train.max_steps
     clipping = f"optim.max_grad_norm is {optim.max_grad_norm:g}"
     yield Owned(("gradient_clipping",), (optim.max_grad_norm,), clipping)
@@ -209,7 +209,7 @@ def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
 
 
-def _finished(document: dict[str, Any], config: SFTConfig, device: Device, world_size: int) -> dict[str, Any]:
+def _finished(document: dict[str, Any], config: RunConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _without_auto(document)
     for key in ("optimizer", "scheduler", "bfloat16"):  # the trainer builds its own; bfloat16 is an old name of bf16
         result.pop(key, None)

@@ -146,12 +146,16 @@ def parse_override(text: str) -> Override:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, `null` for "unset", or else the text itself."""
+    """A TOML value, `null` for "unset", or else the text itself. ConfigError where a list or table is broken TOML."""
     if text == "null":
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip().startswith(("[", "{")):
+            raise ConfigError(
+                f"--set: {text} is not TOML ({error}); in \"…\" a backslash counts double, in '…' it does not"
+            ) from None
         return text
     return json_like(parsed["value"]) if len(parsed) == 1 else text
 

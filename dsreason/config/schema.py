@@ -7,7 +7,8 @@ Validators are pure: no file, network, environment or torch. What depends on the
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from abc import abstractmethod
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -174,6 +175,14 @@ class OptimConfig(Section):
     """Applied to matrices, not to norms and biases."""
     warmup: float | int = Field(0.03, ge=0)
     """Warmup steps: a whole number, or a share (below 1) of all steps."""
+
+    @field_validator("warmup")
+    @classmethod
+    def check_warmup(cls, warmup: float) -> float:
+        if warmup > 1 and not float(warmup).is_integer():
+            raise ValueError(f"{warmup} is neither a share below 1 nor a whole number of steps")
+        return warmup
+
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
     decay_share: float = Field(0.2, gt=0, le=1)
@@ -184,28 +193,33 @@ class OptimConfig(Section):
     """Gradient clipping; 0 only measures the norm."""
 
 
-class TrainConfig(Section):
+class UpdateConfig(Section):
+    """What SFT and GRPO share of `[train]`."""
+
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     """Stop earlier, after this many steps."""
-    global_batch_size: int = Field(32, ge=1)
-    """Samples per step, over all ranks. Accumulation steps are derived."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Padded tokens per forward on one rank, instead of a fixed number of samples."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights and activations; master weights, accumulation and reduction are always fp32."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
-    def check_micro_batch(self) -> TrainConfig:
+    def check_micro_batch(self) -> Self:
         if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_micro_batch "
                 f"({self.max_tokens_per_micro_batch}) exclude each other; remove one"
             )
         return self
+
+
+class TrainConfig(UpdateConfig):
+    global_batch_size: int = Field(32, ge=1)
+    """Samples per step, over all ranks. Accumulation steps are derived."""
 
 
 class ValidationConfig(Section):
@@ -257,23 +271,124 @@ class MonitorConfig(Section):
     wandb_name: str | None = None
 
 
-class SFTConfig(Section):
-    """Everything of one `dsreason sft` run."""
+class RunConfig(Section):
+    """What every training command has."""
 
     output_dir: str | None = None
-    """Folder of the run; unset: `outputs/sft-<time>`."""
+    """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
     """DeepSpeed JSON: a path, or the name of a shipped one (`--ds-config` wins)."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    train: UpdateConfig = UpdateConfig()
+
+    @property
+    @abstractmethod
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+
+    @property
+    @abstractmethod
+    def batch_fact(self) -> str:
+        """Which setting makes `samples_per_step`, for messages."""
 
     @model_validator(mode="after")
-    def check_best_metric(self) -> SFTConfig:
+    def check_best_metric(self) -> Self:
         if self.checkpoint.best_metric == "val/accuracy" and not self.validation.generate:
             raise ValueError("checkpoint.best_metric (val/accuracy) needs validation.generate = true")
+        return self
+
+
+class SFTConfig(RunConfig):
+    """Everything of one `dsreason sft` run."""
+
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.train.global_batch_size
+
+    @property
+    def batch_fact(self) -> str:
+        return f"train.global_batch_size is {self.samples_per_step}"
+
+
+class AlgorithmConfig(Section):
+    """`[grpo]`: how completions become an update."""
+
+    preset: Literal["grpo", "dr_grpo", "gspo"] = "grpo"
+    """Loss and advantages as a paper defines them (`dsreason/losses/presets.py`), without its KL term."""
+    num_generations: int = Field(8, ge=2)
+    """Completions of each prompt: a group, within which advantages are measured."""
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts of each rollout, over all ranks."""
+    optimizer_steps_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps on the completions of one rollout, each with its share of them."""
+    clip_low: float | None = Field(None, ge=0)
+    """Lower clip of the ratio; unset: the preset's."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip of the ratio; unset: the preset's."""
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """How the difference between the trainer's and the engine's log-probabilities is corrected."""
+
+    @model_validator(mode="after")
+    def check_parts(self) -> Self:
+        if self.prompts_per_step % self.optimizer_steps_per_rollout:
+            raise ValueError(
+                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of optimizer_steps_per_rollout "
+                f"({self.optimizer_steps_per_rollout})"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What samples the completions."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that hold one copy of vLLM's model together."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM may use while it is awake."""
+    sleep_level: Literal[1, 2] = 2
+    """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
+    temperature: float = Field(1.0, gt=0)
+    max_completion_length: int = Field(1024, ge=1)
+    """Longest completion in tokens."""
+    sync_bucket_mb: float = Field(512.0, gt=0)
+    """Most MiB of weights that are gathered at a time to be sent to the engine."""
+
+
+class RewardConfig(Section):
+    functions: dict[str, float] = {}
+    """Reward name (built in, `package.module:attr` or `file.py:attr`) = weight."""
+    workers: int = Field(2, ge=1)
+    """Processes per rank that score."""
+    time_limit: float = Field(30.0, gt=0)
+    """Seconds that one call may take."""
+
+
+class GRPOConfig(RunConfig):
+    """Everything of one `dsreason grpo` run."""
+
+    train: UpdateConfig = UpdateConfig()
+    grpo: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions of one optimizer step, over all ranks."""
+        return self.grpo.prompts_per_step * self.grpo.num_generations // self.grpo.optimizer_steps_per_rollout
+
+    @property
+    def batch_fact(self) -> str:
+        return f"grpo.prompts_per_step x num_generations / optimizer_steps_per_rollout is {self.samples_per_step}"
+
+    @model_validator(mode="after")
+    def check_rewards(self) -> Self:
+        if not self.reward.functions:
+            raise ValueError("reward.functions names no reward; give at least one with its weight")
         return self

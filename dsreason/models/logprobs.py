@@ -10,7 +10,13 @@ MAX_LOGITS = 2**26
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    banned_ids: Tensor | None = None,
 ) -> Tensor:
     """log softmax(hidden @ weight.T / temperature) at `targets`, in float32.
 
@@ -19,41 +25,50 @@ def token_logprobs(
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
         chunk_size: tokens whose logits exist at the same time; the default keeps them under `MAX_LOGITS` values.
+        banned_ids: `[K]` token ids of probability 0, which a rollout engine was kept from drawing.
 
     Returns:
         `[N]` float32. The backward pass computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax)
         and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0])
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> Tensor:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        banned_ids: Tensor | None,
+    ) -> Tensor:
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_norm = torch.empty_like(logprobs)
         for i in range(0, hidden.shape[0], chunk):
             part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, temperature)
+            logits = _logits(hidden[part], weight, temperature, banned_ids)
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
             largest = logits.amax(dim=1)
             # In place: a plain logsumexp would hold a second buffer of this size.
             log_norm[part] = logits.sub_(largest[:, None]).exp_().sum(dim=1).log_().add_(largest)
             logprobs[part] = chosen - log_norm[part]
         ctx.save_for_backward(hidden, weight, targets, log_norm)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
         return logprobs
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, log_norm = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         for i in range(0, hidden.shape[0], ctx.chunk):
             part = slice(i, i + ctx.chunk)
-            logits = _logits(hidden[part], weight, ctx.temperature)
+            logits = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
             grad_logits = logits.sub_(log_norm[part, None]).exp_().neg_()
             grad_logits.scatter_add_(1, targets[part, None], torch.ones_like(log_norm[part, None]))
             grad_logits.mul_((grad[part] / ctx.temperature)[:, None])
@@ -64,13 +79,15 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(scaled.t(), hidden[part])
             elif need_weight:
                 grad_weight += scaled.t() @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """`[n, V]` float32, freshly allocated so that the caller may overwrite it."""
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
+    """`[n, V]` float32, freshly allocated so that the caller may overwrite it; -inf where banned."""
     logits = (hidden @ weight.t()).float()
-    return logits.div_(temperature) if temperature != 1.0 else logits
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits if banned_ids is None else logits.index_fill_(1, banned_ids, -torch.inf)
 
 
 class LogprobHead(nn.Linear):
@@ -79,7 +96,13 @@ class LogprobHead(nn.Linear):
     It stays the module that owns the weight, so ZeRO-3 gathers the weight around this call as around any layer's.
     """
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        banned_ids: Tensor | None = None,
+    ) -> Tensor:
         if targets is None:
             return super().forward(hidden)
-        return token_logprobs(hidden, self.weight, targets, temperature=temperature)
+        return token_logprobs(hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids)

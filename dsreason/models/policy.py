@@ -19,9 +19,10 @@ class Policy(nn.Module):
             raise TypeError(f"lm_head is {head}; expected a Linear without bias")
         head.__class__ = LogprobHead
 
-    def forward(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+    def forward(self, batch: Batch, temperature: float = 1.0, banned_ids: Tensor | None = None) -> Tensor:
         """Float32 log-probabilities `[N]` of the tokens where `batch.loss_mask` is True, row by row.
 
+        `banned_ids` have probability 0: those that the rollout engine never draws, so that both mean one distribution.
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
@@ -38,4 +39,4 @@ class Policy(nn.Module):
         count = targets.shape[0]
         if count == 0:
             selected, targets = hidden[0, :1], batch.input_ids[0, :1]
-        return self.model.lm_head(selected, targets, temperature)[:count]
+        return self.model.lm_head(selected, targets, temperature, banned_ids)[:count]

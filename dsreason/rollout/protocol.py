@@ -26,6 +26,13 @@ class StaleWeightsError(RuntimeError):
     """Completions were asked of weights that the engine does not hold."""
 
 
+class RolloutError(RuntimeError):
+    """A completion that cannot be trained on; the text names the sample.
+
+    The engine read another prompt than the trainer does, has no room for it, or drew a media token.
+    """
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How completions are drawn. The stop tokens are those of the model's generation config.

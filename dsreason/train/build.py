@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import check_output_dir, default_output_dir, write_run_config
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
 from dsreason.data.sources import SampleDataset, open_datasets
@@ -146,14 +146,14 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             progress=stack.enter_context(progress),
             memory=MemoryLedger(world.device),
             flops=model_flops(engine.module.model),
-            peak_flops=job_peak_flops(world),
+            peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
             state=state,
         )
 
 
-def open_output_dir(output_dir: Path, config: SFTConfig, resume: str | None) -> Path | None:
+def open_output_dir(output_dir: Path, config: RunConfig, resume: str | None) -> Path | None:
     """Check and create the folder of the run; returns the checkpoint to continue from."""
     check_output_dir(output_dir, config, resume)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def leave_newer(checkpoint: Path, output_dir: Path) -> None:
             log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
 
 
-def build_policy_engine(config: SFTConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
+def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
     """The model in its partitions, frozen where asked, with its optimizer."""
     log.info("loading %s", model_path)
     model = load_model(
@@ -202,7 +202,7 @@ def build_policy_engine(config: SFTConfig, deepspeed_config: dict[str, Any], mod
     return build_engine(Policy(model), config.optim, deepspeed_config)
 
 
-def build_rollout(config: SFTConfig, model_path: Path, encoder: Encoder, world: World) -> TransformersEngine:
+def build_rollout(config: RunConfig, model_path: Path, encoder: Encoder, world: World) -> TransformersEngine:
     return TransformersEngine(
         model_path,
         encoder.processor.tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,15 @@ from pydantic import ValidationError
 from dsreason.config.cache import cache_dir
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.problems import config_error
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import GRPOConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
 from dsreason.models.families import family_of
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
+from dsreason.rewards.functions import find_reward
 from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
@@ -55,7 +57,30 @@ def check_sft(config: SFTConfig) -> None:
             log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
 
 
-def check_resume(config: SFTConfig, resume: str | None) -> None:
+def check_grpo(config: GRPOConfig) -> None:
+    """Raise what a person can mend, as `check_sft` does; a prompt must leave room for the longest completion."""
+    check_wandb(config.monitor)
+    check_zero_values(config.deepspeed)
+    for name in config.reward.functions:
+        if not name.startswith("remote:"):
+            find_reward(name)
+    model_path = find_model(config)
+    check_freeze(parameter_names(model_path), config.model.freeze)
+    encoder = build_encoder(config, model_path)
+    training, validation = open_datasets(config.data)
+    rollout_order(training, config)
+    room = config.model.max_length - config.rollout.max_completion_length
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_completion_length ({config.rollout.max_completion_length}) leaves no room for a prompt in "
+            f"model.max_length ({config.model.max_length}); raise that or lower it"
+        )
+    encoder = replace(encoder, max_length=room, max_length_key="model.max_length without rollout.max_completion_length")
+    for name, dataset in (("training", training), ("validation", validation)):
+        check_rows(dataset, encoder, config, name)
+
+
+def check_resume(config: RunConfig, resume: str | None) -> None:
     """What is known of a checkpoint without a model: that it is there, whole, and of the same ZeRO stage.
 
     Raises:
@@ -97,12 +122,12 @@ def notes(order: StepOrder, config: SFTConfig) -> list[str]:
     return found
 
 
-def find_model(config: SFTConfig) -> Path:
+def find_model(config: RunConfig) -> Path:
     """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
     return resolve_model(config.model, cache_dir() / "models")
 
 
-def build_encoder(config: SFTConfig, model_path: Path) -> Encoder:
+def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     dtype = DTYPES[config.train.precision]  # of the engine that serves the model: it rounds video times to it
     model = model_config(model_path, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
@@ -125,7 +150,20 @@ def step_order(training: SampleDataset, config: SFTConfig) -> StepOrder:
     )
 
 
-def check_rows(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, name: str) -> list[str]:
+def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
+    """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
+    train, steps = config.train, config.grpo.optimizer_steps_per_rollout
+    return StepOrder(
+        training.weighted_lengths,
+        batch_size=config.grpo.prompts_per_step,
+        epochs=train.epochs,
+        max_steps=None if train.max_steps is None else -(-train.max_steps // steps),
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def check_rows(dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
     Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.

@@ -13,7 +13,7 @@ from deepspeed import DeepSpeedEngine
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium, SampleTooLong
 from dsreason.data.loader import BadRow, Encoding, next_item, unchanged
 from dsreason.data.micro_batches import align_micro_batches
@@ -48,7 +48,7 @@ def validate(
     policy_engine: DeepSpeedEngine,
     dataset: SampleDataset,
     encoder: Encoder,
-    config: SFTConfig,
+    config: RunConfig,
     world: World,
     rollout: RolloutEngine,
     *,
@@ -85,7 +85,7 @@ class HeldOut:
 
     dataset: SampleDataset
     encoder: Encoder
-    config: SFTConfig
+    config: RunConfig
     world: World
     blank_media: bool
 

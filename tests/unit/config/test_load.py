@@ -93,6 +93,12 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_others() -> None:
     assert (config.optim.lr, config.optim.eps, config.model.freeze) == (1e-5, 1e-6, ("visual",))
 
 
+@pytest.mark.parametrize("text", ['["a\\.b"]', "[1, 2", "{a = }"])
+def test_a_broken_list_or_table_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not TOML"):
+        parse_value(text)
+
+
 def test_null_unsets_what_the_file_sets() -> None:
     config = load(
         "[train]\nmicro_batch_size = 4", "train.micro_batch_size=null", "train.max_tokens_per_micro_batch=512"

@@ -18,7 +18,7 @@ def test_any_batch_that_reaches_every_rank_is_fine(batch: int, ranks: int) -> No
 def test_ranks_without_a_sample_are_pointed_out() -> None:
     assert check_world(make(2), 4) == [
         (
-            "train.global_batch_size (2) is smaller than the number of ranks (4): 2 of them train on nothing in every step; "
+            "train.global_batch_size is 2, less than the number of ranks (4): 2 of them train on nothing in every step; "
             "raise it, or start fewer ranks"
         )
     ]

@@ -33,6 +33,25 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", [2, 100])
+def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    banned, targets, coefficients = torch.tensor([3, 8]), torch.tensor([0, 1, 2, 4, 5, 10, 9]), torch.randn(7)
+
+    logits = (hidden @ weight.t() / 0.7).index_fill(1, banned, -torch.inf)
+    plain = logits.log_softmax(-1)[torch.arange(7), targets]
+    expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
+    ours = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned)
+    got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
+
+    torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert torch.equal(got[1][banned], torch.zeros(2, 5, dtype=torch.float64))
+
+
 def test_extreme_logits_do_not_overflow():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e4], [0.0]])
     assert token_logprobs(hidden, weight, torch.tensor([1])).item() == -1e4
