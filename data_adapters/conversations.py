@@ -27,8 +27,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
             raise DataError(
                 f"field {column!r}: {len(left)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
             )
-    answers = [text_of(message["content"]) for message in messages if message.get("role") == "assistant"]
-    return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or (answers[-1] if answers else None))
+    return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or last_reply(messages))
 
 
 def parse(value: Any, column: str) -> list[Message]:
@@ -79,6 +78,12 @@ def fill_part(part: Any, waiting: dict[str, list[Any]]) -> Any:
     if not waiting[kind]:
         raise DataError(f"a part of type {kind!r} names no {kind}, and the row's columns have no further one")
     return {**part, kind: waiting[kind].pop(0)}
+
+
+def last_reply(messages: list[Message]) -> str | None:
+    """What the conversation ends with, where that is the assistant's: the reference answer to what comes before."""
+    last: Message = messages[-1] if messages else {}
+    return text_of(last["content"]) if last.get("role") == "assistant" else None
 
 
 def text_of(content: Any) -> str:

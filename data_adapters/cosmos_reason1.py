@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data_adapters.conversations import parse, text_of
+from data_adapters.conversations import last_reply, parse, text_of
 from dsreason.config.schema import SourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.archives import unpack
@@ -38,9 +38,9 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise DataError("field 'conversations': no user turn to show the video in")
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answer = last_reply(messages)
     first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
-    return Sample(str(row.get("id", row["video"])), messages, answer=answers[-1] if answers else None)
+    return Sample(str(row.get("id", row["video"])), messages, answer=answer)
 
 
 def find_clip(video: str, data: SourceConfig) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from data_adapters.conversations import last_reply
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -35,9 +36,8 @@ def to_sample(row: dict[str, Any]) -> Sample:
             )
     waiting = {kind: list(paths) for kind, paths in media.items()}
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
     meta = {"kind": row["kind"]} if "kind" in row else {}
-    return Sample(str(row.get("id", "")), messages, answer=answers[-1] if answers else None, meta=meta)
+    return Sample(str(row.get("id", "")), messages, answer=last_reply(messages), meta=meta)
 
 
 def as_list(row: dict[str, Any], key: str) -> list[Any]:

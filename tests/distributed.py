@@ -99,6 +99,7 @@ def _run(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    mp.set_start_method("fork", force=True)  # data workers are forked, as in a real rank
     try:
         value = fn(*args)
     except BaseException:  # noqa: BLE001 (whatever it is, the test must see it)

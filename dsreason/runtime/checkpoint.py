@@ -44,6 +44,8 @@ class TrainerState:
     epoch: float = 0.0
     consumed_samples: int = 0
     best_metric: float | None = None
+    best_name: str = ""
+    """Which metric `best_metric` is a value of."""
     best_step: int | None = None
     model_path: str = ""
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""

@@ -109,6 +109,8 @@ def report(error: DsReasonError) -> int:
 def report_crash(error: Exception) -> int:
     """Leave the traceback of a bug for the parent, which shows that of the rank that failed first; an exit code."""
     text = "".join(traceback.format_exception(error))
+    if "DataLoader worker (pid" in text:  # raised from a signal handler, wherever the trainer happens to be
+        text += "a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch\n"
     has_log = bool(logging.getLogger().handlers)
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)

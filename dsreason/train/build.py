@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             state = load_checkpoint(engine, checkpoint, world)
             log.info("resumed from %s", checkpoint)
             on_rank_zero(lambda: leave_newer(checkpoint, output_dir))
+            state = forget_other_best(state, config, checkpoint, output_dir)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
@@ -182,6 +183,14 @@ def leave_newer(checkpoint: Path, output_dir: Path) -> None:
     if checkpoint.resolve().parent == (output_dir / "checkpoints").resolve():
         for path in set_aside_newer(checkpoint):
             log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
+
+
+def forget_other_best(state: TrainerState, config: RunConfig, checkpoint: Path, output_dir: Path) -> TrainerState:
+    """Without the best value so far where it is another metric's, or its checkpoint lies in another run's folder."""
+    same_run = checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
+    if same_run and state.best_name == config.checkpoint.best_metric:
+        return state
+    return replace(state, best_metric=None, best_step=None)
 
 
 def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:

@@ -36,7 +36,14 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
-from dsreason.train.build import build_policy_engine, build_rollout, check_shared, leave_newer, open_output_dir
+from dsreason.train.build import (
+    build_policy_engine,
+    build_rollout,
+    check_shared,
+    forget_other_best,
+    leave_newer,
+    open_output_dir,
+)
 from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, rollout_order
 
 
@@ -95,6 +102,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         if checkpoint is not None:
             state = load_checkpoint(engine, checkpoint, world)
             on_rank_zero(lambda: leave_newer(checkpoint, output_dir))
+            state = forget_other_best(state, config, checkpoint, output_dir)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
@@ -127,7 +135,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
                 start=state.step // steps,
             ),
             validation_data=validation,
-            rollout=build_sampler(config, model_path, encoder, world),
+            rollout=build_sampler(config, model_path, encoder, world, stack),
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
             scorer=stack.enter_context(scorer),
             metrics=stack.enter_context(metrics),
@@ -139,13 +147,15 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         )
 
 
-def build_sampler(config: GRPOConfig, model_path: Path, encoder: Encoder, world: World) -> RolloutEngine:
-    """What samples the completions. Every rank calls it."""
+def build_sampler(
+    config: GRPOConfig, model_path: Path, encoder: Encoder, world: World, stack: ExitStack
+) -> RolloutEngine:
+    """What samples the completions, until `stack` closes. Every rank calls it."""
     if config.rollout.engine == "transformers":
         return build_rollout(config, model_path, encoder, world)
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
-    return VLLMEngine(
+    engine = VLLMEngine(
         model_path,
         encoder.processor.tokenizer,
         world,
@@ -156,3 +166,5 @@ def build_sampler(config: GRPOConfig, model_path: Path, encoder: Encoder, world:
         sleep_level=config.rollout.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
     )
+    stack.callback(engine.shutdown)
+    return engine

@@ -32,7 +32,7 @@ from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.world import World, all_sum, gather_objects
 from dsreason.train.build_grpo import GRPORun, build_grpo
 from dsreason.train.rollouts import Rollout, flatten, to_rollouts, training_sample
-from dsreason.train.sft import is_due, run_validation, save
+from dsreason.train.sft import finish, is_due, run_validation, save
 
 
 def run(config: GRPOConfig, *, output_dir: Path | None = None, resume: str | None = None) -> None:
@@ -65,7 +65,7 @@ def train(grpo: GRPORun) -> None:
         improved = run_validation(grpo) if last or due else False
         if last or improved or any(is_due(s, config.checkpoint.every) for s in range(first + 1, step + 1)):
             save(grpo, last=last)
-    grpo.progress.say(f"finished at step {grpo.state.step}; everything is in {grpo.output_dir}")
+    finish(grpo)
 
 
 def sample(grpo: GRPORun, prompts: Sequence[EncodedPrompt]) -> list[Rollout]:

@@ -15,7 +15,7 @@ from dsreason.data.loader import StepBatches
 from dsreason.errors import DsReasonError
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import delete_folder, prune_checkpoints, save_checkpoint
+from dsreason.runtime.checkpoint import MARKER, delete_folder, prune_checkpoints, save_checkpoint
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
@@ -47,7 +47,7 @@ def train(sft: SFTRun) -> None:
         improved = run_validation(sft) if last or is_due(step, config.validation.every) else False
         if last or improved or is_due(step, config.checkpoint.every):
             save(sft, last=last)
-    sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
+    finish(sft)
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
@@ -151,7 +151,7 @@ def run_validation(sft: SFTRun) -> bool:
     value, best = result.metrics[config.checkpoint.best_metric], sft.state.best_metric
     better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)
     if better and step > 0:
-        sft.state = replace(sft.state, best_metric=value, best_step=step)
+        sft.state = replace(sft.state, best_metric=value, best_name=config.checkpoint.best_metric, best_step=step)
     return better and step > 0 and config.checkpoint.keep_best
 
 
@@ -166,6 +166,20 @@ def save(sft: SFTRun, *, last: bool) -> None:
     if config.export == "all" or (last and config.export == "final"):
         export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"))
     sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+
+
+def finish(sft: SFTRun) -> None:
+    """Make up for an export that a run broke off before, and say that all is done."""
+    done = sft.checkpoints / f"step_{sft.state.step}" / MARKER
+    final = sft.output_dir / "export" / "final"
+    if sft.config.checkpoint.export != "none" and on_rank_zero(lambda: is_older(final / "config.json", done)):
+        export(sft, final)
+    sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
+
+
+def is_older(path: Path, other: Path) -> bool:
+    """Whether `path` is missing, or was written before `other`, which may be missing too."""
+    return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
 
 
 def export(sft: SFTRun, output: Path) -> None:

@@ -74,6 +74,11 @@ def validate(
         answers, sheets = generate_answers(rollout, version, held_out, advance)
     rollout.sleep()
     by_rank = gather_objects((answers, sheets))
+    if not any(part for part, _ in by_rank):
+        raise DataError(
+            f"validation: none of the {held_out.num_rows} held-out rows has a reference answer; give Sample.answer, "
+            "or set validation.generate = false"
+        )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
     sheets = {row: sheet for _, part in by_rank for row, sheet in part.items()}
     return ValidationResult(metrics | accuracies(answers), answers, sheets)
@@ -96,13 +101,19 @@ class HeldOut:
     @property
     def shown(self) -> set[int]:
         """The rows whose answers are shown, evenly spaced."""
-        count = min(self.config.validation.show, self.num_rows)
-        return {i * self.num_rows // count for i in range(count)}
+        rows = self.rows
+        count = min(self.config.validation.show, len(rows))
+        return {rows[i * len(rows) // count] for i in range(count)}
+
+    @property
+    def rows(self) -> list[int]:
+        """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
+        return [i * len(self.dataset) // self.num_rows for i in range(self.num_rows)]
 
     def groups(self) -> list[list[int]]:
         """This rank's rows, cut for one forward or generate call each; as many groups on every rank, some empty."""
         size = self.config.validation.micro_batch_size
-        rows = list(range(self.num_rows))[self.world.rank :: self.world.size]
+        rows = self.rows[self.world.rank :: self.world.size]
         num_groups = -(-self.num_rows // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 

@@ -106,6 +106,13 @@ def test_conversations_are_read_as_list_or_json(as_text):
     assert sample.answer == "a"
 
 
+@pytest.mark.parametrize("last", ["user", "assistant"])
+def test_only_what_ends_a_conversation_is_its_reference_answer(last):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+    messages += [{"role": "user", "content": "and?"}] if last == "user" else []
+    assert conversations.to_sample({"messages": messages}).answer == ("yes" if last == "assistant" else None)
+
+
 MESSAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}, {"type": "image"}]},
     {"role": "assistant", "content": "a"},

@@ -1,0 +1,105 @@
+"""What vLLM does to the process that it lives in, and how the trainer gets it back."""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import random
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from dsreason.runtime.world import World, broadcast_object
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
+"""vLLM warns at every reload of layers without weights, and at every sleep on a CPU; what matters is checked here."""
+CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""GiB for keys and values; and no binding to cores, which the trainer's threads would inherit."""
+
+
+def set_environment(world: World) -> None:
+    """What vLLM reads when it is imported; what a person has set stays, but for what the engine cannot work without."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its core in this process: external_launcher needs that
+    for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def undisturbed(world: World) -> Iterator[None]:
+    """vLLM seeds every generator of the process and, on a CPU, takes `torch.set_num_threads` away: both come back."""
+    devices = [world.device] if world.device.type == "cuda" else []
+    python, numpy = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_num_threads = set_num_threads
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def own_shared_memory(world: World) -> Iterator[None]:
+    """Ranks on a CPU exchange tensors through shared memory files, which vLLM names alike in every job and leaves behind.
+
+    Two jobs on one machine would meet in them, and a second one fails at its start. So they get names of this job, and
+    go once all ranks have them open.
+    """
+    if world.device.type == "cuda":
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    job, original, names = broadcast_object(uuid.uuid4().hex), _CPUSHMDistributed.make_group_name, []
+
+    def make_group_name(communicator: Any) -> str:
+        names.append(f"dsreason-{job}-" + original(communicator).strip("/"))
+        return names[-1]
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        for name in names:
+            for file in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
+                file.unlink(missing_ok=True)
+
+
+@contextmanager
+def without_zero3_flag() -> Iterator[None]:
+    """While the flag is set, transformers partitions whatever model is built."""
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    transformers_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            transformers_deepspeed.set_hf_deepspeed_config(config)
+
+
+def release(llm: LLM) -> None:
+    """End vLLM's worker and process groups; the default group is the trainer's and stays."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    client = llm.llm_engine.engine_core
+    # vLLM's own shutdown, which runs when the engine is collected, destroys the default group too.
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:
+        finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    destroy_model_parallel()
+    gc.unfreeze()  # vLLM froze whatever existed at its start, its weights included

@@ -1,0 +1,212 @@
+"""Weights into a vLLM engine, and the proof that they arrived: coverage by name, then fingerprints of what it holds.
+
+vLLM's `reload_weights` returns nothing and only warns about what it did not load, so both counts are ours:
+
+1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`Sending`).
+2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
+   rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or kept from before, differs.
+
+What the fingerprint does not see: values that changed places inside one tensor, and two tensors of equal sums. Parts of
+a fused layer (query, key and value; gate and up) are compared one by one, so their exchange is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
+
+from dsreason.rollout.protocol import SyncError
+
+CHUNK = 2**24
+"""Values that are float64 at the same time."""
+TOLERANCE = 1e-12
+"""Of a sum, relative to the most that it can be: the order of adding moves it by less, one bfloat16 step by more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the engine keeps one tensor, or this rank's share of it: some rows of a layer's parameter."""
+
+    name: str
+    """In the Hugging Face model."""
+    engine_name: str
+    layer: nn.Module
+    parameter: str
+    rows: slice
+
+
+@dataclass
+class Sending:
+    """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
+
+    Tensors are copied: vLLM keeps the parts of a fused layer until all have come, when gathered ones are gone again.
+    """
+
+    weights: Iterator[tuple[str, Tensor]]
+    expected: dict[str, torch.Size]
+    dtype: torch.dtype
+    fingerprints: dict[str, Tensor] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights:
+            if name not in self.expected:
+                self.wrong.append(f"{name} is unknown")
+            elif tensor.shape != self.expected[name]:
+                self.wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(self.expected[name])}")
+            elif name in self.fingerprints:
+                self.wrong.append(f"{name} came twice")
+            else:
+                copy = tensor.detach().to(self.dtype, copy=True)
+                self.fingerprints[name] = fingerprint(copy)
+                yield name, copy
+
+    def drain(self) -> None:
+        """Reads what vLLM left unread, because every rank must take part in every gather."""
+        for _ in self:
+            pass
+
+    def finish(self) -> None:
+        """SyncError when anything was wrong or is missing."""
+        self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
+        raise_for(self.wrong)
+
+
+def raise_for(wrong: list[str]) -> None:
+    if wrong:
+        more = f"; and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        raise SyncError(f"weight sync failed for {len(wrong)} tensors: " + "; ".join(wrong[:20]) + more)
+
+
+def expected_shapes(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
+    """Every parameter of the Hugging Face model by its name in memory; tied ones once."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def find_places(model: nn.Module, names: list[str]) -> list[Place]:
+    """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
+
+    SyncError where a name leads nowhere, or where nothing sent would reach a parameter of the engine.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    held = {
+        f"{layer_name}.{name}": (layer, name)
+        for layer_name, layer in layers.items()
+        for name, parameter in layer._parameters.items()
+        if parameter is not None
+    }
+    places, wrong = [], []
+    for name, engine_name in zip(names, engine_names(model, names), strict=True):
+        whole, part = find_part(model, engine_name, held)
+        if whole is None:
+            wrong.append(f"{name} ({engine_name}) has no place in the engine")
+            continue
+        layer, parameter = held.pop(whole) if part is None else held[whole]
+        places.append(Place(name, whole, layer, parameter, rows_of(layer, part)))
+    fused = {place.engine_name for place in places}
+    for engine_name, (layer, parameter) in held.items():
+        twin = next((p for p in places if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
+        if engine_name in fused:
+            continue
+        if twin is None:
+            wrong.append(f"the engine's {engine_name} gets its values from no tensor")
+        else:
+            places.append(Place(twin.name, engine_name, layer, parameter, rows_of(layer, None)))
+    raise_for(wrong)
+    return places
+
+
+def engine_names(model: nn.Module, names: list[str]) -> list[str]:
+    return model.hf_to_vllm_mapper.apply_list(names)
+
+
+def find_part(model: nn.Module, name: str, held: dict[str, tuple[nn.Module, str]]) -> tuple[str | None, int | None]:
+    """The engine's parameter of this name, or the fused one that it is the n-th part of."""
+    if name in held:
+        return name, None
+    for fused, parts in model.packed_modules_mapping.items():
+        for number, part in enumerate(parts):
+            whole = name.replace(f".{part}.", f".{fused}.")
+            if part != fused and whole != name and whole in held:
+                return whole, number
+    return None, None
+
+
+def rows_of(layer: nn.Module, part: int | None) -> slice:
+    """Rows of this rank's weight that hold a part of a fused layer, or all but the padding of a vocabulary."""
+    if part is not None:
+        sizes = layer.output_partition_sizes
+        return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
+    if hasattr(layer, "shard_indices"):
+        return slice(0, layer.shard_indices.num_org_elements)
+    return slice(None)
+
+
+def repair_tied_output(model: nn.Module) -> None:
+    """On a CPU vLLM computes logits from a repacked copy of the output weight, which reloading a tied one forgets."""
+    for layer in model.modules():
+        if is_output_layer(layer) and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def is_output_layer(layer: nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(layer, ParallelLMHead)
+
+
+@torch.no_grad()
+def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Compare the engine's weights with the fingerprints of what was sent; SyncError names those that differ.
+
+    Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several of its ranks hold
+    counts several times, which its number of values tells.
+    """
+    found = torch.stack([fingerprint(*held_values(place)) for place in places])
+    dist.all_reduce(found, group=group)
+    wrong = []
+    for place, (count, total, squares) in zip(places, found.tolist(), strict=True):
+        sent_count, sent_total, sent_squares = sent[place.name].tolist()
+        copies = count / sent_count
+        largest = TOLERANCE * copies * math.sqrt(sent_count * sent_squares)
+        same = (
+            copies >= 1
+            and copies == int(copies)
+            and abs(total - copies * sent_total) <= largest
+            and abs(squares - copies * sent_squares) <= TOLERANCE * copies * sent_squares
+        )
+        if not same:
+            wrong.append(f"{place.name} was sent, but the engine's {place.engine_name} holds other values")
+    raise_for(wrong)
+
+
+def held_values(place: Place) -> Iterator[Tensor]:
+    """What the layer computes with, in blocks."""
+    weight = getattr(place.layer, place.parameter)
+    packed = getattr(place.layer, "cpu_linear", None)
+    repacked = weight.numel() == 0 or is_output_layer(place.layer)  # an embedding looks rows up, whatever it repacked
+    if packed is None or not repacked or place.parameter != "weight":
+        yield weight[place.rows]
+        return
+    # Only the layer's own kernel can read what it repacked: it multiplies unit vectors, which is exact.
+    width = weight.shape[1] if weight.numel() else place.layer.input_size_per_partition
+    for start in range(0, width, 1024):
+        units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
+        units[:, start:].fill_diagonal_(1)
+        yield packed(units, weight, None)[:, place.rows]
+
+
+def fingerprint(*blocks: Tensor) -> Tensor:
+    """Number of values, their sum and the sum of their squares: `[3]` float64 on the CPU."""
+    parts = (part.double() for block in blocks for part in block.reshape(-1).split(CHUNK))
+    numbers = [(part.numel(), float(part.sum()), float(part.square().sum())) for part in parts]
+    return torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3).sum(dim=0)
