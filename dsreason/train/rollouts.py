@@ -51,8 +51,9 @@ def to_rollouts(
 
     `advantages_of` maps rewards `[prompts, num_generations]` to advantages of that shape.
     """
-    groups = torch.from_numpy(scores.total).reshape(-1, num_generations)
-    advantages = advantages_of(groups).flatten().tolist() if len(prompts) else []
+    if not prompts:  # a rank without a prompt
+        return []
+    advantages = advantages_of(torch.from_numpy(scores.total).reshape(-1, num_generations)).flatten().tolist()
     return [
         Rollout(
             prompt=prompts[i],

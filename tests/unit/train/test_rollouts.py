@@ -56,6 +56,10 @@ def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
     assert flat.advantages.shape == flat.rollout_logprobs.shape == flat.sequence.shape == (0,)
 
 
+def test_a_rank_without_prompts_has_no_rollouts() -> None:
+    assert to_rollouts([], [], Scores(np.zeros(0), {"right": np.zeros(0)}), 4, group_centered) == []
+
+
 def test_advantages_are_measured_within_each_prompts_group() -> None:
     prompts = [prompt([1], 0)] * 2 + [prompt([2], 0)] * 2
     completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * 4
