@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +114,10 @@ def run_job(
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir
+    started = time.time()
     typer.echo(f"{job.command} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     launch.start_ranks(
-        lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir)),
+        lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
         ranks=ranks,
         log_dir=output_dir / "logs",
         max_restarts=job.max_restarts,
@@ -142,14 +144,16 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
     return output_dir
 
 
-def _resume_at(attempt: int, resume: str | None, output_dir: Path) -> str | None:
-    """What an attempt continues: after a crash the newest checkpoint, and while there is none what was asked for."""
+def _resume_at(attempt: int, resume: str | None, output_dir: Path, started: float) -> str | None:
+    """What an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
+    asked for: later checkpoints of an earlier job are not what `--resume PATH` wants."""
     if attempt == 0 or resume == "auto":
         return resume
     if resume is not None:
         from dsreason.runtime.checkpoint import find_checkpoint
 
-        if find_checkpoint(output_dir / "checkpoints") is None:
+        newest = find_checkpoint(output_dir / "checkpoints")
+        if newest is None or newest.stat().st_mtime < started:
             return resume
     return "auto"
 
