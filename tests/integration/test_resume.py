@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,11 @@ def test_another_number_of_ranks_continues_with_the_same_losses(folder, ranks):
     assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
 
 
-def test_a_finished_run_resumes_to_nothing_left_to_do(folder):
-    before = metrics(folder / "whole")
+def test_a_finished_run_resumes_to_nothing_but_a_missing_export(folder):
+    before, export = metrics(folder / "whole"), folder / "whole" / "export" / "final"
+    expected = load_file(export / "model.safetensors")
+    shutil.rmtree(export)  # as if the run had been broken off before it
     train(folder, "whole", ranks=2, resume="auto")
     assert metrics(folder / "whole") == before
+    found = load_file(export / "model.safetensors")
+    assert all(expected[name].equal(found[name]) for name in expected)
