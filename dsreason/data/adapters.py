@@ -8,19 +8,16 @@ signature when it is not needed. Where the default (`dsreason.data.rows.read_row
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsreason.config.schema import SourceConfig
+from dsreason.config.user_code import import_file, import_module
 from dsreason.data.rows import ListRows, Rows, parse_splits, read_rows, select
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
@@ -75,9 +72,10 @@ def find_adapter(name: str) -> Adapter:
     if target in shipped:
         module = importlib.import_module(f"data_adapters.{target}")
     elif target.endswith(".py") or "/" in target:
-        module = _import_file(Path(target).expanduser(), name)
+        module = import_file(Path(target).expanduser(), f'data.adapter "{name}"')
     else:
-        module = _import_module(target, name, shipped)
+        advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
+        module = import_module(target, f'data.adapter "{name}"', shipped, advice)
     found = _attribute(module, attribute, name) if attribute else module
     if "to_sample" not in dir(found):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
@@ -98,41 +96,3 @@ def _attribute(module: Any, attribute: str, name: str) -> Any:
     if attribute not in vars(module):
         raise ConfigError(f'data.adapter "{name}": {module.__name__} has no "{attribute}"')
     return vars(module)[attribute]
-
-
-def _import_module(target: str, name: str, shipped: list[str]) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # `python -m dsreason` has the current folder on the path, the installed command has not: make them agree.
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
-            raise ConfigError(f'data.adapter "{name}" needs a package that is not installed: {error.name}') from error
-        near = difflib.get_close_matches(target, shipped, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
-        raise ConfigError(
-            f'data.adapter "{name}" was not found{hint} Shipped: {", ".join(shipped)}. '
-            "Your own: package.module, package.module:attr or a path to a .py file"
-        ) from error
-
-
-def _import_file(path: Path, name: str) -> Any:
-    if not path.is_file():
-        raise ConfigError(f'data.adapter "{name}": no file {path.absolute()}')
-    path = path.resolve()
-    module_name = f"dsreason_adapter_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f'data.adapter "{name}": {path} is not a Python file')
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # somebody else's code
-        del sys.modules[module_name]
-        raise ConfigError(f'data.adapter "{name}": {path} does not import: {type(error).__name__}: {error}') from error
-    return module

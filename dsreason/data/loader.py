@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import DataConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.collate import collate
 from dsreason.data.micro_batches import Exchange, align_batches, cut_by_count, cut_by_tokens, media_kinds
@@ -76,7 +76,7 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         batching = Batching(Encoding(self.dataset, self.encoder), self.config)
-        shares = iter(self._workers(batching, self._assignments()))
+        shares = iter(decode_ahead(batching, self._assignments(), self.config.data))
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
             share = next_item(shares)
@@ -90,23 +90,9 @@ class StepLoader:
         self.exchange_seconds += time.perf_counter() - started
         return values
 
-    def _workers(self, work: Dataset[T], tasks: Iterable[Any]) -> DataLoader[T]:
-        """Apply `work` to every task, in order, about `data.prefetch` steps ahead."""
-        data = self.config.data
-        ahead = {"prefetch_factor": math.ceil(data.prefetch / data.workers)} if data.workers else {}
-        return DataLoader(
-            work,
-            batch_size=None,
-            sampler=tasks,
-            num_workers=data.workers,
-            collate_fn=unchanged,
-            generator=torch.Generator(),  # otherwise it draws from the trainer's
-            **ahead,
-        )
-
     def _assignments(self) -> Iterator[list[int]]:
         """This rank's rows of each step."""
-        unknown = iter(self._workers(Measuring(self.dataset, self.encoder), self._unmeasured()))
+        unknown = iter(decode_ahead(Measuring(self.dataset, self.encoder), self._unmeasured(), self.config.data))
         for step in range(self.start_step, self.order.num_steps):
             for measured in self._exchange(next_item(unknown)):
                 self.lengths.update(measured)
@@ -249,6 +235,20 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
         shares[rank].append(i)
         sums[rank] += lengths[i]
     return shares
+
+
+def decode_ahead(work: Dataset[T], tasks: Iterable[Any], data: DataConfig) -> DataLoader[T]:
+    """Apply `work` to every task in worker processes, in order, about `data.prefetch` tasks ahead."""
+    ahead = {"prefetch_factor": math.ceil(data.prefetch / data.workers)} if data.workers else {}
+    return DataLoader(
+        work,
+        batch_size=None,
+        sampler=tasks,
+        num_workers=data.workers,
+        collate_fn=unchanged,
+        generator=torch.Generator(),  # otherwise it draws from the trainer's
+        **ahead,
+    )
 
 
 def next_item(items: Iterator[T]) -> T:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dsreason.config.schema import DataConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import BadRow, next_item, unchanged
+from dsreason.data.loader import BadRow, decode_ahead, next_item
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.errors import DataError
@@ -40,19 +38,7 @@ class PromptLoader:
 
     def __iter__(self) -> Iterator[list[EncodedPrompt]]:
         shares = [self.order.indices(i)[self.rank :: self.world_size] for i in range(self.start, self.order.num_steps)]
-        workers = self.data.workers
-        ahead = {"prefetch_factor": math.ceil(self.data.prefetch / workers)} if workers else {}
-        found = iter(
-            DataLoader(
-                PromptEncoding(self.dataset, self.encoder),
-                batch_size=None,
-                sampler=shares,
-                num_workers=workers,
-                collate_fn=unchanged,
-                generator=torch.Generator(),  # otherwise it draws from the trainer's
-                **ahead,
-            )
-        )
+        found = iter(decode_ahead(PromptEncoding(self.dataset, self.encoder), shares, self.data))
         for _ in shares:
             items = next_item(found)
             bad = [item.reason for item in items if isinstance(item, BadRow)]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dsreason.config.user_code import FILE_MODULE, import_file, import_module
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards import BUILT_IN
@@ -21,6 +18,10 @@ from dsreason.rewards import BUILT_IN
 Result = float | tuple[float, Mapping[str, float]]
 RewardFn = Callable[[str, Sample], Result | Awaitable[Result]]
 
+ADVICE = (
+    f"Built in: {', '.join(BUILT_IN)}. "
+    "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
+)
 REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 
@@ -43,12 +44,13 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     Errors: ConfigError when there is none, when its file does not import, or when it does not take (completion, sample).
     """
     target, _, attribute = name.partition(":")
+    what = f'reward "{name}"'
     if name in BUILT_IN:
-        module, attribute = _import_module(f"dsreason.rewards.{BUILT_IN[name]}", name), name
+        module, attribute = import_module(f"dsreason.rewards.{BUILT_IN[name]}", what, [*BUILT_IN], ADVICE), name
     elif target.endswith(".py") or "/" in target:
-        module = _import_file(Path(target).expanduser(), name)
+        module = import_file(Path(target).expanduser(), what)
     else:
-        module = _import_module(target, name)
+        module = import_module(target, what, [*BUILT_IN], ADVICE)
     function = _attribute(module, attribute, name) if attribute else _only_function(module, name)
     return _with_options(function, dict(options or {}), name)
 
@@ -105,44 +107,4 @@ def _functions(module: ModuleType) -> dict[str, Any]:
 
 
 def _place(module: ModuleType) -> str:
-    return str(module.__file__) if module.__name__.startswith("dsreason_reward_") else module.__name__
-
-
-def _import_module(target: str, name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # `python -m dsreason` has the current folder on the path, the installed command has not: make them agree.
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
-            raise ConfigError(f'reward "{name}" needs a package that is not installed: {error.name}') from error
-        near = difflib.get_close_matches(target, BUILT_IN, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
-        raise ConfigError(
-            f'reward "{name}" was not found{hint} Built in: {", ".join(BUILT_IN)}. '
-            "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
-        ) from error
-    except Exception as error:  # somebody else's code
-        raise ConfigError(f'reward "{name}": {target} does not import: {type(error).__name__}: {error}') from error
-
-
-def _import_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f'reward "{name}": no file {path.absolute()}')
-    path = path.resolve()
-    module_name = f"dsreason_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f'reward "{name}": {path} is not a Python file')
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # somebody else's code
-        del sys.modules[module_name]
-        raise ConfigError(f'reward "{name}": {path} does not import: {type(error).__name__}: {error}') from error
-    return module
+    return str(module.__file__) if module.__name__.startswith(FILE_MODULE) else module.__name__

@@ -107,12 +107,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         encoder = build_encoder(config, model_path)
         order = step_order(training, config)
         engine = build_policy_engine(config, deepspeed_config, model_path)
-        state = TrainerState(model_path=str(model_path.resolve()))
-        if checkpoint is not None:
-            state = load_checkpoint(engine, checkpoint, world)
-            log.info("resumed from %s", checkpoint)
-            on_rank_zero(lambda: leave_newer(checkpoint, output_dir))
-            state = forget_other_best(state, config, checkpoint, output_dir)
+        state = start_state(engine, checkpoint, config, model_path, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
@@ -178,19 +173,27 @@ def check_shared(output_dir: Path, world: World) -> None:
     on_rank_zero(mark.unlink)
 
 
-def leave_newer(checkpoint: Path, output_dir: Path) -> None:
-    """The run's checkpoints after the resumed step belong to steps that are now trained again."""
-    if checkpoint.resolve().parent == (output_dir / "checkpoints").resolve():
-        for path in set_aside_newer(checkpoint):
-            log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
-
-
-def forget_other_best(state: TrainerState, config: RunConfig, checkpoint: Path, output_dir: Path) -> TrainerState:
-    """Without the best value so far where it is another metric's, or its checkpoint lies in another run's folder."""
-    same_run = checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
-    if same_run and state.best_name == config.checkpoint.best_metric:
+def start_state(
+    engine: DeepSpeedEngine, checkpoint: Path | None, config: RunConfig, model_path: Path, world: World
+) -> TrainerState:
+    """Where the run starts: at its beginning, or where the checkpoint that is loaded here left it."""
+    if checkpoint is None:
+        return TrainerState(model_path=str(model_path.resolve()))
+    state = load_checkpoint(engine, checkpoint, world)
+    log.info("resumed from %s", checkpoint)
+    of_this_run = checkpoint.resolve().parent == (Path(str(config.output_dir)) / "checkpoints").resolve()
+    if of_this_run:
+        on_rank_zero(lambda: leave_newer(checkpoint))
+    if of_this_run and state.best_name == config.checkpoint.best_metric:
         return state
+    # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
+
+
+def leave_newer(checkpoint: Path) -> None:
+    """The run's checkpoints after the resumed step belong to steps that are now trained again."""
+    for path in set_aside_newer(checkpoint):
+        log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
 
 
 def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:

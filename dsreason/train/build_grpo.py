@@ -20,7 +20,7 @@ from dsreason.data.prompts import PromptLoader
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
-from dsreason.runtime.checkpoint import TrainerState, load_checkpoint
+from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.metrics import Metrics, open_metrics
@@ -40,9 +40,8 @@ from dsreason.train.build import (
     build_policy_engine,
     build_rollout,
     check_shared,
-    forget_other_best,
-    leave_newer,
     open_output_dir,
+    start_state,
 )
 from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, rollout_order
 
@@ -98,11 +97,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         encoder = build_encoder(config, model_path)
         order = rollout_order(training, config)
         engine = build_policy_engine(config, deepspeed_config, model_path)
-        state = TrainerState(model_path=str(model_path.resolve()))
-        if checkpoint is not None:
-            state = load_checkpoint(engine, checkpoint, world)
-            on_rank_zero(lambda: leave_newer(checkpoint, output_dir))
-            state = forget_other_best(state, config, checkpoint, output_dir)
+        state = start_state(engine, checkpoint, config, model_path, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 

@@ -30,6 +30,7 @@ from dsreason.runtime.engine import engine_grad_norm, full_parameters, set_learn
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.world import World, all_sum, gather_objects
+from dsreason.train.answers import media_paths
 from dsreason.train.build_grpo import GRPORun, build_grpo
 from dsreason.train.rollouts import Rollout, flatten, to_rollouts, training_sample
 from dsreason.train.sft import finish, is_due, run_validation, save
@@ -196,8 +197,6 @@ def record(grpo: GRPORun, rollouts: list[Rollout]) -> None:
 
 def describe(rollout: Rollout) -> dict[str, object]:
     sample, completion = rollout.prompt.sample, rollout.completion
-    contents = [message["content"] for message in sample.messages if isinstance(message["content"], list)]
-    media = [part[part["type"]] for parts in contents for part in parts if part["type"] in ("image", "video")]
     return {
         "id": sample.id,
         "version": completion.version,
@@ -208,7 +207,7 @@ def describe(rollout: Rollout) -> dict[str, object]:
         "reward": rollout.reward,
         "rewards": rollout.rewards,
         "advantage": rollout.advantage,
-        "media": media,
+        "media": media_paths(sample),
     }
 
 

@@ -23,7 +23,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.models.families import family_of
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
-from dsreason.rewards.functions import find_reward
+from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
@@ -42,14 +42,24 @@ def check_sft(config: SFTConfig) -> None:
     Raises:
         DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
     """
+    encoder = check_model(config)
+    training, validation = open_datasets(config.data)
+    for note in notes(step_order(training, config), config):
+        log.warning("%s", note)
+    check_datasets(training, validation, encoder, config)
+
+
+def check_model(config: RunConfig) -> Encoder:
+    """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
     check_wandb(config.monitor)
     check_zero_values(config.deepspeed)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
-    encoder = build_encoder(config, model_path)
-    training, validation = open_datasets(config.data)
-    for note in notes(step_order(training, config), config):
-        log.warning("%s", note)
+    return build_encoder(config, model_path)
+
+
+def check_datasets(training: SampleDataset, validation: SampleDataset, encoder: Encoder, config: RunConfig) -> None:
+    """DataError for a row that may not be left out; names those that are."""
     for name, dataset in (("training", training), ("validation", validation)):
         left_out = check_rows(dataset, encoder, config, name)
         if left_out:
@@ -59,14 +69,10 @@ def check_sft(config: SFTConfig) -> None:
 
 def check_grpo(config: GRPOConfig) -> None:
     """Raise what a person can mend, as `check_sft` does; a prompt must leave room for the longest completion."""
-    check_wandb(config.monitor)
-    check_zero_values(config.deepspeed)
     for name in config.reward.functions:
-        if not name.startswith("remote:"):
+        if not name.startswith(REMOTE):
             find_reward(name)
-    model_path = find_model(config)
-    check_freeze(parameter_names(model_path), config.model.freeze)
-    encoder = build_encoder(config, model_path)
+    encoder = check_model(config)
     training, validation = open_datasets(config.data)
     rollout_order(training, config)
     room = config.model.max_length - config.rollout.max_completion_length
@@ -76,8 +82,7 @@ def check_grpo(config: GRPOConfig) -> None:
             f"model.max_length ({config.model.max_length}); raise that or lower it"
         )
     encoder = replace(encoder, max_length=room, max_length_key="model.max_length without rollout.max_completion_length")
-    for name, dataset in (("training", training), ("validation", validation)):
-        check_rows(dataset, encoder, config, name)
+    check_datasets(training, validation, encoder, config)
 
 
 def check_resume(config: RunConfig, resume: str | None) -> None:
