@@ -7,7 +7,7 @@
 robovqa, av, agibot, bridgev2 or holoassist, `data.split` understanding or reasoning. Clips lie below `<subset>/` and
 `data.media_path`, in folders or in archives (.tar.gz, .tgz, .tar, .zip). A clip is the file at the row's path there, else the
 only one of that name; in `av` the name's first part counts, up to the first dot.
-The video is shown in the first user turn only.
+The video is shown in the first user turn only. Rows with `qa_pairs` are `cosmos_reason1_rl`'s.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg", ".jpeg", ".png", ".webp")}
 
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
+    if "qa_pairs" in row and "conversations" not in row:
+        raise DataError("field 'qa_pairs': rows with questions are read with data.adapter = \"cosmos_reason1_rl\"")
     clip = find_clip(text_field(row, "video"), data)
     messages: list[Message] = [
         {"role": turn["role"], "content": text_of(turn["content"])}
@@ -43,21 +45,23 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     return Sample(str(row.get("id", row["video"])), messages, answer=answer)
 
 
-def find_clip(video: str, data: SourceConfig) -> Path:
-    """The file at the row's own path, else the one of that name; in folders first, then in archives."""
+def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
+    """The file at the row's own path, else the one of that name; in folders first, then in archives. Also of an image."""
     subset = data.subset or ""
     for clips in index_clips(data.path, subset, data.revision, data.media_path):
         for folder in clips.folders:
             if (folder / video).is_file():
                 return (folder / video).absolute()
-        found = clips.by_name.get(clip_name(video, subset), [])
+        named = clips.by_name.get(clip_name(video, subset), [])
+        found = [file for file in named if file.suffix.lower() in SUFFIXES[kind]]
         if len(found) > 1:
             raise DataError(
-                f"field 'video': {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
+                f"field {kind!r}: {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
             )
         if found:
             return found[0]
-    raise DataError(f"field 'video': no clip named {Path(video).name} in {data.path} {subset}".rstrip())
+    what = "clip" if kind == "video" else kind
+    raise DataError(f"field {kind!r}: no {what} named {Path(video).name} in {data.path} {subset}".rstrip())
 
 
 def clip_name(video: str, subset: str) -> str:
@@ -66,7 +70,7 @@ def clip_name(video: str, subset: str) -> str:
 
 @dataclass(frozen=True)
 class Clips:
-    """The clips below some folders, by name."""
+    """The clips (and images) below some folders, by name."""
 
     folders: list[Path]
     by_name: dict[str, list[Path]]
@@ -89,7 +93,7 @@ def index_clips(path: str, subset: str, revision: str | None, media_path: str) -
 def by_name(files: Iterable[Path], subset: str) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for file in files:
-        if file.suffix.lower() in VIDEO_SUFFIXES:
+        if file.suffix.lower() in sum(SUFFIXES.values(), ()):
             found.setdefault(clip_name(file.name, subset), []).append(file)
     return found
 

@@ -234,6 +234,9 @@ class ValidationConfig(Section):
     """Longest generated answer in tokens."""
     max_samples: int | None = Field(None, ge=1)
     """At most this many held-out rows."""
+    temperature: float = Field(0.0, ge=0)
+    """Of the generated answers; 0 takes the most probable token."""
+    top_p: float = Field(1.0, gt=0, le=1)
     show: int = Field(4, ge=0)
     """Generated answers shown in TensorBoard."""
 
@@ -253,7 +256,7 @@ class CheckpointConfig(Section):
 
     keep_best: bool = True
     """Also keep the best by `best_metric`."""
-    best_metric: Literal["val/accuracy", "val/loss"] = "val/loss"
+    best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean"] = "val/loss"
     export: Literal["all", "final", "none"] = "final"
     """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
@@ -265,6 +268,8 @@ class CheckpointConfig(Section):
 class MonitorConfig(Section):
     log_every: int = Field(1, ge=1)
     """Steps between lines in metrics.jsonl and TensorBoard."""
+    phase_time_limit: float = Field(3600.0, gt=0)
+    """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
@@ -298,8 +303,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:
-        if self.checkpoint.best_metric == "val/accuracy" and not self.validation.generate:
-            raise ValueError("checkpoint.best_metric (val/accuracy) needs validation.generate = true")
+        best = self.checkpoint.best_metric
+        if best != "val/loss" and not self.validation.generate:
+            raise ValueError(f"checkpoint.best_metric ({best}) needs validation.generate = true")
         return self
 
 
@@ -308,6 +314,14 @@ class SFTConfig(RunConfig):
 
     train: TrainConfig = TrainConfig()
 
+    @model_validator(mode="after")
+    def check_no_reward(self) -> Self:
+        if self.checkpoint.best_metric == "val/reward/mean":
+            raise ValueError(
+                "checkpoint.best_metric (val/reward/mean) is measured by grpo only; set val/loss or val/accuracy"
+            )
+        return self
+
     @property
     def samples_per_step(self) -> int:
         return self.train.global_batch_size
@@ -315,80 +329,3 @@ class SFTConfig(RunConfig):
     @property
     def batch_fact(self) -> str:
         return f"train.global_batch_size is {self.samples_per_step}"
-
-
-class AlgorithmConfig(Section):
-    """`[grpo]`: how completions become an update."""
-
-    preset: Literal["grpo", "dr_grpo", "gspo"] = "grpo"
-    """Loss and advantages as a paper defines them (`dsreason/losses/presets.py`), without its KL term."""
-    num_generations: int = Field(8, ge=2)
-    """Completions of each prompt: a group, within which advantages are measured."""
-    prompts_per_step: int = Field(16, ge=1)
-    """Prompts of each rollout, over all ranks."""
-    optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps on the completions of one rollout, each with its share of them."""
-    clip_low: float | None = Field(None, ge=0)
-    """Lower clip of the ratio; unset: the preset's."""
-    clip_high: float | None = Field(None, ge=0)
-    """Upper clip of the ratio; unset: the preset's."""
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """How the difference between the trainer's and the engine's log-probabilities is corrected."""
-
-    @model_validator(mode="after")
-    def check_parts(self) -> Self:
-        if self.prompts_per_step % self.optimizer_steps_per_rollout:
-            raise ValueError(
-                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of optimizer_steps_per_rollout "
-                f"({self.optimizer_steps_per_rollout})"
-            )
-        return self
-
-
-class RolloutConfig(Section):
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """What samples the completions."""
-    tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks that hold one copy of vLLM's model together."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM may use while it is awake."""
-    sleep_level: Literal[1, 2] = 2
-    """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
-    temperature: float = Field(1.0, gt=0)
-    max_completion_length: int = Field(1024, ge=1)
-    """Longest completion in tokens."""
-    sync_bucket_mb: float = Field(512.0, gt=0)
-    """Most MiB of weights that are gathered at a time to be sent to the engine."""
-
-
-class RewardConfig(Section):
-    functions: dict[str, float] = {}
-    """Reward name (built in, `package.module:attr` or `file.py:attr`) = weight."""
-    workers: int = Field(2, ge=1)
-    """Processes per rank that score."""
-    time_limit: float = Field(30.0, gt=0)
-    """Seconds that one call may take."""
-
-
-class GRPOConfig(RunConfig):
-    """Everything of one `dsreason grpo` run."""
-
-    train: UpdateConfig = UpdateConfig()
-    grpo: AlgorithmConfig = AlgorithmConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-
-    @property
-    def samples_per_step(self) -> int:
-        """Completions of one optimizer step, over all ranks."""
-        return self.grpo.prompts_per_step * self.grpo.num_generations // self.grpo.optimizer_steps_per_rollout
-
-    @property
-    def batch_fact(self) -> str:
-        return f"grpo.prompts_per_step x num_generations / optimizer_steps_per_rollout is {self.samples_per_step}"
-
-    @model_validator(mode="after")
-    def check_rewards(self) -> Self:
-        if not self.reward.functions:
-            raise ValueError("reward.functions names no reward; give at least one with its weight")
-        return self

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dsreason.config.schema import DataConfig, SFTConfig
+from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.collate import collate
 from dsreason.data.micro_batches import Exchange, align_batches, cut_by_count, cut_by_tokens, media_kinds
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Batch, EncodedSample
+from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
 
 T = TypeVar("T")
@@ -52,6 +52,24 @@ class BadRow:
 
     reason: str
     too_long: bool
+
+
+def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | BadRow:
+    """What `use` makes of the row's sample, or where the row is and what is wrong with it."""
+    try:
+        sample = dataset[row]
+    except DataError as error:  # it names the row
+        return BadRow(str(error), too_long=False)
+    try:
+        return use(sample)
+    except DataError as error:
+        return BadRow(f"{dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
+
+
+def refusal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
+    """The first of these rows that `data.on_bad_row` or `model.on_too_long` does not allow to leave out."""
+    policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
+    return next((row.reason for row in bad if policies[row.too_long] == "error"), None)
 
 
 class StepLoader:
@@ -155,17 +173,7 @@ class Encoding(Dataset[list[EncodedSample | BadRow]]):
         self.dataset, self.encoder = dataset, encoder
 
     def __getitem__(self, rows: list[int]) -> list[EncodedSample | BadRow]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: int) -> EncodedSample | BadRow:
-        try:
-            sample = self.dataset[row]
-        except DataError as error:
-            return BadRow(str(error), too_long=False)
-        try:
-            return self.encoder.encode(sample)
-        except DataError as error:
-            return BadRow(f"{self.dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
+        return [read_row(self.dataset, row, self.encoder.encode) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -190,9 +198,9 @@ class Batching(Dataset[Share]):
         found = self.encoding[rows]
         samples = [item for item in found if isinstance(item, EncodedSample)]
         bad = [item for item in found if isinstance(item, BadRow)]
-        refused = [row.reason for row in bad if self._action(row) == "error"]
-        if refused:
-            return Share([], error=refused[0])
+        refused = refusal(bad, self.config)
+        if refused is not None:
+            return Share([], error=refused)
         try:
             groups = self._cut(samples)
         except DataError as error:
@@ -204,9 +212,6 @@ class Batching(Dataset[Share]):
             num_samples=len(samples),
             skipped=tuple(row.reason for row in bad),
         )
-
-    def _action(self, bad: BadRow) -> str:
-        return self.config.model.on_too_long if bad.too_long else self.config.data.on_bad_row
 
     def _cut(self, samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
         train = self.config.train

@@ -17,6 +17,7 @@ class StepOrder:
         parts: (number of rows, weight) of each source; rows are numbered through all of them. In every epoch a row of
             weight 2 comes twice, of weight 0.5 in one epoch out of two on average (a seeded choice).
         batch_size: rows per step, over all ranks.
+        batch_key: the setting that it comes from, for messages.
 
     Example, 20 rows without shuffling, batch 2: step 3 has rows [6, 7]; step 12 is in the second epoch with [4, 5].
 
@@ -33,6 +34,7 @@ class StepOrder:
         max_steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        batch_key: str = "train.global_batch_size",
     ) -> None:
         self.parts, self.batch_size, self.seed, self.shuffle = list(parts), batch_size, seed, shuffle
         self.rows_per_epoch = sum(
@@ -41,7 +43,7 @@ class StepOrder:
         if self.rows_per_epoch < batch_size:
             raise DataError(
                 f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "
-                f"(train.global_batch_size = {batch_size}): not a single step; lower it or add data"
+                f"({batch_size}: {batch_key}): not a single step; lower it or add data"
             )
         steps = epochs * self.rows_per_epoch // batch_size
         self.num_steps = steps if max_steps is None else min(steps, max_steps)

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from torch.utils.data import Dataset
 
-from dsreason.config.schema import DataConfig
-from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import BadRow, decode_ahead, next_item
+from dsreason.config.schema import RunConfig
+from dsreason.data.chat import EncodedPrompt, Encoder, prompt_messages
+from dsreason.data.loader import BadRow, decode_ahead, next_item, read_row, refusal
+from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
+from dsreason.data.render import render_prompt
 from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Sample
 from dsreason.errors import DataError
+
+Check = Callable[[Sample], None]
+"""Raises DataError for a sample that cannot be used; picklable."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """This rank's prompts of one batch of the order.
+
+    Example, rank 1 of 2 in batches of 6, where the second of its rows is left out:
+    `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
+    """
+
+    batch: int
+    """Of `StepOrder.indices`."""
+    prompts: list[EncodedPrompt]
+    numbers: list[int]
+    """The prompts' places in the batch of all ranks, whatever was left out."""
+    skipped: list[str]
+    """Rows left out on any rank, with the reason."""
 
 
 class PromptLoader:
-    """Iterates over the rollouts from `start` to the last one: this rank's prompts of each.
+    """Iterates without end over the batches from `start` on: this rank's prompts of each.
 
-    Which prompts they are depends on nothing but seed, rollout and number of ranks. Raises DataError for a row that
-    cannot be used.
+    Which prompts they are depends on nothing but seed, batch and number of ranks. A row that cannot be used, or that
+    `check` refuses, is a DataError on every rank, or left out where the configuration says so.
     """
 
     def __init__(
@@ -26,37 +51,61 @@ class PromptLoader:
         dataset: SampleDataset,
         encoder: Encoder,
         order: StepOrder,
-        data: DataConfig,
-        agree: Callable[[DataError | None], None],
+        config: RunConfig,
         *,
+        exchange: Exchange,
         rank: int = 0,
         world_size: int = 1,
         start: int = 0,
+        check: Check | None = None,
     ) -> None:
-        self.dataset, self.encoder, self.order, self.data, self.agree = dataset, encoder, order, data, agree
+        self.order, self.config, self.exchange = order, config, exchange
         self.rank, self.world_size, self.start = rank, world_size, start
+        self.encoding = PromptEncoding(dataset, encoder, check)
 
-    def __iter__(self) -> Iterator[list[EncodedPrompt]]:
-        shares = [self.order.indices(i)[self.rank :: self.world_size] for i in range(self.start, self.order.num_steps)]
-        found = iter(decode_ahead(PromptEncoding(self.dataset, self.encoder), shares, self.data))
-        for _ in shares:
-            items = next_item(found)
-            bad = [item.reason for item in items if isinstance(item, BadRow)]
-            self.agree(DataError(bad[0]) if bad else None)
-            yield [item for item in items if isinstance(item, EncodedPrompt)]
+    def __iter__(self) -> Iterator[Prompts]:
+        shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
+        found = iter(decode_ahead(self.encoding, shares, self.config.data))
+        for batch in itertools.count(self.start):
+            yield self._prompts(batch, next_item(found))
+
+    def _prompts(self, batch: int, items: list[EncodedPrompt | BadRow]) -> Prompts:
+        bad = [item for item in items if isinstance(item, BadRow)]
+        ranks = self.exchange((refusal(bad, self.config), [row.reason for row in bad]))
+        for error, _ in ranks:  # every rank raises, so that none is left waiting
+            if error is not None:
+                raise DataError(error)
+        places = range(self.rank, self.order.batch_size, self.world_size)
+        kept = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
+        return Prompts(
+            batch=batch,
+            prompts=[prompt for _, prompt in kept],
+            numbers=[place for place, _ in kept],
+            skipped=[text for _, texts in ranks for text in texts],
+        )
 
 
 class PromptEncoding(Dataset[list[EncodedPrompt | BadRow]]):
     """Row numbers → encoded prompts."""
 
-    def __init__(self, dataset: SampleDataset, encoder: Encoder) -> None:
-        self.dataset, self.encoder = dataset, encoder
+    def __init__(self, dataset: SampleDataset, encoder: Encoder, check: Check | None = None) -> None:
+        self.dataset, self.encoder, self.check = dataset, encoder, check
 
     def __getitem__(self, rows: list[int]) -> list[EncodedPrompt | BadRow]:
-        return [self._encode(row) for row in rows]
+        return [read_row(self.dataset, row, self._encode) for row in rows]
 
-    def _encode(self, row: int) -> EncodedPrompt | BadRow:
-        try:
-            return self.encoder.encode_prompt(self.dataset[row])
-        except DataError as error:
-            return BadRow(f"{self.dataset.location(row)}: {error}", too_long=False)
+    def _encode(self, sample: Sample) -> EncodedPrompt:
+        if self.check is not None:
+            self.check(sample)
+        return self.encoder.encode_prompt(sample)
+
+
+class PromptEncoder(Encoder):
+    """For rows that are only asked: their length is the prompt's, however long the reference answer is."""
+
+    def measure(self, sample: Sample) -> int:
+        """`len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
+        messages = prompt_messages(sample)
+        planned = self._plan_media(sample, messages)
+        ids, _ = self._expand(sample, render_prompt(self.processor, replace(sample, messages=messages)), planned)
+        return len(ids)

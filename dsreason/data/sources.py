@@ -145,9 +145,17 @@ def num_held_out(validation: float | int, num_rows: int) -> int:
 
 
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path) -> Sample:
-    """Check the messages, find the media, and fill in the source's system prompt and vision settings."""
+    """Check the messages, find the media, and fill in the source's system prompt and vision settings.
+
+    An answer that no message gives becomes the assistant's.
+    """
     check_messages(sample.messages)
-    messages = [finish_message(message, config.vision, media_root) for message in sample.messages]
+    given = list(sample.messages)
+    if not any(message["role"] == "assistant" for message in given):
+        if not sample.answer:
+            raise DataError("messages: no assistant message and no answer, so there is nothing to train on")
+        given.append({"role": "assistant", "content": sample.answer})
+    messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return replace(sample, messages=messages)
@@ -165,8 +173,6 @@ def check_messages(messages: Sequence[Message]) -> None:
             )
         if message["role"] == "system" and i > 0:
             raise DataError(f"messages[{i}]: a system message must be the first")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError("messages: no assistant message, so there is nothing to train on")
 
 
 def finish_message(message: Message, vision: VisionConfig, media_root: Path) -> Message:

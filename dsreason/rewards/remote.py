@@ -69,8 +69,8 @@ class RemoteReward:
     """Seconds before the first retry; doubled for every further one."""
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https"):
-            raise ConfigError(f"the reward server's address must begin with http:// or https://: {self.place}")
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+            raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
         if "@" in urlsplit(self.url).netloc:
             raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
@@ -86,7 +86,10 @@ class RemoteReward:
         url = _variable(environment, "URL") or _variable(environment, "ENQUEUE_URL")
         settings = {"url": url, "token": _variable(environment, "TOKEN"), **settings}
         if not settings["url"]:
-            raise ConfigError("a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL)")
+            raise ConfigError(
+                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
+                "or reward.remote.url"
+            )
         seconds = _variable(environment, "ENQUEUE_TIMEOUT_S")
         if seconds is not None:
             settings.setdefault("time_limit", _seconds(seconds))

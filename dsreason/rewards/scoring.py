@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from dsreason.config.schema_grpo import GRPOConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards.functions import REMOTE, reward_labels
@@ -30,6 +31,10 @@ class Scores:
     """Unweighted, by the functions' short names."""
     metric_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     """`<function>/<metric>` → its sum and how many calls gave it; these add up over ranks."""
+
+    def part(self, start: int, stop: int) -> Scores:
+        """Those of some completions, without the metrics."""
+        return Scores(self.total[start:stop], {name: values[start:stop] for name, values in self.by_function.items()})
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -115,6 +120,25 @@ class Scorer:
                 values[wanted[name]][:] = scores
             else:
                 _add(sums, f"remote/{name}", scores)
+
+
+def open_scorer(config: GRPOConfig) -> Scorer:
+    """The scorer that `[reward]` asks for. Nothing runs before it is entered."""
+    reward = config.reward
+    return Scorer(
+        reward.functions,
+        options=reward.options,
+        workers=reward.workers,
+        time_limit=reward.time_limit,
+        remote=open_remote(reward),
+    )
+
+
+def open_remote(reward: RewardConfig) -> RemoteReward | None:
+    """The server of the rewards named `remote:…`; its token comes from the environment alone. No request is made."""
+    if not any(name.startswith(REMOTE) for name in reward.functions):
+        return None
+    return RemoteReward.from_environment(**reward.remote.model_dump(exclude_none=True))
 
 
 def _add(sums: dict[str, tuple[float, int]], name: str, values: Sequence[float]) -> None:

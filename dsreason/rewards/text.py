@@ -11,6 +11,11 @@ FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
 """Thoughts, then the answer, any white space around them and nothing else."""
 COSMOS_FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>\n?"
 """As cosmos-rl has it: one empty line between the two. Its own prompt shows a space there."""
+REQUEST = (
+    "Answer the question in the following format: "
+    "<think>\nyour reasoning\n</think>\n\n<answer>\nyour answer\n</answer>."
+)
+"""For a system prompt: asks for what both accept. Cosmos-Reason1's model card has it there."""
 
 
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,18 +14,22 @@ from pydantic import ValidationError
 from dsreason.config.cache import cache_dir
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.problems import config_error
-from dsreason.config.schema import GRPOConfig, RunConfig, SFTConfig
-from dsreason.data.chat import Encoder, SampleTooLong
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.loader import BadRow, read_row, refusal
 from dsreason.data.order import StepOrder
+from dsreason.data.prompts import Check, PromptEncoder
 from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.models.families import family_of
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
-from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
+from dsreason.train.check_rewards import check_format, check_functions, row_check
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 MAX_SECONDS = 30.0
 """Time for looking at rows one by one; in larger data sets the rest is met while training."""
+NUM_PROMPTS = 8
+"""Prompts whose text is looked at."""
 
 
 def check_sft(config: SFTConfig) -> None:
@@ -46,7 +51,8 @@ def check_sft(config: SFTConfig) -> None:
     training, validation = open_datasets(config.data)
     for note in notes(step_order(training, config), config):
         log.warning("%s", note)
-    check_datasets(training, validation, encoder, config)
+    check_dataset("training", training, encoder, config)
+    check_dataset("validation", validation, encoder, config)
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -58,31 +64,27 @@ def check_model(config: RunConfig) -> Encoder:
     return build_encoder(config, model_path)
 
 
-def check_datasets(training: SampleDataset, validation: SampleDataset, encoder: Encoder, config: RunConfig) -> None:
+def check_dataset(
+    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
+) -> None:
     """DataError for a row that may not be left out; names those that are."""
-    for name, dataset in (("training", training), ("validation", validation)):
-        left_out = check_rows(dataset, encoder, config, name)
-        if left_out:
-            more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
-            log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
+    left_out = check_rows(dataset, encoder, config, name, check)
+    if left_out:
+        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
+        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
 
 
 def check_grpo(config: GRPOConfig) -> None:
-    """Raise what a person can mend, as `check_sft` does; a prompt must leave room for the longest completion."""
-    for name in config.reward.functions:
-        if not name.startswith(REMOTE):
-            find_reward(name)
+    """Raise what a person can mend, as `check_sft` does; also rewards that cannot be had, or never be given."""
+    check_functions(config)
     encoder = check_model(config)
+    prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
     rollout_order(training, config)
-    room = config.model.max_length - config.rollout.max_completion_length
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_completion_length ({config.rollout.max_completion_length}) leaves no room for a prompt in "
-            f"model.max_length ({config.model.max_length}); raise that or lower it"
-        )
-    encoder = replace(encoder, max_length=room, max_length_key="model.max_length without rollout.max_completion_length")
-    check_datasets(training, validation, encoder, config)
+    first = [read_row(training, index, lambda sample: sample) for index in spread(len(training))[:NUM_PROMPTS]]
+    check_format(config, [sample for sample in first if isinstance(sample, Sample)])
+    check_dataset("training", training, prompts, config, row_check(config))
+    check_dataset("validation", validation, encoder, config)
 
 
 def check_resume(config: RunConfig, resume: str | None) -> None:
@@ -143,6 +145,19 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     return Encoder(processor, positions, config.model.max_length)
 
 
+def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
+    """For prompts: with room for the longest completion behind each."""
+    longest = config.rollout.max_completion_length
+    room = encoder.max_length - longest
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_completion_length ({longest}) leaves no room for a prompt in {encoder.max_length_key} "
+            f"({encoder.max_length}); raise that or lower it"
+        )
+    key = f"{encoder.max_length_key} without rollout.max_completion_length"
+    return PromptEncoder(encoder.processor, encoder.position_ids, room, key)
+
+
 def step_order(training: SampleDataset, config: SFTConfig) -> StepOrder:
     train = config.train
     return StepOrder(
@@ -165,38 +180,37 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
         max_steps=None if train.max_steps is None else -(-train.max_steps // steps),
         seed=train.seed,
         shuffle=config.data.shuffle,
+        batch_key="grpo.prompts_per_step",
     )
 
 
-def check_rows(dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str) -> list[str]:
+def check_rows(
+    dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str, check: Check | None = None
+) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
     Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
 
     Raises:
-        DataError: the first unusable row, where that is an error.
+        DataError: the first row that is unusable, or that `check` refuses, where that is an error.
     """
+
+    def look(sample: Sample) -> None:
+        if check is not None:
+            check(sample)
+        encoder.check_length(sample, encoder.measure(sample))
+
     left_out: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
     for checked, index in enumerate(spread(len(dataset))):
         if time.monotonic() > deadline:
             log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
-        try:
-            sample = dataset[index]
-        except DataError as error:  # it names the row
-            if config.data.on_bad_row == "error":
-                raise
-            left_out.append(str(error))
-            continue
-        try:
-            encoder.check_length(sample, encoder.measure(sample))
-        except DataError as error:
-            policy = config.model.on_too_long if isinstance(error, SampleTooLong) else config.data.on_bad_row
-            text = f"{dataset.location(index)}: {error}"
-            if policy == "error":
-                raise type(error)(text) from error
-            left_out.append(text)
+        bad = read_row(dataset, index, look)
+        if isinstance(bad, BadRow):
+            if refusal([bad], config) is not None:
+                raise DataError(bad.reason)
+            left_out.append(bad.reason)
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
     return left_out

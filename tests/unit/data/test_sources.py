@@ -172,3 +172,23 @@ def test_no_rows_are_refused(folder):
     write(folder, [])
     with pytest.raises(DataError, match="empty"):
         open_datasets(config(folder))
+
+
+ASKING = """
+from dsreason.data.types import Sample
+
+def to_sample(row):
+    return Sample(row["id"], [{"role": "user", "content": row["question"]}], answer=row.get("answer"))
+"""
+
+
+@pytest.mark.parametrize("answer", ["left", "", None])
+def test_an_answer_without_a_message_becomes_the_assistants(folder, answer):
+    (folder / "mine.py").write_text(ASKING)
+    write(folder, [{"id": "0", "question": "q", "answer": answer}])
+    samples, _ = open_datasets(DataConfig(adapter=str(folder / "mine.py"), path=str(folder / "rows.jsonl")))
+    if answer:
+        assert samples[0].messages[-1] == {"role": "assistant", "content": "left"}
+    else:
+        with pytest.raises(DataError, match=r"row 1 .*no assistant message and no answer"):
+            samples[0]

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rewards.scoring import Scorer
+from dsreason.rewards.scoring import Scorer, open_scorer
 
 TOKEN = "very-secret-token"
 MESSAGES = [
@@ -223,3 +224,24 @@ def test_a_scorer_adds_scores_of_the_server(server):
     assert scores.total.tolist() == [1, 1, 1, 2, 1]
     assert scores.by_function["quality"].tolist() == [0.5] * 5
     assert scores.metrics == {"remote/words": 1.0}
+
+
+def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatch):
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/elsewhere")  # the configuration's address wins
+    reward = {
+        "functions": {"format": 1.0, "remote:length": 0.5},
+        "options": {"format": {"pattern": "l.*"}},
+        "workers": 1,
+        "remote": {"url": server.url, "batch_size": 2},
+    }
+    with open_scorer(GRPOConfig.model_validate({"reward": reward})) as scorer:
+        scores = scorer.score(COMPLETIONS, SAMPLES)
+    assert scores.total.tolist() == [1.5, 2.0, 2.5, 3.0, 3.5]
+    assert len(server.requests) == 3
+    assert {headers["Authorization"] for headers, _ in server.requests} == {f"Bearer {TOKEN}"}
+
+
+def test_without_a_score_of_the_server_none_is_needed(monkeypatch):
+    monkeypatch.delenv("REMOTE_REWARD_URL", raising=False)
+    open_scorer(GRPOConfig.model_validate({"reward": {"functions": {"format": 1.0}}}))

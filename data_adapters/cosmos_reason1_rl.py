@@ -1,0 +1,91 @@
+"""Cosmos-Reason1 RL and benchmark rows: a multiple-choice question about a clip.
+
+    {"video": "clips/0123.mp4", "qa_pairs": {"question": "What does the robot do next?",
+                                             "index2ans": {"A": "grasps the cup", "B": "opens the door"}, "answer": "A"}}
+
+`data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`) or `nvidia/Cosmos-Reason1-Benchmark`
+("benchmark"), a folder of the same layout (`<subset>/<subset>_rl_qa_pairs.json`) or one such file; `data.subset` is robovqa,
+agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found as by `cosmos_reason1`. A row may have an `image`
+instead, and a list of questions, each of which counts as a row.
+
+The user's text is cosmos-rl's, but for its last line, which asks for a format: that is for `data.system_prompt` to do, so
+that it can be changed together with `reward.options.format.pattern`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from data_adapters.cosmos_reason1 import find_clip
+from dsreason.config.schema import SourceConfig
+from dsreason.data.rows import Rows, read_rows, text_field
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+
+REQUEST = "Answer with the option's letter from the given choices directly."
+
+
+def rows(data: SourceConfig) -> Rows:
+    return Questions(read_rows(data))
+
+
+def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
+    kind = "image" if row.get("image") and not row.get("video") else "video"
+    file = find_clip(text_field(row, kind), data, kind)
+    choice = row["qa_pairs"]
+    if not isinstance(choice, dict):
+        raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
+    options = read_options(choice["index2ans"])
+    answer = text_field(choice, "correct_answer" if choice.get("correct_answer") else "answer").strip()
+    if answer not in options:
+        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
+    lines = [text_field(choice, "question"), *(f"({letter}) {text}" for letter, text in options.items()), REQUEST]
+    content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
+
+
+def read_options(given: Any) -> dict[str, str]:
+    """Without the None entries that Arrow fills in so that all rows have the same letters."""
+    options = {letter: text for letter, text in given.items() if text is not None} if isinstance(given, dict) else {}
+    if not options or not all(isinstance(text, str) for text in options.values()):
+        raise DataError(f"field 'qa_pairs.index2ans' is {given!r:.100}; it must have a text for each letter")
+    return options
+
+
+class Questions(Rows):
+    """The questions of other rows: where `qa_pairs` is a list, each of it is a row here."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        counts = [num_questions(rows, index) for index in range(len(rows))]
+        places = [(index, number, count) for index, count in enumerate(counts) for number in range(count)]
+        self.places = np.array(places, dtype=np.int64).reshape(-1, 3)  # row, question, questions of the row
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def row(self, index: int) -> Any:
+        place, number, count = self.places[index].tolist()
+        row = self.rows[place]
+        if not isinstance(row, dict) or not isinstance(row.get("qa_pairs"), list):
+            return row
+        name = row.get("id") or row.get("video") or row.get("image")
+        question = row["qa_pairs"][number] if row["qa_pairs"] else None
+        return {**row, "qa_pairs": question, "id": name if count == 1 else f"{name} ({number + 1})"}
+
+    def location(self, index: int) -> str:
+        place, number, count = self.places[index].tolist()
+        return self.rows.location(place) + (f", question {number + 1}" if count > 1 else "")
+
+
+def num_questions(rows: Rows, index: int) -> int:
+    """1 also where the row is unusable, which is told when it is read."""
+    try:
+        row = rows[index]
+    except DataError:
+        return 1
+    questions = row.get("qa_pairs") if isinstance(row, dict) else None
+    return max(1, len(questions)) if isinstance(questions, list) else 1

@@ -1,0 +1,184 @@
+"""The schema of a GRPO run's configuration: what it has beside `RunConfig`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dsreason.config.schema import RunConfig, Section, UpdateConfig
+
+
+class AlgorithmConfig(Section):
+    """`[grpo]`: how completions become an update. What is unset here is the preset's."""
+
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
+    """Loss, advantages, clipping, KL and filters as a paper defines them (`dsreason/losses/presets.py`)."""
+    num_generations: int = Field(8, ge=2)
+    """Completions of each prompt: a group, within which advantages are measured."""
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts of each rollout, over all ranks."""
+    optimizer_steps_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps on the completions of one rollout, each with its share of them."""
+    advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
+    clip_low: float | None = Field(None, ge=0)
+    """Lower clip of the ratio."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip of the ratio."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative (3 is usual); unset: none."""
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = "token_truncate"
+    """How the difference between the trainer's and the engine's log-probabilities is corrected."""
+    correction_low: float | None = Field(None, ge=0)
+    """Smallest weight of the correction; unset: that of the published form."""
+    correction_high: float | None = Field(None, gt=0)
+    """Largest weight of the correction; unset: that of the published form."""
+    kl_coef: float | None = Field(None, ge=0)
+    """Weight of the KL to the reference policy in the loss; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "bias_corrected_k3"] = "k3"
+    kl_clamp: float | None = Field(None, gt=0)
+    """Largest k3 of a token (cosmos-rl: 10); unset: none."""
+    reference_reset_every: int = Field(0, ge=0)
+    """Steps after which the present policy becomes the reference; 0: it stays the model that training began with."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus in the loss."""
+    overlong_filter: bool | None = None
+    """Do not train completions that were cut off at their longest; they stay in the reward statistics."""
+    dynamic_sampling: bool | None = None
+    """Replace groups of equal rewards by groups of further prompts."""
+    dynamic_tolerance: float = Field(0.0, ge=0)
+    """Rewards of a group that span no more than this count as equal."""
+    max_refills: int = Field(3, ge=1)
+    """Most further rollouts of one batch when sampling dynamically."""
+
+    @model_validator(mode="after")
+    def check_parts(self) -> Self:
+        if self.prompts_per_step % self.optimizer_steps_per_rollout:
+            raise ValueError(
+                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of optimizer_steps_per_rollout "
+                f"({self.optimizer_steps_per_rollout})"
+            )
+        low, high = self.correction_low, self.correction_high
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"correction_low ({low}) is greater than correction_high ({high})")
+        if (low is not None or high is not None) and self.correction == "none":
+            raise ValueError('correction_low and correction_high need a correction; correction is "none"')
+        return self
+
+    @model_validator(mode="after")
+    def check_loss(self) -> Self:
+        if self.dual_clip is not None and self.preset in ("gspo", "cispo"):
+            raise ValueError(f"dual_clip ({self.dual_clip}) is not defined for the preset {self.preset}; remove it")
+        if self.kl_clamp is not None and self.kl_estimator not in ("k3", "bias_corrected_k3"):
+            raise ValueError(
+                f"kl_clamp ({self.kl_clamp}) bounds k3, but kl_estimator is {self.kl_estimator}; remove it"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What samples the completions."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that hold one copy of vLLM's model together."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM may use while it is awake."""
+    sleep_level: Literal[1, 2] = 2
+    """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the fewest tokens whose probability reaches this; needs `grpo.correction = "none"` below 1."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many most probable tokens, 0: all; needs `grpo.correction = "none"` above 0."""
+    max_completion_length: int = Field(1024, ge=1)
+    """Longest completion in tokens."""
+    sync_bucket_mb: float = Field(512.0, gt=0)
+    """Most MiB of weights that are gathered at a time to be sent to the engine."""
+    show: int = Field(4, ge=0)
+    """Completions shown with their media in TensorBoard."""
+    show_every: int = Field(20, ge=0)
+    """Steps between such completions; 0: never."""
+    self_test: bool = True
+    """Before training: disturb the engine's weights, sleep, wake and sync, and see its log-probabilities come back."""
+    mismatch_warn: float = Field(0.02, ge=0)
+    """Warn where `mismatch/kl`, the mean over tokens of KL(engine ‖ trainer), is above this."""
+    mismatch_stop: float = Field(0.5, gt=0)
+    """Stop where `mismatch/kl` is above this: the engine samples from another policy than the one being trained."""
+
+
+class RemoteRewardConfig(Section):
+    """The server of rewards named `remote:<score>`. Its token is read from the environment only."""
+
+    url: str | None = None
+    """Address; unset: REMOTE_REWARD_URL or WFM_REWARD_URL of the environment."""
+    batch_size: int = Field(64, ge=1)
+    """Completions of one request."""
+    concurrency: int = Field(4, ge=1)
+    """Requests of one rank at the same time."""
+    time_limit: float | None = Field(None, gt=0)
+    """Seconds that one request may take; unset: REMOTE_REWARD_ENQUEUE_TIMEOUT_S, or 60."""
+    retries: int = Field(4, ge=0)
+    """Further attempts of a request that failed, after pauses that double."""
+
+
+class RewardConfig(Section):
+    functions: dict[str, float] = {}
+    """Reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) = weight."""
+    options: dict[str, dict[str, Any]] = {}
+    """Keyword arguments by reward name, such as `format.pattern`."""
+    workers: int = Field(2, ge=1)
+    """Processes per rank that score."""
+    time_limit: float = Field(30.0, gt=0)
+    """Seconds that one call may take."""
+    remote: RemoteRewardConfig = RemoteRewardConfig()
+
+    @model_validator(mode="after")
+    def check_options(self) -> Self:
+        unknown = sorted(self.options.keys() - self.functions.keys())
+        if unknown:
+            raise ValueError(f"options for {', '.join(unknown)}, which functions does not name")
+        return self
+
+
+class GRPOConfig(RunConfig):
+    """Everything of one `dsreason grpo` run."""
+
+    train: UpdateConfig = UpdateConfig()
+    grpo: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions of one optimizer step, over all ranks."""
+        return self.grpo.prompts_per_step * self.grpo.num_generations // self.grpo.optimizer_steps_per_rollout
+
+    @property
+    def batch_fact(self) -> str:
+        return f"grpo.prompts_per_step x num_generations / optimizer_steps_per_rollout is {self.samples_per_step}"
+
+    @model_validator(mode="after")
+    def check_rewards(self) -> Self:
+        if not self.reward.functions:
+            raise ValueError("reward.functions names no reward; give at least one with its weight")
+        return self
+
+    @model_validator(mode="after")
+    def check_sampling(self) -> Self:
+        cut = [
+            f"rollout.{name} ({value})"
+            for name, value, whole in (
+                ("top_p", self.rollout.top_p, self.rollout.top_p == 1),
+                ("top_k", self.rollout.top_k, self.rollout.top_k == 0),
+            )
+            if not whole
+        ]
+        if cut and self.grpo.correction != "none":
+            raise ValueError(
+                f"{' and '.join(cut)} with grpo.correction ({self.grpo.correction}): the engine's probabilities are then "
+                'those of the tokens that were kept, and the correction would be biased; set grpo.correction = "none", '
+                "or sample from all tokens"
+            )
+        return self

@@ -1,0 +1,162 @@
+"""Batches of prompts: the same however they are spread over ranks, and rows that are left out are told."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import SampleTooLong
+from dsreason.data.prompts import PromptLoader, Prompts
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, DataError
+from dsreason.train.preflight import build_encoder, check_rows, prompt_encoder, rollout_order
+from tests.integration.rows import write_mixed_rows
+from tests.unit.data.test_loader import gathering
+
+WORLD = 2
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_mixed_rows(tmp_path)
+
+
+def config(rows: Path, model_path: Path, **sections: Any) -> GRPOConfig:
+    data = {"adapter": "jsonl", "path": str(rows), "workers": 0, "shuffle": False, "vision": {"fps": 4.0}}
+    return GRPOConfig.model_validate(
+        {
+            "model": {"path": str(model_path), **sections.get("model", {})},
+            "data": data | sections.get("data", {}),
+            "train": sections.get("train", {}),
+            "grpo": {"prompts_per_step": 4},
+            "rollout": {"max_completion_length": sections.get("max_completion_length", 8)},
+            "reward": {"functions": {"exact_match": 1.0}},
+        }
+    )
+
+
+def batches(settings: GRPOConfig, count: int, *, world_size: int = WORLD, **options: Any) -> list[list[Prompts]]:
+    """The first `count`, by rank."""
+    training, _ = open_datasets(settings.data)
+    encoder = prompt_encoder(settings, build_encoder(settings, Path(settings.model.path)))
+    order = rollout_order(training, settings)
+
+    def one_rank(rank: int, exchange: Any) -> list[Prompts]:
+        place = {"exchange": exchange, "rank": rank, "world_size": world_size}
+        return list(islice(PromptLoader(training, encoder, order, settings, **place, **options), count))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one_rank, range(world_size), gathering(world_size)))
+
+
+def ids(prompts: Prompts) -> list[str]:
+    return [prompt.sample.id for prompt in prompts.prompts]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_go_on_after_the_last_epoch(rows, tiny_qwen3_vl, workers):
+    settings = config(rows, tiny_qwen3_vl, train={"epochs": 1}, data={"workers": workers})
+    [found] = batches(settings, 4, world_size=1, start=1)
+    assert [prompts.batch for prompts in found] == [1, 2, 3, 4]
+    assert [ids(prompts) for prompts in found] == [list("4567"), list("0123"), list("4567"), list("0123")]
+
+
+def test_ranks_share_a_batch_and_know_the_places_in_it(rows, tiny_qwen3_vl):
+    for prompts in zip(*batches(config(rows, tiny_qwen3_vl), 2), strict=True):
+        assert [one.numbers for one in prompts] == [[0, 2], [1, 3]]
+    [[zero], [one]] = batches(config(rows, tiny_qwen3_vl), 1)
+    assert (ids(zero), ids(one)) == (["0", "2"], ["1", "3"])
+
+
+def test_a_rank_beyond_the_prompts_has_none(rows, tiny_qwen3_vl):
+    [*_, [last]] = batches(config(rows, tiny_qwen3_vl), 1, world_size=5)
+    assert (last.prompts, last.numbers) == ([], [])
+
+
+def spoil(rows: Path) -> None:
+    """The fourth row has no longer an image."""
+    next(rows.parent.glob("3_*.png")).write_bytes(b"no image")
+
+
+def test_a_bad_row_stops_every_rank(rows, tiny_qwen3_vl):
+    spoil(rows)
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4: .*3_\d\.png"):
+        batches(config(rows, tiny_qwen3_vl), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl, workers):
+    spoil(rows)
+    settings = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip", "workers": workers})
+    [[zero, later], [one, _]] = batches(settings, 2)
+    assert (ids(zero), zero.numbers) == (["0", "2"], [0, 2])
+    assert (ids(one), one.numbers) == (["1"], [1])
+    assert zero.skipped == one.skipped
+    [text] = zero.skipped
+    assert text.count("row 4") == 1
+    assert later.skipped == []
+
+
+def test_a_row_that_the_check_refuses_is_a_bad_row(rows, tiny_qwen3_vl):
+    def check(sample: Sample) -> None:
+        if sample.id == "2":
+            raise DataError("not this one")
+
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: not this one"):
+        batches(config(rows, tiny_qwen3_vl), 1, check=check)
+    [[zero], _] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 1, check=check)
+    assert (ids(zero), len(zero.skipped)) == (["0"], 1)
+
+
+@pytest.mark.parametrize("on_too_long", ["error", "skip"])
+def test_a_prompt_must_leave_room_for_the_longest_completion(rows, tiny_qwen3_vl, on_too_long):
+    limits = {"max_length": 60, "on_too_long": on_too_long}
+    settings = config(rows, tiny_qwen3_vl, model=limits, max_completion_length=40)
+    if on_too_long == "error":
+        with pytest.raises(DataError, match=r"sample '\d' has \d+ tokens.*max_completion_length \(20\)"):
+            batches(settings, 1)
+    else:
+        [[zero], [one]] = batches(settings, 1)
+        assert 0 < len(zero.skipped) == 4 - len(zero.prompts) - len(one.prompts)
+
+
+def test_no_room_for_any_prompt_is_a_config_error(rows, tiny_qwen3_vl):
+    settings = config(rows, tiny_qwen3_vl, model={"max_length": 40}, max_completion_length=40)
+    with pytest.raises(ConfigError, match=r"max_completion_length \(40\).*model.max_length \(40\)"):
+        batches(settings, 1)
+
+
+def test_the_room_is_within_the_token_budget_of_a_micro_batch(rows, tiny_qwen3_vl):
+    settings = config(rows, tiny_qwen3_vl, train={"max_tokens_per_micro_batch": 50}, max_completion_length=40)
+    with pytest.raises(SampleTooLong, match=r"max_tokens_per_micro_batch without rollout.max_completion_length \(10\)"):
+        prompt = open_datasets(settings.data)[0][0]
+        prompt_encoder(settings, build_encoder(settings, tiny_qwen3_vl)).encode_prompt(prompt)
+
+
+def test_a_prompt_is_measured_without_its_answer(rows, tiny):
+    settings = config(rows, tiny)
+    training, _ = open_datasets(settings.data)
+    encoder = prompt_encoder(settings, build_encoder(settings, tiny))
+    for sample in (training[i] for i in range(len(training))):
+        assert encoder.measure(sample) == len(encoder.encode_prompt(sample).encoded)
+
+
+def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
+    def check(sample: Sample) -> None:
+        if sample.id in ("2", "5"):
+            raise DataError(f"not {sample.id}")
+
+    settings = config(rows, tiny_qwen3_vl)
+    training, _ = open_datasets(settings.data)
+    encoder = build_encoder(settings, tiny_qwen3_vl)
+    with pytest.raises(DataError, match=r"rows\.jsonl, row \d: not \d"):
+        check_rows(training, encoder, settings, "training", check)
+    lenient = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"})
+    left_out = check_rows(training, encoder, lenient, "training", check)
+    assert sorted(text.split(", ")[1] for text in left_out) == ["row 3: not 2", "row 6: not 5"]

@@ -1,0 +1,154 @@
+"""What is found wrong with rewards before anything is sampled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, DataError
+from dsreason.rewards.text import COSMOS_FORMAT, REQUEST
+from dsreason.train.check_rewards import check_answer, check_format, check_functions, row_check
+
+OPTIONS = {"A": "left", "B": "to the right"}
+SPACE = "Answer in the following format: <think> your reasoning </think> <answer> your answer </answer>."
+
+
+def config(*names: str, **reward: Any) -> GRPOConfig:
+    return GRPOConfig.model_validate({"reward": {"functions": dict.fromkeys(names, 1.0), **reward}})
+
+
+def asks(question: str, system: str = "", answer: str | None = "A") -> Sample:
+    content = [{"type": "video", "video": "/d/7.mp4"}, {"type": "text", "text": question}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": content}, {"role": "assistant", "content": "<answer>A</answer>"}]
+    return Sample("7", messages, answer=answer)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text("def judge(completion, sample, *, strict):\n    return 1.0\n")
+    return f"{tmp_path / 'mine.py'}:judge"
+
+
+def test_functions_that_can_be_had_pass(own, monkeypatch):
+    monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/score")  # nobody listens: it is not asked
+    options = {"format": {"pattern": COSMOS_FORMAT}, "overlong": {"buffer": 100}, own: {"strict": True}}
+    check_functions(config("format", "overlong", own, "remote:quality", options=options))
+
+
+@pytest.mark.parametrize(
+    ("names", "reward", "text"),
+    [
+        (["frmat"], {}, "frmat"),
+        (["format"], {"options": {"format": {"patern": "x"}}}, "patern"),
+        (["overlong"], {"options": {"overlong": {"buffer": 4096}}}, r"overlong.buffer \(4096\): .*1024"),
+        (["overlong"], {"options": {"overlong": {"buffer": "long"}}}, r"overlong.buffer \('long'\)"),
+        (["remote:"], {"remote": {"url": "http://host"}}, "remote:<score>"),
+        (["remote:a"], {"remote": {"url": "http://host"}, "options": {"remote:a": {"b": 1}}}, "takes none"),
+        (["remote:a"], {}, "REMOTE_REWARD_URL.*reward.remote.url"),
+        (["remote:a"], {"remote": {"url": "host/score"}}, "http://"),
+        (["remote:a"], {"remote": {"url": "http:///score"}}, "http://host"),
+    ],
+)
+def test_functions_that_cannot_are_named(names, reward, text, monkeypatch):
+    for name in ("REMOTE_REWARD_URL", "WFM_REWARD_URL", "REMOTE_REWARD_ENQUEUE_URL", "WFM_REWARD_ENQUEUE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=text):
+        check_functions(config(*names, **reward))
+
+
+def test_an_own_reward_has_to_take_its_options(own):
+    with pytest.raises(ConfigError, match="strict"):
+        check_functions(config(own))
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "options"),
+    [
+        ("format", None, None),
+        ("overlong", None, None),
+        ("single_choice", "A", OPTIONS),
+        ("single_choice", "<answer>b</answer>", OPTIONS),
+        ("single_choice", "left", OPTIONS),
+        ("single_choice", "AB", OPTIONS),
+        ("single_choice", "E", None),
+        ("single_choice_lenient", "(B) to the right", OPTIONS),
+        ("ordinal_choice", "4", {"1": "bad", "4": "good"}),
+        ("ordinal_choice", "4", None),
+        ("gsm8k", "so it is\n#### 1,000", None),
+        ("gsm8k", " 72", None),
+        ("boxed_math", "$5$", None),
+        ("boxed_math", "\\frac{1}{2}", None),
+        ("direct_math", "5", None),
+        ("exact_match", "left", None),
+    ],
+)
+def test_a_reference_that_can_be_met_passes(reward, answer, options):
+    check_answer([reward], Sample("7", [], answer=answer, options=options))
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "options", "text"),
+    [
+        ("exact_match", None, None, "sample '7': field 'answer' is None; the reward exact_match"),
+        ("direct_math", " ", None, "field 'answer' is ' '"),
+        ("single_choice", 4, None, "field 'answer' is 4"),
+        ("single_choice", "E", OPTIONS, r"field 'answer' is 'E', none of the options A, B \(single_choice\)"),
+        ("single_choice_lenient", "(C)", OPTIONS, "none of the options"),
+        ("ordinal_choice", "<answer>c</answer>", OPTIONS, "none of the options"),
+        ("gsm8k", "seventy-two", None, "#### number"),
+        ("boxed_math", "5", None, r"write \\boxed\{5\}"),
+    ],
+)
+def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
+    with pytest.raises(DataError, match=text):
+        check_answer(["format", reward], Sample("7", [], answer=answer, options=options))
+
+
+def test_rows_are_checked_for_built_in_rewards_only(own):
+    check = pickle.loads(pickle.dumps(row_check(config("exact_match", own, "remote:a"))))  # it goes to the data workers
+    with pytest.raises(DataError, match="exact_match"):
+        check(asks("q", answer=None))
+    row_check(config("format", own, "remote:a"))(asks("q", answer=None))
+
+
+@pytest.mark.parametrize(
+    ("samples", "pattern"),
+    [
+        ([asks("q", REQUEST)], None),
+        ([asks("q", REQUEST)], COSMOS_FORMAT),
+        ([asks(f"Which?\n{SPACE}")], None),
+        ([asks("Is <b>x</b> red?", SPACE), asks("q", SPACE)], None),
+        ([asks("q", "Put it into <box>…</box>")], "<box>.*</box>"),
+        ([], None),
+    ],
+)
+def test_prompts_that_ask_for_the_format_pass(samples, pattern):
+    options = {"format": {"pattern": pattern}} if pattern else {}
+    check_format(config("format", options=options), samples)
+
+
+@pytest.mark.parametrize(
+    ("sample", "pattern", "words"),
+    [
+        (asks("q"), None, ["asks for no format", "data.system_prompt", REQUEST.splitlines()[0]]),
+        (asks("q", SPACE), COSMOS_FORMAT, [repr(COSMOS_FORMAT), "</think> <answer>", "format.pattern"]),
+        (asks("q", REQUEST), "<box>.*</box>", ["'<box>.*</box>'", "your reasoning"]),
+        (asks("q", REQUEST), "(", ["reward.options.format.pattern ('(')"]),
+        (asks("q", REQUEST), 3, ["reward.options.format.pattern (3)"]),
+    ],
+)
+def test_prompts_that_ask_for_another_format_are_an_error(sample, pattern, words):
+    options = {"format": {"pattern": pattern}} if pattern else {}
+    with pytest.raises(ConfigError) as error:
+        check_format(config("format", options=options), [sample, sample])
+    assert [word for word in words if word not in str(error.value)] == [], error.value
+
+
+def test_without_the_reward_no_format_has_to_be_asked_for():
+    check_format(config("exact_match"), [asks("q")])
