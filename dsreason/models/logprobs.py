@@ -32,7 +32,25 @@ def token_logprobs(
         and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0])
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, False)[0]
+
+
+def token_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    banned_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs`, and the entropy H = -Σ p log p (nats) of the distribution at each target, `[N]` float32.
+
+    Both have gradients: d H / d logits = -p (log p + H). Twice the memory of a chunk.
+    """
+    chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0] // 2)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, True)
+    return logprobs, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -45,33 +63,48 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         banned_ids: Tensor | None,
-    ) -> Tensor:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_norm = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
         for i in range(0, hidden.shape[0], chunk):
             part = slice(i, i + chunk)
             logits = _logits(hidden[part], weight, temperature, banned_ids)
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
             largest = logits.amax(dim=1)
             # In place: a plain logsumexp would hold a second buffer of this size.
-            log_norm[part] = logits.sub_(largest[:, None]).exp_().sum(dim=1).log_().add_(largest)
+            weights = logits.sub_(largest[:, None]).exp_()
+            total = weights.sum(dim=1)
+            log_norm[part] = total.log().add_(largest)
             logprobs[part] = chosen - log_norm[part]
-        ctx.save_for_backward(hidden, weight, targets, log_norm)
+            if with_entropy:
+                entropy[part] = torch.special.entr(weights.div_(total[:, None])).sum(dim=1)
+        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
-        return logprobs
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing here
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, log_norm = ctx.saved_tensors
+    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(log_norm) if grad is None else grad
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         for i in range(0, hidden.shape[0], ctx.chunk):
             part = slice(i, i + ctx.chunk)
             logits = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
-            grad_logits = logits.sub_(log_norm[part, None]).exp_().neg_()
+            probs = logits.sub_(log_norm[part, None]).exp_()
+            of_entropy = None
+            if entropy_grad is not None:
+                of_entropy = torch.special.entr(probs).sub_(probs * entropy[part, None])
+                of_entropy.mul_((entropy_grad[part] / ctx.temperature)[:, None])
+            grad_logits = probs.neg_()
             grad_logits.scatter_add_(1, targets[part, None], torch.ones_like(log_norm[part, None]))
             grad_logits.mul_((grad[part] / ctx.temperature)[:, None])
+            if of_entropy is not None:
+                grad_logits.add_(of_entropy)
             scaled = grad_logits.to(weight.dtype)
             if need_hidden:
                 grad_hidden[part] = scaled @ weight
@@ -79,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(scaled.t(), hidden[part])
             elif need_weight:
                 grad_weight += scaled.t() @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
@@ -102,7 +135,9 @@ class LogprobHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         banned_ids: Tensor | None = None,
-    ) -> Tensor:
+        with_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
             return super().forward(hidden)
-        return token_logprobs(hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids)
+        compute = token_logprobs_and_entropy if with_entropy else token_logprobs
+        return compute(hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids)

@@ -19,10 +19,13 @@ class Policy(nn.Module):
             raise TypeError(f"lm_head is {head}; expected a Linear without bias")
         head.__class__ = LogprobHead
 
-    def forward(self, batch: Batch, temperature: float = 1.0, banned_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, temperature: float = 1.0, banned_ids: Tensor | None = None, with_entropy: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Float32 log-probabilities `[N]` of the tokens where `batch.loss_mask` is True, row by row.
 
-        `banned_ids` have probability 0: those that the rollout engine never draws, so that both mean one distribution.
+        `with_entropy` gives the entropy `[N]` of the distribution at each of them as well. `banned_ids` have
+        probability 0: those that the rollout engine never draws, so that both mean one distribution.
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
@@ -39,4 +42,5 @@ class Policy(nn.Module):
         count = targets.shape[0]
         if count == 0:
             selected, targets = hidden[0, :1], batch.input_ids[0, :1]
-        return self.model.lm_head(selected, targets, temperature, banned_ids)[:count]
+        found = self.model.lm_head(selected, targets, temperature, banned_ids, with_entropy)
+        return (found[0][:count], found[1][:count]) if with_entropy else found[:count]

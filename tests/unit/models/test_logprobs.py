@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dsreason.models.logprobs import LogprobHead, token_logprobs
+from dsreason.models.logprobs import LogprobHead, token_logprobs, token_logprobs_and_entropy
 
 
 def test_two_way_logits_give_the_hand_computed_value():
@@ -50,6 +50,40 @@ def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1][banned], torch.zeros(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("chunk_size", [2, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperature):
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    banned, targets = torch.tensor([3, 8]), torch.tensor([0, 1, 2, 4, 5, 10, 9])
+    of_logprobs, of_entropy = torch.randn(7), torch.randn(7)
+
+    logits = (hidden @ weight.t() / temperature).index_fill(1, banned, -1e30)
+    logs = logits.log_softmax(-1)
+    plain, entropy = logs[torch.arange(7), targets], -(logs.exp() * logs).sum(-1)
+    expected = torch.autograd.grad((plain * of_logprobs + entropy * of_entropy).sum(), (hidden, weight))
+    settings = {"temperature": temperature, "chunk_size": chunk_size, "banned_ids": banned}
+    ours, our_entropy = token_logprobs_and_entropy(hidden, weight, targets, **settings)
+    got = torch.autograd.grad((ours * of_logprobs + our_entropy * of_entropy).sum(), (hidden, weight))
+
+    torch.testing.assert_close(our_entropy, entropy.float(), atol=1e-5, rtol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours, token_logprobs(hidden, weight, targets, **settings))
+    for a, b in zip(
+        torch.autograd.grad(token_logprobs_and_entropy(hidden, weight, targets, **settings)[0].sum(), (hidden, weight)),
+        torch.autograd.grad(token_logprobs(hidden, weight, targets, **settings).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_the_entropy_of_equal_logits_is_the_logarithm_of_their_number():
+    _, entropy = token_logprobs_and_entropy(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]))
+    assert entropy.item() == pytest.approx(2.0794415, abs=1e-6)  # log 8
 
 
 def test_extreme_logits_do_not_overflow():

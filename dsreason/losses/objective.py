@@ -1,0 +1,84 @@
+"""The objective of a GRPO run: a preset with what the run config changes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from dsreason.config.schema_grpo import AlgorithmConfig
+from dsreason.losses.advantages import ADVANTAGES
+from dsreason.losses.corrections import CORRECTIONS
+from dsreason.losses.kl import KL_ESTIMATORS, bias_corrected_k3
+from dsreason.losses.policy import PolicyLoss
+from dsreason.losses.presets import PRESETS
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Everything between log-probabilities, rewards and the loss.
+
+    Example: `objective_of(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
+    """
+
+    advantages: Callable[[Tensor], Tensor]
+    """Rewards `[P, G]` → advantages `[P, G]`."""
+    loss: Callable[..., PolicyLoss]
+    """A loss of `losses.policy`, its clips set."""
+    correction: Callable[[Tensor, Tensor], Tensor] | None
+    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None where the run has no correction."""
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(logprobs, ref_logprobs, old_logprobs), `[N]` each → `[N]`."""
+    kl_coef: float
+    entropy_coef: float
+    overlong_filter: bool
+    dynamic_sampling: bool
+
+    def penalty(
+        self, logprobs: Tensor, ref_logprobs: Tensor | None, old_logprobs: Tensor, entropy: Tensor
+    ) -> Tensor | None:
+        """kl_coef KL - entropy_coef H of each token, `[N]`; None where both coefficients are 0."""
+        parts = []
+        if self.kl_coef and ref_logprobs is not None:
+            parts.append(self.kl_coef * self.kl(logprobs, ref_logprobs, old_logprobs))
+        if self.entropy_coef:
+            parts.append(-self.entropy_coef * entropy)
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+def objective_of(config: AlgorithmConfig) -> Objective:
+    """The preset, where the config does not say otherwise."""
+    preset = PRESETS[config.preset]
+    names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
+    changed = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    preset = replace(preset, **changed)
+    clips = {"clip_low": preset.clip_low, "clip_high": preset.clip_high}
+    if config.dual_clip is not None:
+        clips["dual_clip"] = config.dual_clip
+    return Objective(
+        advantages=ADVANTAGES[preset.advantage],
+        loss=partial(preset.loss, **clips),
+        correction=correction_of(config),
+        kl=kl_of(config),
+        kl_coef=preset.kl_coef,
+        entropy_coef=config.entropy_coef,
+        overlong_filter=preset.overlong_filter,
+        dynamic_sampling=preset.dynamic_sampling,
+    )
+
+
+def correction_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
+    if config.correction == "none":
+        return None
+    bounds = {"low": config.correction_low, "high": config.correction_high}
+    return partial(CORRECTIONS[config.correction], **{key: value for key, value in bounds.items() if value is not None})
+
+
+def kl_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    clamp = {} if config.kl_clamp is None else {"clamp": config.kl_clamp}
+    if config.kl_estimator == "bias_corrected_k3":
+        return partial(bias_corrected_k3, **clamp)
+    estimate = partial(KL_ESTIMATORS[config.kl_estimator], **clamp)
+    return lambda logprobs, ref_logprobs, old_logprobs: estimate(logprobs, ref_logprobs)
