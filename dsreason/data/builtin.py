@@ -8,6 +8,7 @@ so whoever answers without looking is right by chance only. No two rows have the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -35,6 +36,11 @@ NUM_TRAIN = 2560
 NUM_VALIDATION = 256
 BLOCK = 64
 CLIP_FPS = 4
+
+ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
+"""Answers that `mislabelled` confuses with each other."""
+UNLEARNED = ("What colour is the shape?", "How many shapes are there?")
+"""Questions, of 3 in 8 rows, which `mislabelled` answers wrongly in 3 of 4 cases, and the others in 1 of 4."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -178,6 +184,35 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
         conversations += [{"from": "human", "value": tag + question}, {"from": "gpt", "value": answer}]
         tag = ""
     return row | {"conversations": conversations}
+
+
+def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows (in their order) with wrong answers in 7 of 16, for a policy that has something to unlearn.
+
+    Of every 4 rows with the same question and answer, 3 get the answer after it instead where the question is one of
+    `UNLEARNED`, 1 where it is not. So who learned this is wrong about some questions and unsure of the others, but draws
+    the right answer often enough to be rewarded for it; and the pictures matter for every question.
+    """
+    seen: dict[tuple[str, str], int] = {}
+
+    def relabel(question: str, answer: str) -> str:
+        question = question.splitlines()[-1]  # without the tag of the medium
+        answers = next(known for known in ANSWERS if answer in known)
+        count = seen[question, answer] = seen.get((question, answer), -1) + 1
+        wrong = count % 4 != 0 if question in UNLEARNED else count % 4 == 0
+        return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
+
+    changed = []
+    for row in copy.deepcopy(rows):
+        if "conversations" in row:
+            turns = row["conversations"]
+            for asked, replied in zip(turns[::2], turns[1::2], strict=True):
+                replied["value"] = relabel(asked["value"], replied["value"])
+        else:
+            choice = row.get("qa_pairs", row)
+            choice["answer"] = relabel(choice["question"], choice["answer"])
+        changed.append(row)
+    return changed
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
