@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import deepspeed
@@ -72,6 +72,11 @@ def full_gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     }
 
 
+def frozen_names(engine: DeepSpeedEngine) -> list[str]:
+    """Hugging Face names of the parameters that are not trained."""
+    return [hf_name(name) for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+
+
 def hf_name(name: str) -> str:
     """Name in the Hugging Face model of a parameter of the policy, whose attribute `model` it is."""
     return name.removeprefix("model.")
@@ -92,15 +97,16 @@ def plan_buckets(parameters: list[tuple[str, nn.Parameter]], max_bytes: float) -
 
 
 def full_parameters(
-    engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False
+    engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, whole, under its Hugging Face name; tied ones once.
+    """Every parameter but those named in `without`, whole, under its Hugging Face name; tied ones once.
 
     All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of the
     trained ones) and hold until the next one is asked for: copy what is kept. At most about `bucket_mb` MiB are whole
     at a time.
     """
-    for bucket in plan_buckets(list(engine.module.named_parameters()), bucket_mb * 2**20):
+    chosen = [(name, p) for name, p in engine.module.named_parameters() if hf_name(name) not in without]
+    for bucket in plan_buckets(chosen, bucket_mb * 2**20):
         cut = [parameter for _, parameter in bucket if is_partitioned(parameter)]
         with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
             for name, parameter in bucket:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image
 
 from dsreason.data.types import Message, Sample
+from dsreason.rewards.text import final_answer, plain
 from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.world import World
 
@@ -34,6 +35,8 @@ class Answer:
     correct: bool
     finish_reason: str
     media: list[str]
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By function, and under "" their weighted sum; empty where the run has no rewards."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ def describe(prompt: str, completion: str, reference: str) -> str:
 
 
 def is_correct(completion: str, reference: str) -> bool:
-    """Exact match, white space around and case aside."""
-    return completion.strip().casefold() == reference.strip().casefold()
+    """Exact match of what is inside `<answer>` tags, or of all where there are none; white space and case aside."""
+    return plain(final_answer(completion)) == plain(final_answer(reference))
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
@@ -87,6 +90,15 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
         for name in dict.fromkeys(names):  # a kind may be called like a modality
             found.setdefault(name, []).append(answer.correct)
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+
+def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
+    """`val/reward/mean`, and `val/reward/<function>/mean`."""
+    names = dict.fromkeys(name for answer in answers for name in answer.rewards)
+    return {
+        f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
+        for name in names
+    }
 
 
 def reference_of(sample: Sample) -> str | None:

@@ -37,8 +37,10 @@ from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.metrics import Metrics, open_metrics
+from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
+from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
     agree,
@@ -51,6 +53,7 @@ from dsreason.runtime.world import (
     shutdown,
 )
 from dsreason.train.preflight import DTYPES, build_encoder, check_sft, find_model, step_order
+from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +70,11 @@ class SFTRun:
     encoder: Encoder
     loader: StepLoader
     validation_data: SampleDataset
-    rollout: TransformersEngine
+    sampler: Sampler
     metrics: Metrics
     progress: Progress
     memory: MemoryLedger
+    watchdog: Watchdog
     flops: ModelFlops
     peak_flops: float | None
     """Of all devices together; None where the device's peak is not known."""
@@ -80,6 +84,8 @@ class SFTRun:
     num_skipped: int = 0
     """Uses of rows that were left out since this process started."""
     named_skipped: set[str] = field(default_factory=set)
+    scorer: None = None
+    """There are no rewards; as `GRPORun` has it for validation."""
 
     @property
     def checkpoints(self) -> Path:
@@ -97,6 +103,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
+        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_sft(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -119,6 +126,8 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             config=config.monitor,
             run_config=dump_config(config),
         )
+        memory, offload = MemoryLedger(world.device), StateOffload(engine)
+        log.info(offload.describe())
         yield SFTRun(
             config=config,
             world=world,
@@ -137,10 +146,11 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
                 start_step=state.step,
             ),
             validation_data=validation,
-            rollout=build_rollout(config, model_path, encoder, world),
+            sampler=Sampler(build_rollout(config, model_path, encoder, world), engine, offload, memory),
             metrics=stack.enter_context(metrics),
             progress=stack.enter_context(progress),
-            memory=MemoryLedger(world.device),
+            memory=memory,
+            watchdog=watchdog,
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,

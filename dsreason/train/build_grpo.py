@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,23 +15,27 @@ from torch import Tensor
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import default_output_dir, write_run_config
-from dsreason.config.schema import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.prompts import PromptLoader
+from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import SampleDataset, open_datasets
-from dsreason.rewards.scoring import Scorer
+from dsreason.losses.objective import Objective, objective_of
+from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.metrics import Metrics, open_metrics
+from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
+from dsreason.runtime.reference import ReferencePolicy
+from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
-    agree,
     broadcast_object,
     first_rank_first,
+    gather_objects,
     init_world,
     on_rank_zero,
     seed_everything,
@@ -43,7 +48,12 @@ from dsreason.train.build import (
     open_output_dir,
     start_state,
 )
-from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, rollout_order
+from dsreason.train.check_rewards import row_check
+from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, prompt_encoder, rollout_order
+from dsreason.train.reference import load_reference
+from dsreason.train.sampler import Sampler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,20 +66,35 @@ class GRPORun:
     model_path: Path
     engine: DeepSpeedEngine
     encoder: Encoder
-    prompts: PromptLoader
+    prompt_encoder: Encoder
+    """Leaves room for the longest completion."""
+    training_data: SampleDataset
+    prompts: Iterator[Prompts]
     validation_data: SampleDataset
-    rollout: RolloutEngine
+    sampler: Sampler
+    reference: ReferencePolicy | None
+    """None where no KL is asked for."""
+    objective: Objective
     banned_ids: Tensor
     """Media tokens, which no completion has."""
     scorer: Scorer
     metrics: Metrics
     progress: Progress
     memory: MemoryLedger
+    watchdog: Watchdog
     total_steps: int
-    steps_per_epoch: float
+    batches_per_epoch: float
+    """Of prompts."""
     state: TrainerState
+    next_batch: int
+    """Of prompts, to be sampled next."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     """Of the newest rollout."""
+    num_untrained: int = 0
+    """Rollouts in a row that had nothing to train."""
+    num_skipped: int = 0
+    """Uses of rows that were left out since this process started."""
+    named_skipped: set[str] = field(default_factory=set)
 
     @property
     def checkpoints(self) -> Path:
@@ -87,6 +112,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
+        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_grpo(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -94,17 +120,32 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 
         deepspeed_config = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
         seed_everything(config.train.seed, world.rank)
-        encoder = build_encoder(config, model_path)
+        encoder, objective = build_encoder(config, model_path), objective_of(config.grpo)
         order = rollout_order(training, config)
         engine = build_policy_engine(config, deepspeed_config, model_path)
+        reference = ReferencePolicy(engine) if objective.kl_coef else None  # before a checkpoint changes the policy
         state = start_state(engine, checkpoint, config, model_path, world)
+        if checkpoint is not None and reference is not None:
+            load_reference(reference, config, checkpoint, output_dir)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
-        steps = config.grpo.optimizer_steps_per_rollout
-        total_steps = order.num_steps * steps
-        scorer = Scorer(config.reward.functions, workers=config.reward.workers, time_limit=config.reward.time_limit)
-        progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
+        total_steps = order.num_steps * config.grpo.optimizer_steps_per_rollout
+        if config.train.max_steps is not None:
+            total_steps = min(total_steps, config.train.max_steps)
+        next_batch = int(state.extra.get("next_batch", 0))
+        asker = prompt_encoder(config, encoder)
+        prompts = PromptLoader(
+            training,
+            asker,
+            order,
+            config,
+            exchange=gather_objects,
+            rank=world.rank,
+            world_size=world.size,
+            start=next_batch,
+            check=row_check(config),
+        )
         metrics = open_metrics(
             output_dir,
             rank=world.rank,
@@ -112,6 +153,9 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             config=config.monitor,
             run_config=dump_config(config),
         )
+        memory, offload = MemoryLedger(world.device), StateOffload(engine)
+        log.info(offload.describe())
+        rollout = build_rollout_engine(config, model_path, encoder, world, stack)
         yield GRPORun(
             config=config,
             world=world,
@@ -119,30 +163,29 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             model_path=model_path,
             engine=engine,
             encoder=encoder,
-            prompts=PromptLoader(
-                training,
-                encoder,
-                order,
-                config.data,
-                agree,
-                rank=world.rank,
-                world_size=world.size,
-                start=state.step // steps,
-            ),
+            prompt_encoder=asker,
+            training_data=training,
+            prompts=iter(prompts),
             validation_data=validation,
-            rollout=build_sampler(config, model_path, encoder, world, stack),
+            sampler=Sampler(rollout, engine, offload, memory, config.rollout.sync_bucket_mb),
+            reference=reference,
+            objective=objective,
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
-            scorer=stack.enter_context(scorer),
+            scorer=stack.enter_context(open_scorer(config)),
             metrics=stack.enter_context(metrics),
-            progress=stack.enter_context(progress),
-            memory=MemoryLedger(world.device),
+            progress=stack.enter_context(
+                open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
+            ),
+            memory=memory,
+            watchdog=watchdog,
             total_steps=total_steps,
-            steps_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step * steps,
+            batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,
+            next_batch=next_batch,
         )
 
 
-def build_sampler(
+def build_rollout_engine(
     config: GRPOConfig, model_path: Path, encoder: Encoder, world: World, stack: ExitStack
 ) -> RolloutEngine:
     """What samples the completions, until `stack` closes. Every rank calls it."""

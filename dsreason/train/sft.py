@@ -39,7 +39,7 @@ def train(sft: SFTRun) -> None:
     for batches in sft.loader:  # starts after the resumed step
         started = time.perf_counter()
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
-        with sft.memory.phase("train"):
+        with sft.watchdog.phase("step"), sft.memory.phase("train"):
             metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
         finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
 
@@ -135,16 +135,17 @@ def run_validation(sft: SFTRun) -> bool:
     config, step = sft.config, sft.state.step
     if len(sft.validation_data) == 0:
         return False
-    result = validate(
-        sft.engine,
-        sft.validation_data,
-        sft.encoder,
-        config,
-        sft.world,
-        sft.rollout,
-        version=step,
-        progress=sft.progress,
-    )
+    with sft.watchdog.phase("validation"):
+        result = validate(
+            sft.sampler,
+            sft.validation_data,
+            sft.encoder,
+            config,
+            sft.world,
+            version=step,
+            progress=sft.progress,
+            scorer=sft.scorer,
+        )
     sft.metrics.scalars(step, result.metrics)
     sft.progress.say(result.summary(step))
     result.write(sft.output_dir, step, sft.metrics, sft.world)
@@ -159,7 +160,7 @@ def save(sft: SFTRun, *, last: bool) -> None:
     """Checkpoint, delete what `checkpoint.keep` no longer covers, and export where the configuration asks for it."""
     config, step = sft.config.checkpoint, sft.state.step
     started = time.perf_counter()
-    with sft.progress.phase("saving checkpoint"):
+    with sft.watchdog.phase("saving checkpoint"), sft.progress.phase("saving checkpoint"):
         save_checkpoint(sft.engine, sft.checkpoints, step, sft.state, sft.world)
     best = sft.checkpoints / f"step_{sft.state.best_step}" if config.keep_best and sft.state.best_step else None
     on_rank_zero(lambda: prune_checkpoints(sft.checkpoints, config.keep, best))
@@ -174,6 +175,7 @@ def finish(sft: SFTRun) -> None:
     final = sft.output_dir / "export" / "final"
     if sft.config.checkpoint.export != "none" and on_rank_zero(lambda: is_older(final / "config.json", done)):
         export(sft, final)
+    sft.progress.say(sft.memory.report())
     sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
 
 
@@ -187,7 +189,7 @@ def export(sft: SFTRun, output: Path) -> None:
     config = sft.config.checkpoint
     dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: delete_folder(output))
-    with sft.progress.phase("exporting"):
+    with sft.watchdog.phase("exporting"), sft.progress.phase("exporting"):
         export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
 
 

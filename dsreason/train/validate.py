@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,14 +14,16 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import RunConfig
-from dsreason.data.chat import EncodedPrompt, Encoder, Medium, SampleTooLong
-from dsreason.data.loader import BadRow, Encoding, next_item, unchanged
+from dsreason.data.chat import EncodedPrompt, Encoder, Medium
+from dsreason.data.loader import BadRow, Encoding, next_item, refusal, unchanged
 from dsreason.data.micro_batches import align_micro_batches
+from dsreason.data.prompts import PromptEncoding
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import EncodedSample
 from dsreason.errors import DataError
+from dsreason.rewards.scoring import Scorer
+from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
-from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.progress import Advance, Progress
 from dsreason.runtime.world import World, agree, all_sum, gather_objects
 from dsreason.train.answers import (
@@ -30,12 +32,14 @@ from dsreason.train.answers import (
     accuracies,
     describe,
     is_correct,
+    mean_rewards,
     media_paths,
     modality_of,
     question_of,
     reference_of,
 )
 from dsreason.train.contact_sheet import contact_sheet
+from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +49,15 @@ GREY = 128
 
 
 def validate(
-    policy_engine: DeepSpeedEngine,
+    sampler: Sampler,
     dataset: SampleDataset,
     encoder: Encoder,
     config: RunConfig,
     world: World,
-    rollout: RolloutEngine,
     *,
     version: int,
     progress: Progress,
+    scorer: Scorer | None = None,
     blank_media: bool = False,
 ) -> ValidationResult:
     """Measure the policy on `dataset`. Collective: every rank calls it and runs the same forwards and gathers.
@@ -61,18 +65,19 @@ def validate(
     `version` is stamped on the weights that the rollout engine gets (the step). `blank_media` makes all pixels grey, to
     see what the answers owe to the media. The metrics are `val/loss`, the mean negative log-likelihood of the trained
     tokens, and with `validation.generate` the share of right answers: `val/accuracy`, and `val/accuracy/<name>` of each
-    modality and each `meta["kind"]`. Raises DataError for a bad row, unless the config says to skip it.
+    modality and each `meta["kind"]`; with a `scorer` also `val/reward/mean` and `val/reward/<function>/mean`. Raises
+    DataError for a bad row, unless the config says to skip it.
     """
     held_out = HeldOut(dataset, encoder, config, world, blank_media)
     with progress.phase("validation: loss", held_out.num_rows, "samples") as advance:
-        metrics = {"val/loss": held_out_loss(policy_engine, held_out, advance)}
+        metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
     if not config.validation.generate:
         return ValidationResult(metrics, [], {})
-    rollout.wake()
-    rollout.sync(full_parameters(policy_engine), version)
-    with progress.phase("validation: answers", held_out.num_rows, "samples") as advance:
-        answers, sheets = generate_answers(rollout, version, held_out, advance)
-    rollout.sleep()
+    with (
+        sampler.awake(version) as engine,
+        progress.phase("validation: answers", held_out.num_rows, "samples") as advance,
+    ):
+        answers, sheets = generate_answers(engine, version, held_out, advance, scorer)
     by_rank = gather_objects((answers, sheets))
     if not any(part for part, _ in by_rank):
         raise DataError(
@@ -81,7 +86,7 @@ def validate(
         )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
     sheets = {row: sheet for _, part in by_rank for row, sheet in part.items()}
-    return ValidationResult(metrics | accuracies(answers), answers, sheets)
+    return ValidationResult(metrics | accuracies(answers) | mean_rewards(answers), answers, sheets)
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,8 @@ class HeldOut:
         num_groups = -(-self.num_rows // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
-    def read(self, work: Dataset[list[T | BadRow]]) -> Iterator[list[T]]:
-        """Each group's usable items, made in worker processes. Raises on all ranks when one has a bad row."""
+    def read(self, work: Dataset[list[T | BadRow]]) -> Iterator[list[tuple[int, T]]]:
+        """Each group's usable items by row, made in worker processes. Raises on all ranks when one has a bad row."""
         groups = self.groups()
         loader = DataLoader(
             work,
@@ -129,17 +134,14 @@ class HeldOut:
             generator=torch.Generator(),  # otherwise it draws from the trainer's
         )
         found = iter(loader)
-        for _ in groups:
+        for rows in groups:
             items = next_item(found)
             bad = [item for item in items if isinstance(item, BadRow)]
-            refused = [row.reason for row in bad if self._action(row) == "error"]
-            agree(DataError(refused[0]) if refused else None)
-            for row in bad:
-                log.warning("validation: left out: %s", row.reason)
-            yield [item for item in items if not isinstance(item, BadRow)]
-
-    def _action(self, bad: BadRow) -> str:
-        return self.config.model.on_too_long if bad.too_long else self.config.data.on_bad_row
+            refused = refusal(bad, self.config)
+            agree(None if refused is None else DataError(refused))
+            for item in bad:
+                log.warning("validation: left out: %s", item.reason)
+            yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, BadRow)]
 
 
 @torch.no_grad()
@@ -149,7 +151,8 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
     was_training = policy_engine.training
     policy_engine.eval()
     total, num_tokens = 0.0, 0
-    for samples in held_out.read(Encoding(held_out.dataset, encoder)):
+    for found in held_out.read(Encoding(held_out.dataset, encoder)):
+        samples = [sample for _, sample in found]
         if held_out.blank_media:
             samples = [blank_sample(sample, processor) for sample in samples]
         for batch in align_micro_batches([samples] if samples else [], encoder, gather_objects):
@@ -166,18 +169,28 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
 
 
 def generate_answers(
-    rollout: RolloutEngine, version: int, held_out: HeldOut, advance: Advance
+    rollout: RolloutEngine, version: int, held_out: HeldOut, advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[Answer], dict[int, Image.Image]]:
-    """This rank's greedy answers, and the contact sheets of those that are shown, by row."""
+    """This rank's answers, with their rewards where there is a scorer, and the contact sheets of those shown, by row."""
     tokenizer, processor = held_out.encoder.processor.tokenizer, held_out.encoder.processor
-    sampling = Sampling(temperature=0, max_completion_length=held_out.config.validation.max_completion_length)
+    settings = held_out.config.validation
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_completion_length=settings.max_completion_length,
+        seed=held_out.config.train.seed,
+    )
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
-    for found in held_out.read(Prompting(held_out.dataset, held_out.encoder)):
-        asked = [(row, blank_prompt(prompt, processor) if held_out.blank_media else prompt) for row, prompt in found]
-        completions = rollout.generate([prompt for _, prompt in asked], sampling, version=version)
-        for (row, prompt), completion in zip(asked, completions, strict=True):
-            answers.append(to_answer(row, prompt, completion, tokenizer))
+    for found in held_out.read(PromptEncoding(held_out.dataset, held_out.encoder)):
+        asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
+        if held_out.blank_media:
+            asked = [(row, blank_prompt(prompt, processor)) for row, prompt in asked]
+        prompts, rows = [prompt for _, prompt in asked], [row for row, _ in asked]
+        completions = rollout.generate(prompts, sampling, version=version, streams=rows)
+        rewards = score(prompts, completions, sampling, scorer)
+        for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
+            answers.append(to_answer(row, prompt, completion, tokenizer, reward))
             if row in held_out.shown:
                 text = describe(question_of(prompt.sample), completion.text, answers[-1].reference)
                 sheets[row] = contact_sheet(prompt.media, text)
@@ -185,31 +198,24 @@ def generate_answers(
     return answers, sheets
 
 
-class Prompting(Dataset[list[tuple[int, EncodedPrompt] | BadRow]]):
-    """Row numbers → (row, prompt), of the rows that have a reference answer."""
-
-    def __init__(self, dataset: SampleDataset, encoder: Encoder) -> None:
-        self.dataset, self.encoder = dataset, encoder
-
-    def __getitem__(self, rows: list[int]) -> list[tuple[int, EncodedPrompt] | BadRow]:
-        found = [self._prompt(row) for row in rows]
-        return [item for item in found if item is not None]
-
-    def _prompt(self, row: int) -> tuple[int, EncodedPrompt] | BadRow | None:
-        try:
-            sample = self.dataset[row]
-        except DataError as error:
-            return BadRow(str(error), too_long=False)
-        if reference_of(sample) is None:
-            return None
-        try:
-            return row, self.encoder.encode_prompt(sample)
-        except DataError as error:
-            too_long = isinstance(error, SampleTooLong)
-            return BadRow(f"{self.dataset.location(row)}: {error}", too_long=too_long)
+def score(
+    prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling, scorer: Scorer | None
+) -> list[dict[str, float]]:
+    """By completion: its reward (the weighted sum, under the name "") and that of each function; without a scorer none."""
+    if scorer is None:
+        return [{} for _ in completions]
+    samples = [
+        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    scores = scorer.score([completion.text for completion in completions], samples)
+    named = {"": scores.total, **scores.by_function}
+    return [{name: float(values[i]) for name, values in named.items()} for i in range(len(completions))]
 
 
-def to_answer(row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any) -> Answer:
+def to_answer(
+    row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any, rewards: dict[str, float]
+) -> Answer:
     sample = prompt.sample
     reference = reference_of(sample) or ""
     kind = sample.meta.get("kind")
@@ -224,6 +230,7 @@ def to_answer(row: int, prompt: EncodedPrompt, completion: Completion, tokenizer
         correct=is_correct(completion.text, reference),
         finish_reason=completion.finish_reason,
         media=media_paths(sample),
+        rewards=rewards,
     )
 
 

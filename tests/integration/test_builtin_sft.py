@@ -45,10 +45,13 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
+    from dsreason.runtime.memory import MemoryLedger
+    from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import init_world
     from dsreason.train.build import build_policy_engine, build_rollout
     from dsreason.train.preflight import build_encoder
+    from dsreason.train.sampler import Sampler
     from dsreason.train.validate import validate
 
     world = init_world()
@@ -58,9 +61,8 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=1)
     engine = build_policy_engine(config, deepspeed, Path(model))
     rollout = build_rollout(config, Path(model), encoder, world)
-    result = validate(
-        engine, held_out, encoder, config, world, rollout, version=1, progress=NoProgress(), blank_media=True
-    )
+    sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
+    result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress(), blank_media=True)
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
 
 

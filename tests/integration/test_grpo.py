@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.distributed import run_on_ranks
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
@@ -33,9 +36,15 @@ max_steps = 4
 micro_batch_size = 8
 precision = "fp32"
 [grpo]
+preset = "dapo"
 prompts_per_step = 6
 num_generations = 4
 optimizer_steps_per_rollout = 2
+kl_coef = 0.05
+reference_reset_every = 2
+dynamic_tolerance = 1.0
+max_refills = 2
+overlong_filter = false
 [rollout]
 engine = "transformers"
 max_completion_length = 6
@@ -76,7 +85,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 def test_two_and_two_steps_equal_four_rollouts_included(folder: Path) -> None:
     resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
-    names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction")
+    names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
     before, after = (
         [[line[name] for name in names] for line in metrics(run) if line["step"] > 2]
         for run in (folder / "whole", resumed)
@@ -95,14 +104,93 @@ def test_the_engine_samples_what_the_trainer_trains(folder: Path) -> None:
 
 def test_every_completion_is_written_with_its_reward_and_advantage(folder: Path) -> None:
     rows = rollouts(folder / "whole", 0)
-    assert len(rows) == 6 * 4
+    assert sum(row["trained"] for row in rows) == 6 * 4
     assert {row["version"] for row in rows} == {0}
     assert all(row["rewards"]["vowels"] == sum(c in "aeiou" for c in row["completion"]) for row in rows)
     for first in range(0, len(rows), 4):
         group = rows[first : first + 4]
         assert len({row["id"] for row in group}) == 1
+        values = [row["reward"] for row in group]
+        assert group[0]["trained"] <= (max(values) - min(values) > 1.0)  # dapo samples dynamically
         assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
     assert len({row["completion"] for row in rows}) > 6
+
+
+def test_the_curves_that_the_readme_explains_are_there(folder: Path) -> None:
+    last = [line for line in metrics(folder / "whole") if "train/loss" in line][-1]
+    missing = {
+        *("reward/mean", "reward/std", "reward/vowels/mean", "reward/zero_std_fraction", "completion/length_mean"),
+        *("completion/truncated_fraction", "policy/entropy", "policy/clip_fraction", "policy/kl", "mismatch/kl"),
+        *("mismatch/kl/text", "mismatch/kl/image", "mismatch/kl/video", "mismatch/max_abs_logprob", "time/rollout"),
+        *("time/reward", "time/sync", "memory/sync/peak_gib", "memory/sleep/freed_gib", "perf/tokens_per_second"),
+    } - last.keys()
+    assert not missing
+    assert 0 < last["policy/entropy"] < 10
+    assert last["policy/kl"] > 0
+
+
+def test_tensorboard_shows_completions_with_their_media(folder: Path) -> None:
+    events = EventAccumulator(str(folder / "whole" / "tensorboard"))
+    events.Reload()
+    assert {"rollout/advantage", "reward/vowels"} <= set(events.Tags()["histograms"])
+    assert len([tag for tag in events.Tags()["images"] if tag.startswith("rollout/completions/")]) == 4
+
+
+def sampled(run: Path, step: int) -> list[tuple[str, str, float]]:
+    return [(row["id"], row["completion"], row["reward"]) for row in rollouts(run, step)]
+
+
+def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path) -> None:
+    options = ("--set", "rollout.engine=vllm", "--set", "checkpoint.every=2", "--set", "rollout.self_test=false")
+    whole = train(folder, "vllm", *options)
+    resumed = train(folder, "vllm_resumed", "--resume", "vllm/checkpoints/step_2", *options)
+    assert sampled(resumed, 2) == sampled(whole, 2)
+    assert sampled(whole, 0) != sampled(whole, 2)
+    assert max(line["mismatch/max_abs_logprob"] for line in metrics(whole) if "mismatch/kl" in line) <= 1e-4
+
+
+def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
+    """How a run ends whose syncs do nothing but stamp their version."""
+    from dsreason.config.load import load_config
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.errors import DsReasonError
+    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.train import grpo
+
+    first_sync = TransformersEngine.sync
+    synced = []
+
+    def sync(self: Any, weights: Any, version: int, kept: Any = ()) -> None:
+        if not synced:
+            synced.append(first_sync(self, weights, version, kept))
+        for _ in weights:
+            pass
+        self.version = version
+
+    TransformersEngine.sync = sync  # type: ignore[method-assign]
+    overrides = [f"rollout.self_test={str(self_test).lower()}", "rollout.mismatch_stop=1e-4", "optim.lr=1e-2"]
+    settings = load_config(GRPOConfig, Path(config), overrides, default_recipe="")
+    try:
+        grpo.run(settings, output_dir=Path(output_dir))
+    except DsReasonError as error:
+        return f"{type(error).__name__}: {error}"
+    return "the run went to its end"
+
+
+@pytest.mark.parametrize(
+    ("self_test", "expected"),
+    [
+        (True, "SelfTestError: self-test of the rollout engine: a sync of changed weights left"),
+        (False, "MismatchError: "),
+    ],
+)
+def test_a_sync_that_sends_nothing_stops_the_run(
+    folder: Path, self_test: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (ended,) = run_on_ranks(partial(with_dead_sync, self_test=self_test), 1, "run.toml", f"dead_{self_test}")
+    assert ended.startswith(expected)
+    assert "model.language_model" in ended or "rollout.mismatch_stop" in ended
 
 
 @pytest.mark.parametrize(
@@ -113,6 +201,9 @@ def test_every_completion_is_written_with_its_reward_and_advantage(folder: Path)
         (["--set", "model.max_length=20"], ["rows.jsonl", "max_completion_length"]),
         (["--set", "train.global_batch_size=8"], ["global_batch_size"]),
         (["--set", "grpo.num_generations=1"], ["num_generations"]),
+        (["--set", "rollout.top_p=0.9"], ["rollout.top_p (0.9)", "grpo.correction"]),
+        (["--set", "grpo.preset=gspo", "--set", "grpo.dual_clip=3.0"], ["dual_clip", "gspo"]),
+        (["--set", "reward.options={exact_match={patern=1}}"], ["exact_match"]),
     ],
 )
 def test_a_mistake_is_named_before_ranks_start(folder: Path, options: list[str], words: list[str]) -> None:

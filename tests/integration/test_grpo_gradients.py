@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,29 @@ from tests.integration.test_gradient_invariance import Gradients, worst_differen
 
 pytestmark = pytest.mark.integration
 
-PRESETS = ("grpo", "dr_grpo", "gspo")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"preset": "grpo", "kl_coef": 0.0},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "dapo": {"preset": "dapo", "correction": "sequence_mask", "correction_high": 1e9},
+    "gspo": {"preset": "gspo"},
+    "cispo": {"preset": "cispo", "correction": "none"},
+    "kl": {"preset": "grpo", "kl_coef": 0.5, "dual_clip": 3.0},
+    "kl_k2": {"preset": "dapo", "kl_coef": 0.5, "kl_estimator": "k2"},
+    "kl_bias_corrected": {"preset": "dapo", "kl_coef": 0.5, "kl_estimator": "bias_corrected_k3"},
+    "entropy": {"preset": "grpo", "kl_coef": 0.0, "entropy_coef": 0.5},
+}
 LENGTHS = (3, 7, 1, 5, 8, 2, 6, 4)
 
 
-def run_config(rows: str, model: str, preset: str, train: dict[str, Any]) -> Any:
-    from dsreason.config.schema import GRPOConfig
+def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> Any:
+    from dsreason.config.schema_grpo import GRPOConfig
 
     return GRPOConfig.model_validate(
         {
             "model": {"path": model, "gradient_checkpointing": False},
             "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
             "train": {"precision": "fp32", **train},
-            "grpo": {"preset": preset, "num_generations": 2, "prompts_per_step": 4},
+            "grpo": {"num_generations": 2, "prompts_per_step": 4, **VARIANTS[variant]},
             "rollout": {"max_completion_length": 8, "temperature": 0.9},
             "reward": {"functions": {"exact_match": 1.0}},
         }
@@ -50,62 +62,70 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
     return found[rank::size]
 
 
+def other_logprobs(part: Any, distance: float) -> list[torch.Tensor]:
+    """Made-up log-probabilities of another policy, by micro-batch: they depend on the completion alone."""
+    found = []
+    for batch in part.batches:
+        rollouts = [part.rollouts[int(name)] for name in batch.ids if name]
+        rows = [np.sin(np.asarray(rollout.completion.ids)) * distance - 4.5 for rollout in rollouts]
+        found.append(torch.from_numpy(np.concatenate([*rows, []]).astype(np.float32)))
+    return found
+
+
 def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], Gradients] | None:
-    """By preset and number of the cut, on rank 0."""
+    """By variant and number of the cut, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
-    from dsreason.data.micro_batches import align_micro_batches, cut_by_count
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.runtime.engine import full_gradients, set_learning_rate
-    from dsreason.runtime.world import gather_objects, init_world
+    from dsreason.runtime.world import init_world
     from dsreason.train.build import build_policy_engine
-    from dsreason.train.grpo import accumulate_gradients
     from dsreason.train.preflight import build_encoder
-    from dsreason.train.rollouts import training_sample
+    from dsreason.train.update import accumulate_gradients, cut
 
     world, found = init_world(), {}
     engine = None
-    for preset in PRESETS:
-        for number, cut in enumerate(cuts):
-            config = run_config(rows, model, preset, cut)
+    for variant in VARIANTS:
+        for number, settings in enumerate(cuts):
+            config = run_config(rows, model, variant, settings)
             encoder = build_encoder(config, Path(model))
             if engine is None:
                 deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
                 engine = build_policy_engine(config, deepspeed, Path(model))
                 set_learning_rate(engine, 0.0)
-            rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
-            samples = [training_sample(rollout, i) for i, rollout in enumerate(rollouts)]
-            batches = align_micro_batches(cut_by_count(samples, cut["micro_batch_size"]), encoder, gather_objects)
+            part = cut(made_up_rollouts(config, encoder, world.rank, world.size), config, encoder)
+            part = replace(part, old_logprobs=other_logprobs(part, 0.1))
+            if variant.startswith("kl"):
+                part = replace(part, ref_logprobs=other_logprobs(part, 0.5))
             banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
-            accumulate_gradients(engine, batches, rollouts, None, config, world, banned)
-            found[preset, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
+            accumulate_gradients(engine, part, config, world, banned)
+            found[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()
     return found if world.is_main else None
 
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> dict[str, list[Gradients]]:
-    """By preset: 1 rank with micro-batches of 8, 1 and 3, 2 ranks with 2, 4 ranks with 2."""
+    """By variant: 1 rank with micro-batches of 8, 1 and 3, 2 ranks with 2, 4 ranks with 2."""
     rows = str(write_mixed_rows(tmp_path_factory.mktemp("rows")))
     cuts = {1: [8, 1, 3], 2: [2], 4: [2]}
-    found: dict[str, list[Gradients]] = {preset: [] for preset in PRESETS}
+    found: dict[str, list[Gradients]] = {variant: [] for variant in VARIANTS}
     for ranks, sizes in cuts.items():
         settings = [{"micro_batch_size": size} for size in sizes]
         measured = run_on_ranks(policy_gradients, ranks, rows, str(tiny_qwen3_vl), settings)[0]
-        for (preset, _), grads in measured.items():
-            found[preset].append(grads)
+        for (variant, _), grads in measured.items():
+            found[variant].append(grads)
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_policy_gradient_does_not_depend_on_the_cut(gradients: dict[str, list[Gradients]], preset: str) -> None:
-    whole, *others = gradients[preset]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_policy_gradient_does_not_depend_on_the_cut(gradients: dict[str, list[Gradients]], variant: str) -> None:
+    whole, *others = gradients[variant]
     assert len(others) == 4
     assert np.sqrt(sum(np.sum(grad**2) for grad in whole.values())) > 1e-3
     for other in others:
         assert worst_difference(other, whole) <= 1e-5
 
 
-def test_presets_have_gradients_of_their_own(gradients: dict[str, list[Gradients]]) -> None:
-    grpo, dr_grpo, gspo = (gradients[preset][0] for preset in PRESETS)
-    assert worst_difference(dr_grpo, grpo) > 1e-2
-    assert worst_difference(gspo, grpo) > 1e-2
+def test_variants_have_gradients_of_their_own(gradients: dict[str, list[Gradients]]) -> None:
+    for one, other in itertools.combinations(VARIANTS, 2):
+        assert worst_difference(gradients[one][0], gradients[other][0]) > 1e-3, (one, other)

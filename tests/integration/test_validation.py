@@ -38,10 +38,13 @@ def run_config(rows: str, model: str, **validation: Any) -> SFTConfig:
 def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
+    from dsreason.runtime.memory import MemoryLedger
+    from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import gather_objects, init_world
     from dsreason.train.build import build_policy_engine, build_rollout
     from dsreason.train.preflight import step_order
+    from dsreason.train.sampler import Sampler
     from dsreason.train.sft import sft_step
     from dsreason.train.validate import validate
 
@@ -53,6 +56,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
     rollout = build_rollout(config, Path(model), encoder, world)
+    sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     order = step_order(dataset, config)
     loader = StepLoader(
         dataset, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
@@ -60,19 +64,16 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     results = []
     for version, batches in enumerate(loader):  # validation between steps, as in training
         state = torch.random.get_rng_state()
-        results.append(
-            validate(engine, dataset, encoder, config, world, rollout, version=version, progress=NoProgress())
-        )
+        results.append(validate(sampler, dataset, encoder, config, world, version=version, progress=NoProgress()))
         assert torch.equal(state, torch.random.get_rng_state())
         sft_step(engine, batches, lr=1e-2, world=world)
     silent = config.validation.model_copy(update={"generate": False})
     loss_only = validate(
-        engine,
+        sampler,
         dataset,
         encoder,
         config.model_copy(update={"validation": silent}),
         world,
-        rollout,
         version=2,
         progress=NoProgress(),
     )

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample, Sample
-from dsreason.losses.advantages import group_centered
+from dsreason.losses.advantages import batch_normalized, group_centered
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
-from dsreason.train.rollouts import Rollout, flatten, to_rollouts, training_sample
+from dsreason.train.rollouts import (
+    Group,
+    Rollout,
+    choose,
+    cut_steps,
+    flatten,
+    informative,
+    to_groups,
+    to_rollouts,
+    training_sample,
+)
 
 
 def prompt(ids: list[int], last_position: int) -> EncodedPrompt:
@@ -56,15 +70,72 @@ def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
     assert flat.advantages.shape == flat.rollout_logprobs.shape == flat.sequence.shape == (0,)
 
 
+def group(place: tuple[int, int], rewards: list[float], number: int | None = None) -> Group:
+    completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
+    return Group(place, prompt([1], 0), completions, Scores(np.array(rewards), {"right": np.array(rewards)}), number)
+
+
+def with_others(*others: object) -> Callable[[object], list[object]]:
+    """What rank 0 sees when the other ranks give `others`."""
+    return lambda own: [own, *others]
+
+
 def test_a_rank_without_prompts_has_no_rollouts() -> None:
-    assert to_rollouts([], [], Scores(np.zeros(0), {"right": np.zeros(0)}), 4, group_centered) == []
+    assert to_groups([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
+    assert informative([], 0.0) == []
+    assert to_rollouts([], group_centered, with_others()) == []
+
+
+def test_the_completions_of_a_prompt_become_a_group() -> None:
+    prompts, completions = (
+        [prompt([1], 0), prompt([2], 0)],
+        [Completion((i,), "", (-1.0,), "stop", 0) for i in range(4)],
+    )
+    scores = Scores(np.array([1.0, 0.0, 3.0, 3.0]), {"right": np.array([1.0, 0.0, 1.0, 1.0])})
+    found = to_groups([(7, 0), (7, 2)], prompts, completions, scores)
+    assert [one.place for one in found] == [(7, 0), (7, 2)]
+    assert [[c.ids for c in one.completions] for one in found] == [[(0,), (1,)], [(2,), (3,)]]
+    assert [one.scores.total.tolist() for one in found] == [[1.0, 0.0], [3.0, 3.0]]
+    assert found[1].scores.by_function["right"].tolist() == [1.0, 1.0]
 
 
 def test_advantages_are_measured_within_each_prompts_group() -> None:
-    prompts = [prompt([1], 0)] * 2 + [prompt([2], 0)] * 2
-    completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * 4
-    scores = Scores(np.array([1.0, 0.0, 3.0, 3.0]), {"right": np.array([1.0, 0.0, 1.0, 1.0])})
-    found = to_rollouts(prompts, completions, scores, 2, group_centered)
-    assert [one.advantage for one in found] == [0.5, -0.5, 0.0, 0.0]
-    assert [one.reward for one in found] == [1.0, 0.0, 3.0, 3.0]
+    groups = [group((0, 0), [1.0, 0.0], number=0), group((0, 1), [3.0, 3.0], number=1), group((0, 2), [5.0, 9.0])]
+    found = to_rollouts(groups, group_centered, with_others())
+    assert [one.advantage for one in found] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    assert [one.reward for one in found] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
+    assert [one.group for one in found] == [0, 0, 1, 1, None, None]
     assert found[1].rewards == {"right": 0.0}
+
+
+def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
+    # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
+    found = to_rollouts([group((0, 0), [1.0, 0.0], number=0)], batch_normalized, with_others({1: [1.0, 1.0]}))
+    assert [one.advantage for one in found] == pytest.approx([1.1547, -1.1547], abs=1e-4)
+
+
+def test_the_first_informative_groups_of_all_ranks_are_chosen() -> None:
+    own = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
+    kept = informative(own, 0.0)
+    assert kept == [True, False, True]
+    other = [((4, 1), True), ((4, 3), False), ((5, 1), True)]
+    assert [one.number for one in choose(own, kept, 2, with_others(other))] == [0, None, None]
+    assert [one.number for one in choose(own, kept, 3, with_others(other))] == [0, None, 2]
+    assert [one.number for one in choose(own, kept, 9, with_others(other))] == [0, None, 2]
+
+
+def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
+    assert informative([group((0, 0), [0.50, 0.52]), group((0, 1), [0.50, 0.60])], 0.05) == [False, True]
+
+
+def test_without_any_informative_group_the_first_ones_are_trained_as_they_are() -> None:
+    own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
+    assert [one.number for one in choose(own, [False, False], 3, with_others([((4, 1), False)]))] == [0, 2]
+
+
+def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
+    rollouts = [replace(rollout((8,), (-1.0,), 0.5), group=number) for number in (0, 2, 4, 5, None, 9)]
+    steps = cut_steps(rollouts, num_groups=10, num_steps=4)
+    assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
+    alone = cut_steps([replace(rollouts[0], group=number) for number in range(10)], num_groups=10, num_steps=4)
+    assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]

@@ -1,0 +1,78 @@
+"""Before the first step: that the rollout engine takes the policy's weights, and computes with them what the trainer does."""
+
+from __future__ import annotations
+
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.sources import SampleDataset
+from dsreason.errors import DataError, DsReasonError
+from dsreason.rollout.protocol import SyncError
+from dsreason.rollout.self_test import self_test
+from dsreason.runtime.engine import full_parameters
+from dsreason.runtime.world import gather_objects
+from dsreason.train import mismatch
+from dsreason.train.answers import modality_of
+from dsreason.train.build_grpo import GRPORun
+from dsreason.train.rollouts import Rollout, rollouts_of
+from dsreason.train.update import cut, present_logprobs
+
+NUM_ROWS = 64
+"""Rows that are looked at for one of each modality."""
+
+
+class SelfTestError(DsReasonError):
+    """The rollout engine does not do what training relies on."""
+
+
+def check_engine(grpo: GRPORun) -> None:
+    """The engine's self-test, and its log-probabilities against the trainer's, on one prompt of each modality. Collective.
+
+    Raises:
+        SelfTestError: names the tensors that did not arrive or come back.
+        MismatchError: the two sides are further apart than `rollout.mismatch_stop`.
+    """
+    config, sampler = grpo.config.rollout, grpo.sampler
+    prompts = one_of_each(grpo.training_data, grpo)
+    with grpo.watchdog.phase("self-test"), grpo.progress.phase("self-test of the rollout engine"):
+        sampler.offload.offload()
+        try:
+            report = self_test(
+                sampler.rollout,
+                lambda: full_parameters(sampler.policy, sampler.bucket_mb),
+                prompts,
+                max_completion_length=min(8, config.max_completion_length),
+            )
+        except SyncError as error:
+            raise SelfTestError(str(error)) from error
+        sampler.offload.reload()
+        pairs = zip(prompts, report.completions, strict=True)
+        part = cut([Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs], grpo.config, grpo.encoder)
+        logprobs = present_logprobs(grpo.engine, part.batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
+    found = [
+        one
+        for batch, values in zip(part.batches, logprobs, strict=True)
+        for one in mismatch.mismatches(rollouts_of(batch, part.rollouts), values)
+    ]
+    metrics = mismatch.metrics_of(gather_objects(mismatch.tally(found)))
+    by_modality = ", ".join(
+        f"{name.rpartition('/')[2]} {value:.2g}"
+        for name, value in metrics.items()
+        if name.startswith("mismatch/max_abs_logprob/")
+    )
+    grpo.progress.say(
+        f"self-test: {report.num_tensors} tensors of the engine took other weights and came back; its log-probabilities "
+        f"differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
+    )
+    mismatch.check(metrics, mismatch.worst(found), config, grpo.state.step, folder=None)
+
+
+def one_of_each(dataset: SampleDataset, grpo: GRPORun) -> list[EncodedPrompt]:
+    """The first prompt of each modality among the first rows, the same on every rank."""
+    found: dict[str, EncodedPrompt] = {}
+    for index in range(min(NUM_ROWS, len(dataset))):
+        try:
+            sample = dataset[index]
+            if modality_of(sample) not in found:
+                found[modality_of(sample)] = grpo.prompt_encoder.encode_prompt(sample)
+        except DataError:  # the loader names it when it is met
+            continue
+    return list(found.values())

@@ -1,0 +1,138 @@
+"""Where the engine that samples and the trainer give the same tokens different probabilities."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsreason.config.schema_grpo import RolloutConfig
+from dsreason.errors import DsReasonError
+from dsreason.losses.kl import k3
+from dsreason.train.answers import modality_of
+from dsreason.train.rollouts import Rollout
+
+log = logging.getLogger(__name__)
+
+NUM_WORST = 8
+
+
+class MismatchError(DsReasonError):
+    """The engine does not sample from the policy that is trained."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Of one completion: the sum over its tokens of KL(engine ‖ trainer) by k3, and the largest |Δ log-probability|.
+
+    Example: `Mismatch("7", "video", "left", num_tokens=2, kl=2.1e-13, largest=9.5e-7, at=1)`.
+    """
+
+    id: str
+    modality: str
+    completion: str
+    num_tokens: int
+    kl: float
+    largest: float
+    at: int
+    """Token of the completion that `largest` is of."""
+
+    @property
+    def mean(self) -> float:
+        return self.kl / max(self.num_tokens, 1)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Over the completions of one modality; tallies of several ranks add up."""
+
+    kl: float = 0.0
+    num_tokens: int = 0
+    largest: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.kl + other.kl, self.num_tokens + other.num_tokens, max(self.largest, other.largest))
+
+
+def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
+    """One for each rollout of a micro-batch, whose tokens have the trainer's `logprobs` `[N]`, rollout after rollout."""
+    found, start = [], 0
+    for rollout in rollouts:
+        ids = rollout.completion.ids
+        trainer = logprobs[start : start + len(ids)].double().cpu()
+        engine = torch.tensor(rollout.completion.logprobs, dtype=torch.float64)
+        start += len(ids)
+        apart = (trainer - engine).abs()
+        found.append(
+            Mismatch(
+                id=rollout.prompt.sample.id,
+                modality=modality_of(rollout.prompt.sample),
+                completion=rollout.completion.text,
+                num_tokens=len(ids),
+                kl=float(k3(engine, trainer).sum()),
+                largest=float(apart.max()),
+                at=int(apart.argmax()),
+            )
+        )
+    return found
+
+
+def tally(found: Sequence[Mismatch]) -> dict[str, Tally]:
+    """By modality."""
+    tallies: dict[str, Tally] = {}
+    for one in found:
+        tallies[one.modality] = tallies.get(one.modality, Tally()) + Tally(one.kl, one.num_tokens, one.largest)
+    return tallies
+
+
+def metrics_of(tallies: Sequence[dict[str, Tally]]) -> dict[str, float]:
+    """`mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob` from every rank's tallies, both also by modality."""
+    names = sorted({name for part in tallies for name in part})
+    total = {name: sum((part.get(name, Tally()) for part in tallies), Tally()) for name in names}
+    found = {f"/{name}": one for name, one in total.items()} | {"": sum(total.values(), Tally())}
+    return {
+        f"mismatch/{what}{suffix}": value
+        for suffix, one in found.items()
+        for what, value in (("kl", one.kl / max(one.num_tokens, 1)), ("max_abs_logprob", one.largest))
+    }
+
+
+def worst(found: Sequence[Mismatch]) -> list[Mismatch]:
+    """Those that differ most on average, the worst first; one that is not a number comes before all others."""
+    return sorted(found, key=lambda one: math.inf if math.isnan(one.mean) else one.mean, reverse=True)[:NUM_WORST]
+
+
+def check(
+    metrics: dict[str, float], worst_ones: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
+) -> None:
+    """Warn or stop on the mean over tokens, and write the worst completions to `folder/step_N.jsonl`.
+
+    Raises:
+        MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
+    """
+    kl = metrics["mismatch/kl"]
+    if kl <= config.mismatch_warn:
+        return
+    place = ""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in worst_ones)
+        (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        place = f"; the worst are in {folder / f'step_{step}.jsonl'}"
+    names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
+    text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
+    if not kl <= config.mismatch_stop:
+        raise MismatchError(f"{text}. That is above rollout.mismatch_stop ({config.mismatch_stop}): {ADVICE}")
+    log.warning("%s (rollout.mismatch_warn is %s)", text, config.mismatch_warn)
+
+
+ADVICE = (
+    "the completions are not those of the policy that is trained; look at mismatch/kl/<modality>, and whether precision, "
+    "processor and positions of both sides agree"
+)

@@ -1,0 +1,66 @@
+"""When the reference policy changes, and that a resumed run has the one it had."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import CheckpointError
+from dsreason.export import export_engine
+from dsreason.runtime.checkpoint import checkpoint_step, complete_checkpoints, delete_folder
+from dsreason.runtime.reference import ReferencePolicy
+from dsreason.runtime.world import World, on_rank_zero
+
+log = logging.getLogger(__name__)
+
+
+def reset_step(step: int, every: int) -> int:
+    """The step whose policy is the reference after `step`: with every = 100, step 250 → 200; 0 is the first model."""
+    return step // every * every if every else 0
+
+
+def reset_reference(
+    reference: ReferencePolicy, config: GRPOConfig, step: int, output_dir: Path, model_path: Path, world: World
+) -> None:
+    """Make the present policy the reference where it is time, and keep it for resuming. Collective."""
+    every = config.grpo.reference_reset_every
+    if not every or step % every:
+        return
+    reference.become_policy()
+    folder = output_dir / "reference" / f"step_{step}"
+    on_rank_zero(lambda: delete_folder(folder))
+    export_engine(reference.engine, model_path, folder, world, dtype=config.train.precision)
+    on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
+    log.info("step %d: the policy is the reference from here on", step)
+
+
+def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
+    """References that neither the run nor one of its checkpoints goes on with."""
+    steps = [step, *map(checkpoint_step, complete_checkpoints(output_dir / "checkpoints"))]
+    needed = {f"step_{reset_step(one, every)}" for one in steps}
+    for folder in (output_dir / "reference").iterdir():
+        if folder.name not in needed:
+            delete_folder(folder)
+
+
+def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: Path, output_dir: Path) -> None:
+    """The reference as it was at a checkpoint; without a reset it is the first model, which the caller has loaded.
+
+    Raises:
+        CheckpointError: the run that saved the checkpoint has no such reference.
+    """
+    step = reset_step(checkpoint_step(checkpoint), config.grpo.reference_reset_every)
+    if step == 0:
+        return
+    folder = checkpoint.resolve().parent.parent / "reference" / f"step_{step}"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
+            f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
+        )
+    reference.load(folder)
+    own = output_dir / "reference" / folder.name
+    if own.resolve() != folder:
+        on_rank_zero(lambda: shutil.copytree(folder, own, dirs_exist_ok=True))

@@ -1,0 +1,63 @@
+"""Ranks whose micro-batches hold different kinds of media: ZeRO-3 gathers layers together, so all must run the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.integration.rows import write_mixed_rows
+from tests.integration.test_grpo_gradients import made_up_rollouts, run_config
+
+pytestmark = pytest.mark.integration
+
+
+def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
+    """Of one step in which rank 0 has text only, and rank 1 an image, a video and two images."""
+    import torch
+
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.data.collate import collate
+    from dsreason.data.micro_batches import cut_by_count
+    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.runtime.engine import full_gradients
+    from dsreason.runtime.world import init_world
+    from dsreason.train.build import build_policy_engine
+    from dsreason.train.preflight import build_encoder
+    from dsreason.train.rollouts import training_sample
+    from dsreason.train.update import Part, accumulate_gradients, cut
+
+    world = init_world()
+    config = run_config(rows, model, "grpo", {"micro_batch_size": 2})
+    encoder = build_encoder(config, Path(model))
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+    engine = build_policy_engine(config, deepspeed, Path(model))
+    mine = (0, 4) if world.rank == 0 else (1, 2, 3)
+    everyone = made_up_rollouts(config, encoder, 0, 1)
+    rollouts = [everyone[i] for i in mine]
+    if with_remedy:
+        part = cut(rollouts, config, encoder)
+    else:
+        groups = cut_by_count([training_sample(rollout, i) for i, rollout in enumerate(rollouts)], 2)
+        part = Part(rollouts, [collate(group, pad_id=encoder.pad_id) for group in groups])
+    accumulate_gradients(engine, part, config, world, torch.tensor(media_token_ids(encoder.processor.tokenizer)))
+    return float(np.sqrt(sum(float(grad.square().sum()) for grad in full_gradients(engine).values())))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_mixed_rows(tmp_path_factory.mktemp("rows")))
+
+
+def test_ranks_with_different_media_train_together(rows: str, tiny_qwen3_vl: Path) -> None:
+    first, second = run_on_ranks(grpo_gradient_norm, 2, rows, str(tiny_qwen3_vl), True)
+    assert first == second > 1e-3
+
+
+def test_without_the_dummy_media_they_do_not(rows: str, tiny_qwen3_vl: Path) -> None:
+    arguments: Any = (rows, str(tiny_qwen3_vl), False)
+    with pytest.raises(AssertionError, match=r"rank \d of 2 failed|gave no result within|died without a word"):
+        run_on_ranks(grpo_gradient_norm, 2, *arguments, timeout=60)
