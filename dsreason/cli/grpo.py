@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from dsreason.cli.job import (
+    ConfigOption,
     DeepSpeedOption,
     DryRunOption,
     Job,
@@ -18,11 +16,13 @@ from dsreason.cli.job import (
     SetOption,
     run_job,
 )
-from dsreason.config.schema import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig
+
+RECIPE = "builtin_grpo.toml"
 
 
 def grpo(
-    config: Annotated[Path, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")],
+    config: ConfigOption = None,
     ds_config: DeepSpeedOption = None,
     overrides: SetOption = None,
     output_dir: OutputOption = None,
@@ -35,7 +35,7 @@ def grpo(
     job = Job(
         command="grpo",
         schema=GRPOConfig,
-        default_recipe="",
+        default_recipe=RECIPE,
         config=config,
         ds_config=ds_config,
         overrides=tuple(overrides or ()),

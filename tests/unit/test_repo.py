@@ -12,7 +12,8 @@ import pytest
 
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import load_config
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.adapters import find_adapter
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,9 @@ PERSONAL = {
 }
 
 
-def load(recipe: Path) -> SFTConfig:
-    return load_config(SFTConfig, recipe, default_recipe="builtin_sft.toml")
+def load(recipe: Path) -> RunConfig:
+    schema: type[RunConfig] = GRPOConfig if recipe.stem.endswith("grpo") else SFTConfig
+    return load_config(schema, recipe, default_recipe="builtin_sft.toml")
 
 
 def tracked_files() -> list[Path]:
@@ -58,7 +60,7 @@ def test_a_recipe_runs_with_every_deepspeed_file(ds_config: Path, device: Litera
     # The trainer cuts the last round itself, so DeepSpeed is told whole rounds.
     round_size = resolved["train_micro_batch_size_per_gpu"] * 4
     assert resolved["train_batch_size"] == resolved["gradient_accumulation_steps"] * round_size
-    assert 0 <= resolved["train_batch_size"] - config.train.global_batch_size < round_size
+    assert 0 <= resolved["train_batch_size"] - config.samples_per_step < round_size
     assert resolved["zero_optimization"]["stage"] in (2, 3)
     assert '"auto"' not in str(resolved).replace("'", '"')
 

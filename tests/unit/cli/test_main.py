@@ -284,24 +284,27 @@ def test_under_a_launcher_its_own_options_are_refused(
     assert text in capsys.readouterr().err
 
 
-def test_demo_shows_the_first_and_the_last_validation(
+def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "load_config", lambda *given, **options: SFTConfig())
-    Path("out").mkdir()
-    lines = [
-        {"step": 0, "val/accuracy": 0.25, "val/loss": 3.0},
-        {"step": 1, "train/loss": 2.0},
-        {"step": 2, "val/accuracy": 0.5, "val/loss": 1.0},
-        {"step": 3, "val/accuracy": 0.9375, "val/loss": 0.125},
-    ]
-    Path("out/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(demo.sft, "check", lambda config, resume: None)
+    monkeypatch.setattr(demo.grpo, "check", lambda config, resume: None)
+    exported: list[dict[str, Path]] = []
+    monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
+    accuracies = {"sft": (0.0, 0.5), "grpo": (0.5, 0.9375)}
+    for part, values in accuracies.items():
+        Path("out", part).mkdir(parents=True)
+        lines = [{"step": step, "val/accuracy": value, "val/loss": 1.0} for step, value in enumerate(values)]
+        Path("out", part, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(job, "check_output_dir", lambda *given: None)
     assert call("demo", "--output-dir", "out", "--nproc", "2", monkeypatch=monkeypatch) == 0
-    assert started[0]["first"][:3] == ["-m", "dsreason", "sft"]
+    assert [one["first"][2] for one in started] == ["sft", "grpo"]
+    assert "--config=builtin_warm_start.toml" in started[0]["first"]
+    assert '--set=model.path="out/sft/export/final"' in started[1]["first"]
+    assert exported == [{"checkpoint": Path("out/grpo"), "output": Path("out/export")}]
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}
-    assert rows == {"accuracy": ["25.0%", "93.8%"], "loss": ["3.000", "0.125"]}
-    assert "out/export/final" in out
+    assert rows == {"all": ["0.0%", "50.0%", "93.8%"]}
 
 
 def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:

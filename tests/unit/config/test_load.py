@@ -159,7 +159,7 @@ def test_a_wrong_override_names_itself(text: str, override: str, message: str) -
         ),
         (
             "[monitor]\nzzz = 1",
-            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, wandb, wandb_project, wandb_name",
+            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, wandb, wandb_project, wandb_name",
         ),
     ],
 )
