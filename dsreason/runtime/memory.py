@@ -1,44 +1,114 @@
-"""The memory ledger: what each phase of a step held at its end, held at most, and gave back."""
+"""The memory ledger: how long each phase of a step took, what it held at its end, held at most, and gave back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 GIB = 2**30
 
 
-class MemoryLedger:
-    """Measures phases of this rank.
+@dataclass
+class Total:
+    """A phase over the whole run."""
 
-    On CUDA: the caching allocator's allocated bytes. On CPU: anonymous resident memory at the end, and the peak of all
-    resident memory (the kernel keeps no other peak).
+    times: int = 0
+    seconds: float = 0.0
+    gib: dict[str, float] = field(default_factory=dict)
+    """The most of any time: `{"allocated": 3.5, "peak": 4.0, "freed": 0.0}`."""
+
+
+class MemoryLedger:
+    """Measures phases of this rank; they do not nest.
+
+    On CUDA `allocated` and `peak` are what torch's allocator has handed out. That count does not move when vLLM, whose
+    tensors it holds too, unmaps the memory behind them to sleep, nor does it tell whether freed memory went back to the
+    device or to torch's cache, out of vLLM's reach. So `device`, in use at the end of the phase, and `freed` are the
+    driver's count, which is of all processes on the device. On CPU `allocated` and `freed` are anonymous resident
+    memory, and `peak` is that of all resident memory (the kernel keeps no other peak).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device, self.clock = device, clock
         self.values: dict[str, float] = {}
+        self.totals: dict[str, Total] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a block as `memory/<name>/{allocated,peak,freed}_gib`; a phase that runs again keeps its highest peak."""
-        before = allocated_bytes(self.device)
+        """Measure a block as `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}`, on CUDA `device_gib` too.
+
+        Of a phase that runs again before `take`, the seconds add up, and the peak is the highest.
+        """
+        synchronize(self.device)
+        started, before = self.clock(), used_bytes(self.device)
         reset_peak(self.device)
         yield
-        after, peak = allocated_bytes(self.device), peak_bytes(self.device)
-        prefix = f"memory/{name}"
-        self.values[f"{prefix}/allocated_gib"] = after / GIB
-        self.values[f"{prefix}/peak_gib"] = max(peak / GIB, self.values.get(f"{prefix}/peak_gib", 0.0))
-        self.values[f"{prefix}/freed_gib"] = max(0, before - after) / GIB
+        synchronize(self.device)
+        seconds, after = self.clock() - started, used_bytes(self.device)
+        found = {
+            "allocated": allocated_bytes(self.device) / GIB,
+            "peak": peak_bytes(self.device) / GIB,
+            "freed": max(0, before - after) / GIB,
+        }
+        if self.device.type == "cuda":
+            found["device"] = after / GIB
+        self._note(name, seconds, found)
+
+    def _note(self, name: str, seconds: float, found: dict[str, float]) -> None:
+        prefix, values = f"memory/{name}", self.values
+        highest = max(found["peak"], values.get(f"{prefix}/peak_gib", 0.0))
+        seconds_before = values.get(f"{prefix}/seconds", 0.0)
+        values |= {f"{prefix}/{kind}_gib": size for kind, size in found.items()}
+        values |= {f"{prefix}/peak_gib": highest, f"{prefix}/seconds": seconds_before + seconds}
+        total = self.totals.setdefault(name, Total())
+        total.times += 1
+        total.seconds += seconds
+        total.gib = {kind: max(size, total.gib.get(kind, 0.0)) for kind, size in found.items()}
 
     def take(self) -> dict[str, float]:
         """The metrics since the last call."""
         values, self.values = self.values, {}
         return values
+
+    def table(self) -> Table:
+        """Every phase of the run, in the order of their first time; of the GiB each column has the most of any time."""
+        table = Table("phase", title="seconds and GiB of each phase")
+        kinds = next(iter(self.totals.values())).gib if self.totals else ()
+        for column in ("times", "seconds", "mean", *kinds):
+            table.add_column(column, justify="right")
+        for name, total in self.totals.items():
+            times = (str(total.times), f"{total.seconds:.1f}", f"{total.seconds / total.times:.3f}")
+            table.add_row(name, *times, *(f"{size:.2f}" for size in total.gib.values()))
+        return table
+
+    def report(self) -> str:
+        """The table as plain text, for a log."""
+        console = Console(width=100, color_system=None)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get().rstrip()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the phase before, or this one, has only queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def used_bytes(device: torch.device) -> int:
+    """On CUDA the driver's count: all processes, memory that torch caches or that vLLM maps included."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return status_bytes("RssAnon")
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -155,7 +155,9 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         )
         memory, offload = MemoryLedger(world.device), StateOffload(engine)
         log.info(offload.describe())
+        offload.offload()  # vLLM starts only where its share of the GPU is free
         rollout = build_rollout_engine(config, model_path, encoder, world, stack)
+        offload.reload()
         yield GRPORun(
             config=config,
             world=world,

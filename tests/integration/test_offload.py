@@ -1,0 +1,172 @@
+"""Training state goes to the host and comes back on real ranks, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_on_ranks
+from tests.integration.test_engine import TinyLM, ds_config, run_step, samples
+
+pytestmark = pytest.mark.integration
+
+CASES = (("zero1", True), ("zero2", False), ("zero3", False), ("zero3", True), ("zero3_offload", True))
+"""DeepSpeed file, bf16. On a CPU what `zero3_offload` keeps on the host is moved as well."""
+WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload"}
+"""Where DeepSpeed keeps gradient buffers from step to step."""
+
+
+def build(name: str, bf16: bool) -> Any:
+    from dsreason.config.schema import OptimConfig
+    from dsreason.runtime.engine import build_engine
+
+    config = ds_config("zero2" if name == "zero1" else name, bf16=bf16, clip=0.1)
+    config["zero_optimization"] |= {"reduce_bucket_size": 1000} | ({"stage": 1} if name == "zero1" else {})
+    return build_engine(TinyLM(), OptimConfig(lr=0.01), config)
+
+
+def train(engine: Any, world: Any, num_steps: int) -> list[float]:
+    from dsreason.runtime.engine import engine_grad_norm
+
+    norms = []
+    for _ in range(num_steps):
+        run_step(engine, world, samples(), 1)
+        engine.step()
+        norms.append(engine_grad_norm(engine))
+    return norms
+
+
+def bits(tensors: list[Tensor]) -> list[np.ndarray]:
+    return [
+        tensor.detach().clone().view(torch.uint8).numpy() for tensor in tensors
+    ]  # what numpy looks at cannot be freed
+
+
+def weights(engine: Any, master: bool = False) -> list[np.ndarray]:
+    from dsreason.runtime.engine import full_parameters
+
+    return [bits([tensor])[0] for _, tensor in full_parameters(engine, master=master)]
+
+
+def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(map(np.array_equal, a, b))
+
+
+def there_and_back(engine: Any) -> dict[str, Any]:
+    """What is seen of one rollout, in which only the weights are read."""
+    from dsreason.runtime.offload import StateOffload
+
+    offload = StateOffload(engine, device_type="cpu")
+    ours = list(offload.moving().values())
+    flat, *buckets = offload.gradients() if offload.by_deepspeed else [None]  # of buckets it keeps the size alone
+    state = ours if flat is None else [*ours, flat]
+    before, policy = bits(state), weights(engine)
+    found: dict[str, Any] = {
+        "announced": sum(offload.sizes().values()),
+        "moved": sum(tensor.nbytes for tensor in [*state, *buckets]),
+        "same bits": [],
+        "host memory": set(),
+    }
+    for _ in range(2):
+        offload.offload()
+        offload.offload()
+        found["bytes left"] = sum(tensor.untyped_storage().nbytes() for tensor in ours)
+        found["buckets left"] = len(offload.gradients()[1:]) if buckets else 0
+        found["weights readable"] = same(weights(engine), policy)
+        found["host memory"].add(tuple(piece.data_ptr() for pieces in offload.host.values() for piece in pieces))
+        offload.reload()
+        offload.reload()
+        found["same bits"].append(same(bits(state), before))
+    return found
+
+
+def lines(engine: Any) -> dict[str, str]:
+    """What a run says at its start; for a GPU that holds everything, and one that holds nothing."""
+    from dsreason.runtime.offload import StateOffload
+
+    with mock.patch.object(engine, "device", torch.device("cuda")):
+        elsewhere = StateOffload(engine).describe()
+    return {
+        "CPU": StateOffload(engine).describe(),
+        "all moves": StateOffload(engine, device_type="cpu").describe(),
+        "all elsewhere": elsewhere,
+    }
+
+
+def explore() -> dict[tuple[str, bool], dict[str, Any]]:
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from dsreason.runtime.offload import StateOffload
+    from dsreason.runtime.world import init_world
+
+    world, found = init_world(), {}
+    for case in CASES:
+        engine, other = build(*case), build(*case)
+        trips, norms = [], []
+        for _ in range(3):  # the first one before there are moments
+            trips.append(there_and_back(engine))
+            norms += train(engine, world, 2)
+        expected = train(other, world, 6)
+        moments = [  # as DeepSpeed's views of them show them
+            [bits([safe_get_full_optimizer_state(e.module.up.weight, name)])[0] for name in ("exp_avg", "exp_avg_sq")]
+            for e in (engine, other)
+        ]
+        on_cpu = StateOffload(other)
+        on_cpu.offload()
+        moved_on_cpu = len(on_cpu.away)
+        on_cpu.reload()
+        found[case] = {
+            "trips": trips,
+            "norms": (norms, expected),
+            "weights": same(weights(engine, master=True), weights(other, master=True)),
+            "moments": same(*moments),
+            "moved on a CPU": moved_on_cpu,
+            "lines": lines(engine),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    return run_on_ranks(explore, 2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_is_left_while_away_and_all_bits_come_back(found: Any, case: tuple[str, bool]) -> None:
+    for measured in found:
+        for trip in measured[case]["trips"]:
+            assert trip["bytes left"] == trip["buckets left"] == 0
+            assert trip["weights readable"] and trip["same bits"] == [True, True]
+            assert len(trip["host memory"]) == 1  # the second time the same
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_with_trips_between_equal_steps_without(found: Any, case: tuple[str, bool]) -> None:
+    for measured in found:
+        norms, expected = measured[case]["norms"]
+        assert norms == expected
+        assert len(set(norms)) == 6
+        assert measured[case]["weights"] and measured[case]["moments"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bool]) -> None:
+    for measured in found:
+        for trip in measured[case]["trips"][1:]:  # the first has no moments yet
+            assert trip["announced"] == trip["moved"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_says_what_moves_and_what_does_not(found: Any, case: tuple[str, bool]) -> None:
+    assert found[0][case]["moved on a CPU"] == 0
+    said = found[0][case]["lines"]
+    assert said["CPU"] == "offload during rollouts: nothing, training runs on CPU"
+    gradients = "gradient buffers 0.00 GiB" if case[0] in WITH_GRADIENTS else "moments 0.00 GiB; stays"
+    for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "stays on the GPU: weights 0.00 GiB"):
+        assert text in said["all moves"]
+    assert "nothing; not on the GPU anyway: master weights, moments" in said["all elsewhere"]
