@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -49,7 +50,7 @@ class Sampling:
     max_completion_length: int = 64
     """Longest completion in tokens, the stop token included."""
     seed: int = 0
-    """Prompt `i` of a call draws from the random stream (seed, i), whatever it is batched with."""
+    """A prompt draws from the random stream (seed, its stream's number), whatever it is batched with."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_completion_length < 1:
@@ -74,28 +75,60 @@ class Completion:
     version: int
 
 
+class Held(NamedTuple):
+    """What a rank's engine computes with: the fingerprint of each tensor, by its name."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 class RolloutEngine(Protocol):
-    """The order of calls is wake, sync, generate (any number of times), sleep, on every rank alike."""
+    """The order of calls is wake, kept, sync, generate (any number of times), sleep, on every rank alike."""
+
+    dtype: torch.dtype
+    """Of the weights."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights outlive `sleep`, so that their version can be generated from after `wake`."""
 
     def wake(self) -> None:
-        """Takes the memory that generation needs."""
+        """Takes the memory that generation needs. Raises `SyncError` where a buffer did not outlive the sleep."""
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replaces every weight by the policy's.
+    def kept(self, names: Collection[str]) -> set[str]:
+        """Those of `names` (frozen parameters) whose values, last sent, are still there: `sync` can do without them.
+
+        Collective, between `wake` and `sync`; the same answer on every rank. Logs once what has to be sent again.
+        """
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
+        """Replaces every weight by the policy's, but for those `kept`, which `weights` leaves out.
 
         Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those that
         `named_parameters()` of the Hugging Face model gives in memory. Raises `SyncError` when a tensor is missing,
-        unknown or of another shape; the engine then holds no version.
+        unknown, of another shape or not kept after all; the engine then holds no version.
         """
 
-    def generate(self, prompts: Sequence[EncodedPrompt], sampling: Sampling, *, version: int) -> list[Completion]:
+    def held(self) -> Held:
+        """Fingerprints of this rank's tensors, while awake."""
+
+    def generate(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling: Sampling,
+        *,
+        version: int,
+        streams: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """Completes this rank's own prompts with the weights of `version`, in the order of the prompts.
 
-        Raises `StaleWeightsError` when the engine holds other weights than `version`, or none.
+        `streams` numbers the prompts' random streams, 0, 1, … by default: with numbers that are unique over all ranks,
+        a prompt's completion does not depend on the rank that draws it. Raises `StaleWeightsError` when the engine
+        holds other weights than `version`, or none.
         """
 
     def sleep(self) -> None:
-        """Gives the memory back. The weights count as lost: `sync` follows the next `wake`."""
+        """Gives the memory back. The weights count as lost, unless the engine `keeps_weights`."""
 
     def stats(self) -> dict[str, float]:
         """Metrics of the last wake, sync, generate and sleep."""
@@ -107,7 +140,25 @@ def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(vocabulary[token] for token in MEDIA_TOKENS if token in vocabulary)
 
 
-def random_streams(sampling: Sampling, indices: Sequence[int]) -> np.ndarray:
-    """`[len(indices), max_completion_length]` uniform numbers in [0, 1): one stream a prompt, no global RNG involved."""
+def check_drawn(
+    sample_id: str, ids: Sequence[int], banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """RolloutError where a completion holds a media token in spite of its ban."""
+    if media := set(ids) & set(banned_ids):
+        names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(media)))
+        raise RolloutError(f"sample {sample_id!r}: the completion holds {names}, which is banned")
+
+
+def check_version(asked: int, held: int | None) -> None:
+    """StaleWeightsError where completions of one version are asked of another, or of none."""
+    if asked != held:
+        raise StaleWeightsError(
+            f"completions of weights version {asked} were asked for, the engine holds "
+            f"{'no weights' if held is None else f'version {held}'}: sync before generate"
+        )
+
+
+def random_streams(sampling: Sampling, streams: Sequence[int]) -> np.ndarray:
+    """`[len(streams), max_completion_length]` uniform numbers in [0, 1), one row a stream; no global RNG involved."""
     shape = sampling.max_completion_length
-    return np.stack([np.random.default_rng((sampling.seed, index)).random(shape) for index in indices])
+    return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,20 @@ from dsreason.models.families import family_of
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
+    Held,
     Sampling,
-    StaleWeightsError,
     SyncError,
+    check_drawn,
+    check_version,
     media_token_ids,
     random_streams,
 )
+from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, raise_for
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
+
+log = logging.getLogger(__name__)
 
 
 class TransformersEngine:
@@ -52,7 +58,14 @@ class TransformersEngine:
         self.model: nn.Module | None = None
         self.awake = False
         self.version: int | None = None
+        self.sent: dict[str, Tensor] = {}
+        """Fingerprints of what the last sync left here."""
+        self.said_what_is_lost = False
         self._stats: dict[str, float] = {}
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.device.type != "cuda"
 
     def wake(self) -> None:
         start = time.perf_counter()
@@ -67,30 +80,45 @@ class TransformersEngine:
         self.awake = True
         self._stats["time/wake"] = time.perf_counter() - start
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def kept(self, names: Collection[str]) -> set[str]:
+        if names and not self.keeps_weights and not self.said_what_is_lost:
+            self.said_what_is_lost = True
+            log.info("all %d frozen tensors are sent at every sync: this engine's model is made anew", len(names))
+        return self.sent.keys() & set(names) if self.awake else set()
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
         start = time.perf_counter()
         if not self.awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        self.version = None  # a sync that fails half-way leaves no usable weights
-        copy_weights(self.model, weights)
+        before = {name: self.sent[name] for name in kept if name in self.sent}
+        self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
+        self.sent = copy_weights(self.model, weights, before)
         self.version = version
         self._stats["time/sync"] = time.perf_counter() - start
 
+    def held(self) -> Held:
+        return Held(fingerprints(self.model.named_parameters()), fingerprints(self.model.named_buffers()))
+
     @torch.no_grad()
-    def generate(self, prompts: Sequence[EncodedPrompt], sampling: Sampling, *, version: int) -> list[Completion]:
-        if self.version != version:
-            raise StaleWeightsError(
-                f"completions of weights version {version} were asked for, the engine holds "
-                f"{'no weights' if self.version is None else f'version {self.version}'}: sync before generate"
-            )
+    def generate(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling: Sampling,
+        *,
+        version: int,
+        streams: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        check_version(version, self.version if self.awake else None)
         start = time.perf_counter()
+        streams = range(len(prompts)) if streams is None else streams
         # Prompts of like length share a batch, which spares padding; each is drawn from its own random stream.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].encoded))
         completions: dict[int, Completion] = {}
         for i in range(0, len(order), self.batch_size):
             indices = order[i : i + self.batch_size]
             rows = [prompts[index].encoded for index in indices]
-            completions.update(zip(indices, self._complete(rows, indices, sampling), strict=True))
+            drawn = self._complete(rows, [streams[index] for index in indices], sampling)
+            completions.update(zip(indices, drawn, strict=True))
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.ids) for completion in completions.values())
         self._stats |= {
@@ -102,9 +130,9 @@ class TransformersEngine:
 
     def sleep(self) -> None:
         start = time.perf_counter()
-        self.awake, self.version = False, None
-        if self.device.type == "cuda":
-            self.model = None
+        self.awake = False
+        if not self.keeps_weights:
+            self.model, self.version, self.sent = None, None, {}
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
 
@@ -112,12 +140,12 @@ class TransformersEngine:
         """`time/{wake,sync,rollout,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
         return dict(self._stats)
 
-    def _complete(self, rows: list[EncodedSample], indices: list[int], sampling: Sampling) -> list[Completion]:
+    def _complete(self, rows: list[EncodedSample], streams: list[int], sampling: Sampling) -> list[Completion]:
         """One batch. The positions are ours all the way, so nothing of transformers' own generation state is used."""
         inputs = left_padded(rows, self.pad_id, self.device)
         attention = pad(inputs.pop("attention_mask"), (0, sampling.max_completion_length), value=1)
         next_position = inputs["position_ids"].amax(dim=(0, 2)) + 1  # [B]: text goes on after the largest of all axes
-        uniform = torch.from_numpy(random_streams(sampling, indices)).to(self.device)
+        uniform = torch.from_numpy(random_streams(sampling, streams)).to(self.device)
         width = inputs["input_ids"].shape[1]
         finished = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
         ids, logprobs, cache = [], [], None
@@ -135,14 +163,15 @@ class TransformersEngine:
                 break
             position = (next_position + step).expand(3, -1)[:, :, None]
             inputs = {"input_ids": token[:, None], "position_ids": position}
-        drawn = zip(torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
-        return [self._completion(*row) for row in drawn]
+        drawn = zip(rows, torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+        return [self._completion(row.id, *tokens) for row, *tokens in drawn]
 
-    def _completion(self, ids: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, sample_id: str, ids: list[int], logprobs: list[float]) -> Completion:
         """Cuts off what a finished row went on drawing beside its unfinished neighbours."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
+        check_drawn(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
         return Completion(
             ids=tuple(ids),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -171,14 +200,20 @@ def build_empty_model(
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies each tensor into the parameter of its name; all of them must come, under one of their names if tied.
+def copy_weights(
+    model: nn.Module, weights: Iterator[tuple[str, Tensor]], kept: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Copies each tensor into the parameter of its name, and returns the fingerprints of what the model then holds.
 
-    The iterator is read to its end even after a wrong tensor, because every rank must take part in every gather.
+    All must come, under one of their names if tied, but for those in `kept`, which still have these fingerprints. The
+    iterator is read to its end even after a wrong tensor, because every rank must take part in every gather.
     """
+    kept = kept or {}
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing = {id(parameter): name for name, parameter in model.named_parameters()}
-    wrong = []
+    lost = changed(kept, {name: fingerprint(targets[name]) for name in kept})
+    wrong = [f"{name} was not sent, and is not as it was sent before" for name in lost]
+    held = dict(kept)
     for name, tensor in weights:
         if name not in targets:
             wrong.append(f"{name} is unknown")
@@ -186,10 +221,10 @@ def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> Non
             wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}")
         else:
             targets[name].copy_(tensor)
-            missing.pop(id(targets[name]), None)
-    wrong += [f"{name} did not arrive" for name in missing.values()]
-    if wrong:
-        raise SyncError(f"weight sync failed for {len(wrong)} tensors: " + "; ".join(wrong[:20]))
+            held[name] = fingerprint(targets[name])
+    arrived = {id(targets[name]) for name in held}
+    raise_for(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
+    return held
 
 
 def stop_token_ids(path: Path) -> list[int]:

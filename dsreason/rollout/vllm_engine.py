@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,22 +20,40 @@ from dsreason.data.chat import Medium
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
+    Held,
     RolloutError,
     Sampling,
-    StaleWeightsError,
     SyncError,
+    check_drawn,
+    check_version,
     media_token_ids,
 )
 from dsreason.rollout.transformers_engine import stop_token_ids
 from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
-from dsreason.rollout.weight_sync import Sending, check_arrival, expected_shapes, find_places, repair_tied_output
-from dsreason.runtime.world import World
+from dsreason.rollout.weight_sync import (
+    Sending,
+    changed,
+    check_arrival,
+    clear_deepstack,
+    expected_shapes,
+    find_different,
+    find_places,
+    fingerprint,
+    fingerprints,
+    held_values,
+    listed,
+    repair_tied_output,
+    whole_layers,
+)
+from dsreason.runtime.world import World, gather_objects
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
     from dsreason.data.chat import EncodedPrompt
+
+log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
@@ -76,6 +95,9 @@ class VLLMEngine:
         self.stop_ids = stop_token_ids(path)
         self.banned_ids = media_token_ids(tokenizer)
         self.version: int | None = None
+        self.sent: dict[str, Tensor] = {}
+        """Fingerprints of what the last sync sent."""
+        self.said_what_is_lost = False
         self._stats: dict[str, float] = {}
         set_environment(world)
         with undisturbed(world), without_zero3_flag(), own_shared_memory(world):
@@ -84,7 +106,7 @@ class VLLMEngine:
             self.llm = self._start(path, gpu_memory_utilization, enforce_eager, trust_remote_code)
             (self.model,) = self.llm.apply_model(lambda model: model)
             self.places = find_places(self.model, list(self.expected))
-            self.llm.sleep(level=sleep_level)
+            self._sleep()
         self.weights_awake = self.cache_awake = False
 
     def _start(self, path: Path, gpu_memory_utilization: float, enforce_eager: bool, trust_remote_code: bool) -> Any:
@@ -103,8 +125,12 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",
             mm_processor_cache_gb=0,
             trust_remote_code=trust_remote_code,
-            **(memory if on_cuda else {}),
+            **(memory if on_cuda else self._whole_prompts()),
         )
+
+    def _whole_prompts(self) -> dict[str, Any]:
+        """On a CPU vLLM cannot rewind a request's random stream, as it does after each part of a prompt but the last."""
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_model_len)}
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -112,6 +138,10 @@ class VLLMEngine:
         from vllm.distributed.parallel_state import get_tp_group
 
         return get_tp_group().cpu_group
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.sleep_level == 1
 
     # ------------------------------------------------------------ phases
 
@@ -121,14 +151,36 @@ class VLLMEngine:
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
+            clear_deepstack(self.model)
+            if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
+                raise SyncError(f"{len(lost)} buffers lost their values in sleep: {listed(lost)}")
         self._stats["time/wake"] = time.perf_counter() - start
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def kept(self, names: Collection[str]) -> set[str]:
+        """Looks what is there: sleep at level 2 loses it on a GPU, and not on a CPU."""
+        if not self.weights_awake:
+            return set()
+        frozen = self.sent.keys() & set(names)
+        places = [place for place in self.places if place.name in frozen]
+        lost = {place.name for place in find_different(places, self.sent, self._group)}
+        whole = whole_layers(self.places, frozen - lost)
+        kept = set.intersection(*gather_objects(whole))
+        if frozen - kept and not self.said_what_is_lost:
+            self.said_what_is_lost = True
+            log.info(
+                "%d of %d frozen tensors are sent at every sync: %d are lost in sleep (rollout.sleep_level %d), and %d are "
+                "in one layer with such or with trained ones",
+                *(len(frozen - kept), len(frozen), len(lost), self.sleep_level, len(frozen - kept - lost)),
+            )
+        return kept
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
         start = time.perf_counter()
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        self.version = None  # a sync that fails half-way leaves no usable weights
-        sending = Sending(weights, self.expected, self.dtype)
+        before = {name: self.sent[name] for name in kept if name in self.sent}
+        self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
+        sending = Sending(weights, self.expected, self.dtype, before)
         with undisturbed(self.world):
             try:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sending)})
@@ -137,17 +189,29 @@ class VLLMEngine:
             sending.finish()
             repair_tied_output(self.model)
         check_arrival(self.places, sending.fingerprints, self._group)
-        self._forget_computed()
-        if not self.cache_awake:
-            self._wake("kv_cache")
-            self.cache_awake = True
-        self.version = version
+        self._empty_cache()
+        self.version, self.sent = version, sending.fingerprints
         self._stats["time/sync"] = time.perf_counter() - start
 
-    def generate(self, prompts: Sequence[EncodedPrompt], sampling: Sampling, *, version: int) -> list[Completion]:
+    @torch.no_grad()
+    def held(self) -> Held:
+        """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
+        parameters = {f"{place.name} ({place.engine_name})": fingerprint(*held_values(place)) for place in self.places}
+        return Held(parameters, fingerprints(self.model.named_buffers()))
+
+    def generate(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling: Sampling,
+        *,
+        version: int,
+        streams: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
         start = time.perf_counter()
-        shares = self._gather(prompts, sampling, version)
+        shares = self._gather(prompts, sampling, version, range(len(prompts)) if streams is None else streams)
+        if not self.cache_awake:  # after a sleep that kept the weights
+            self._empty_cache()
         requests = [request for share, _ in shares for request in share]
         params = [self._params(settings, request.seed) for share, settings in shares for request in share]
         self._check_room(shares)
@@ -171,12 +235,13 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         start = time.perf_counter()
-        self.version = None
+        if not self.keeps_weights:
+            self.version = None
         if self.weights_awake:
             if not self.cache_awake:  # after a failed sync: vLLM sleeps as a whole
                 self._wake("kv_cache")
             with undisturbed(self.world):
-                self.llm.sleep(level=self.sleep_level)
+                self._sleep()
             self.weights_awake = self.cache_awake = False
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -192,7 +257,7 @@ class VLLMEngine:
             return
         release(self.llm)
         self.llm = self.model = None
-        self.places = []
+        self.places, self.sent, self.buffers = [], {}, {}
         self.version = None
         gc.collect()
         if self.world.device.type == "cuda":
@@ -206,11 +271,18 @@ class VLLMEngine:
         if asleep != (tag == "weights"):
             raise RuntimeError(f"vLLM {'still sleeps' if asleep else 'is awake as a whole'} after waking its {tag}")
 
-    def _forget_computed(self) -> None:
-        """Drops what the old weights computed: keys and values of prompts, and the vision tower's outputs."""
+    def _sleep(self) -> None:
+        self.buffers = fingerprints(self.model.named_buffers())
+        self.llm.sleep(level=self.sleep_level)
+
+    def _empty_cache(self) -> None:
+        """Memory for what weights compute, without what the old ones did: keys and values, the vision tower's outputs."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
+        if not self.cache_awake:
+            self._wake("kv_cache")
+            self.cache_awake = True
 
     # ------------------------------------------------------------ prompts and completions
 
@@ -219,7 +291,7 @@ class VLLMEngine:
         return self.world.rank % self.tensor_parallel_size
 
     def _gather(
-        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, version: int
+        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, version: int, streams: Sequence[int]
     ) -> list[tuple[list[Request], Sampling]]:
         """Of every rank in the group, its prompts and settings. An empty share counts too: the group works as one."""
         own = [
@@ -228,20 +300,17 @@ class VLLMEngine:
                 prompt.prompt_ids,
                 prompt.encoded.input_ids.tolist(),
                 prompt.media,
-                request_seed(sampling.seed, index),
+                request_seed(sampling.seed, stream),
             )
-            for index, prompt in enumerate(prompts)
+            for prompt, stream in zip(prompts, streams, strict=True)
         ]
-        shares: list[Any] = [(own, sampling, version, self.version)]
+        share = (own, sampling, version, self.version if self.weights_awake else None)
+        shares: list[Any] = [share]
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size
-            dist.all_gather_object(shares, (own, sampling, version, self.version), group=self._group)
+            dist.all_gather_object(shares, share, group=self._group)
         for _, _, asked, held in shares:
-            if asked != held:
-                raise StaleWeightsError(
-                    f"completions of weights version {asked} were asked for, the engine holds "
-                    f"{'no weights' if held is None else f'version {held}'}: sync before generate"
-                )
+            check_version(asked, held)
         return [(requests, settings) for requests, settings, *_ in shares]
 
     def _check_room(self, shares: list[tuple[list[Request], Sampling]]) -> None:
@@ -293,9 +362,7 @@ class VLLMEngine:
         drawn = output.outputs[0]
         if drawn.finish_reason not in ("stop", "length"):
             raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {drawn.finish_reason!r}")
-        if media := set(drawn.token_ids) & set(self.banned_ids):
-            names = ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(media)))
-            raise RolloutError(f"sample {request.sample_id!r}: the completion holds {names}, which is banned")
+        check_drawn(request.sample_id, drawn.token_ids, self.banned_ids, self.tokenizer)
 
     def _completion(self, output: RequestOutput) -> Completion:
         drawn = output.outputs[0]
@@ -310,9 +377,9 @@ class VLLMEngine:
         )
 
 
-def request_seed(seed: int, index: int) -> int:
-    """The random stream of prompt `index`: 63 bits, as vLLM's seeds are signed."""
-    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
+def request_seed(seed: int, stream: int) -> int:
+    """What names a random stream to vLLM: 63 bits, as its seeds are signed."""
+    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def difference(read: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

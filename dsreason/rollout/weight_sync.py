@@ -2,9 +2,11 @@
 
 vLLM's `reload_weights` returns nothing and only warns about what it did not load, so both counts are ours:
 
-1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`Sending`).
+1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`Sending`); or it was sent
+   before, is frozen, and the engine kept it.
 2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
    rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or kept from before, differs.
+   Those that were not sent again are compared with what was sent last.
 
 What the fingerprint does not see: values that changed places inside one tensor, and two tensors of equal sums. Parts of
 a fused layer (query, key and value; gate and up) are compared one by one, so their exchange is seen.
@@ -13,7 +15,7 @@ a fused layer (query, key and value; gate and up) are compared one by one, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +48,7 @@ class Sending:
     """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
 
     Tensors are copied: vLLM keeps the parts of a fused layer until all have come, when gathered ones are gone again.
+    `fingerprints` begins with those of the tensors that the engine kept.
     """
 
     weights: Iterator[tuple[str, Tensor]]
@@ -80,8 +83,11 @@ class Sending:
 
 def raise_for(wrong: list[str]) -> None:
     if wrong:
-        more = f"; and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise SyncError(f"weight sync failed for {len(wrong)} tensors: " + "; ".join(wrong[:20]) + more)
+        raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
+
+
+def listed(wrong: list[str]) -> str:
+    return "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
 
 
 def expected_shapes(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -164,29 +170,61 @@ def is_output_layer(layer: nn.Module) -> bool:
     return isinstance(layer, ParallelLMHead)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # where they were made anew for a longer prompt, nothing else may write them
+def clear_deepstack(model: nn.Module) -> None:
+    """vLLM's Qwen3-VL adds these rows to every prompt, zeros where it has no media.
+
+    They are neither parameters nor buffers, so level 2 of sleep loses them, and nothing but this writes the zeros again.
+    """
+    for tensor in getattr(model, "deepstack_input_embeds", None) or ():
+        tensor.zero_()
+
+
+def whole_layers(places: list[Place], names: Collection[str]) -> set[str]:
+    """Those of `names` that fill their layers together: vLLM reloads a layer as a whole or not at all."""
+    filled_by: dict[nn.Module, set[str]] = {}
+    for place in places:
+        filled_by.setdefault(place.layer, set()).add(place.name)
+    names = set(names)
+    while torn := {place.name for place in places if place.name in names and filled_by[place.layer] - names}:
+        names -= torn
+    return names
+
+
 def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Compare the engine's weights with the fingerprints of what was sent; SyncError names those that differ.
+    """Compare the engine's weights with the fingerprints of what was sent; SyncError names those that differ."""
+    raise_for(
+        [
+            f"{place.name} was sent, but the engine's {place.engine_name} holds other values"
+            for place in find_different(places, sent, group)
+        ]
+    )
+
+
+@torch.no_grad()
+def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[Place]:
+    """The places that hold other values than were sent.
 
     Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several of its ranks hold
     counts several times, which its number of values tells.
     """
+    if not places:
+        return []
     found = torch.stack([fingerprint(*held_values(place)) for place in places])
     dist.all_reduce(found, group=group)
-    wrong = []
-    for place, (count, total, squares) in zip(places, found.tolist(), strict=True):
-        sent_count, sent_total, sent_squares = sent[place.name].tolist()
-        copies = count / sent_count
-        largest = TOLERANCE * copies * math.sqrt(sent_count * sent_squares)
-        same = (
-            copies >= 1
-            and copies == int(copies)
-            and abs(total - copies * sent_total) <= largest
-            and abs(squares - copies * sent_squares) <= TOLERANCE * copies * sent_squares
-        )
-        if not same:
-            wrong.append(f"{place.name} was sent, but the engine's {place.engine_name} holds other values")
-    raise_for(wrong)
+    return [place for place, numbers in zip(places, found, strict=True) if not alike(numbers, sent[place.name])]
+
+
+def alike(found: Tensor, sent: Tensor) -> bool:
+    """Whether a fingerprint is that of the sent values, held once or several times."""
+    (count, total, squares), (sent_count, sent_total, sent_squares) = found.tolist(), sent.tolist()
+    copies = count / sent_count if sent_count else 0
+    return (
+        copies >= 1
+        and copies == int(copies)
+        and abs(total - copies * sent_total) <= TOLERANCE * copies * math.sqrt(sent_count * sent_squares)
+        and abs(squares - copies * sent_squares) <= TOLERANCE * copies * sent_squares
+    )
 
 
 def held_values(place: Place) -> Iterator[Tensor]:
@@ -207,6 +245,21 @@ def held_values(place: Place) -> Iterator[Tensor]:
 
 def fingerprint(*blocks: Tensor) -> Tensor:
     """Number of values, their sum and the sum of their squares: `[3]` float64 on the CPU."""
-    parts = (part.double() for block in blocks for part in block.reshape(-1).split(CHUNK))
+    parts = (part.double() for block in blocks for part in block.detach().reshape(-1).split(CHUNK))
     numbers = [(part.numel(), float(part.sum()), float(part.square().sum())) for part in parts]
     return torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3).sum(dim=0)
+
+
+@torch.no_grad()
+def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: fingerprint(tensor) for name, tensor in tensors}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """Names whose fingerprints differ; a constant may well hold infinities, or values that are no number."""
+    unchanged = {
+        name
+        for name in before.keys() & after.keys()
+        if torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True) or alike(after[name], before[name])
+    }
+    return [name for name in before | after if name not in unchanged]

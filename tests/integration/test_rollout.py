@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from dsreason.data.sources import open_datasets
 from dsreason.data.types import EncodedSample
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
-from dsreason.rollout.protocol import Completion, Sampling, StaleWeightsError, SyncError
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, SyncError
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.train.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
@@ -173,3 +174,48 @@ def test_only_the_version_that_was_synced_is_generated_from(tiny: Path, case: Ca
     engine.sleep()
     with pytest.raises(StaleWeightsError, match="holds no weights"):
         engine.generate(case.prompts[:1], short, version=5)
+    engine.wake()  # on a CPU the weights are still there
+    assert engine.generate(case.prompts[:1], short, version=5)[0].version == 5
+
+
+def test_a_stream_draws_the_same_wherever_it_stands(case: Case) -> None:
+    sampling = Sampling(max_completion_length=8, seed=5)
+    alone = case.engine.generate([case.prompts[1]], sampling, version=1, streams=[9])
+    prompts = [case.prompts[0], case.prompts[1], case.prompts[1]]
+    beside = case.engine.generate(prompts, sampling, version=1, streams=[9, 4, 9])
+    assert beside[2].ids == alone[0].ids != beside[1].ids
+
+
+def test_frozen_tensors_are_sent_once_and_checked_after(tiny: Path, case: Case) -> None:
+    engine = TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
+    weights = dict(case.model.named_parameters())
+    tower = {name for name in weights if ".visual." in name}
+    engine.wake()
+    assert engine.kept(tower) == set()
+    engine.sync(iter(weights.items()), version=1)
+    expected = engine.generate(case.prompts, GREEDY, version=1)
+    engine.sleep()
+    assert engine.kept(tower) == set()
+    engine.wake()
+    assert engine.kept(tower) == tower
+    trained = {name: tensor for name, tensor in weights.items() if name not in tower}
+    engine.sync(iter(trained.items()), version=2, kept=tower)
+    assert [c.ids for c in engine.generate(case.prompts, GREEDY, version=2)] == [c.ids for c in expected]
+    norm = "model.visual.blocks.0.norm1.weight"
+    engine.model.get_parameter(norm).mul_(0.5)
+    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and is not as it was sent before"):
+        engine.sync(iter(trained.items()), version=3, kept=tower)
+    assert engine.kept(tower) == set()
+    with pytest.raises(SyncError, match=rf"{len(tower)} tensors: model\.visual\..* did not arrive"):
+        engine.sync(iter(trained.items()), version=3, kept=tower)
+
+
+def test_a_drawn_media_token_names_it_and_the_sample(case: Case) -> None:
+    pad = int(case.engine.banned_ids[0])
+    drawn = torch.tensor([pad]), torch.tensor([-1.0])
+    says = rf"sample '{case.prompts[1].sample.id}': the completion holds <\|[a-z_]+\|>, which is banned"
+    with (
+        mock.patch("dsreason.rollout.transformers_engine.draw", lambda *_: drawn),
+        pytest.raises(RolloutError, match=says),
+    ):
+        case.engine.generate(case.prompts[1:2], Sampling(max_completion_length=1), version=1)

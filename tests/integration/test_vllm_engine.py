@@ -6,8 +6,9 @@ included.
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_on_ranks
+from tests.integration.test_self_test import check_faults, check_sound, explore_self_test
 
 pytestmark = pytest.mark.integration
 
@@ -44,6 +46,7 @@ NORM, GATE, KEY = (
     "model.language_model.layers.1.mlp.gate_proj.weight",
     "model.language_model.layers.0.self_attn.k_proj.weight",
 )
+COS_SIN = "language_model.model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "model.visual.pos_embed.weight"}
 
 
@@ -94,25 +97,39 @@ class Explorer:
         self.undisturbed = is_deepspeed_zero3_enabled() and before == generators()
         self.undisturbed &= threads == (torch.get_num_threads(), torch.set_num_threads)
 
-    def disturb(self, seed: int, scale: float = 0.05) -> None:
+    def disturb(self, seed: int, scale: float = 0.05, frozen: Collection[str] = ()) -> None:
         """Stands in for training: every weight moves, the vision tower's too."""
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter += scale * torch.randn(parameter.shape, generator=noise)
+            for name, parameter in self.policy.model.named_parameters():
+                if name not in frozen:
+                    parameter += scale * torch.randn(parameter.shape, generator=noise)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """As `full_parameters` gives them: gone when the next one is asked for."""
         for name, parameter in self.policy.model.named_parameters():
+            if name in without:
+                continue
             tensor = parameter.detach().clone()
             yield name, tensor
             tensor.fill_(torch.nan)
 
-    def generate(self, names: tuple[str, ...] = CASES, version: int = 2, **sampling: Any) -> list[Any]:
+    def generate(
+        self,
+        names: tuple[str, ...] = CASES,
+        version: int = 2,
+        streams: Sequence[int] | None = None,
+        **sampling: Any,
+    ) -> list[Any]:
         from dsreason.rollout.protocol import Sampling
 
         settings = Sampling(**{"max_completion_length": 10, "seed": 4} | sampling)
-        return self.engine.generate([self.prompts[name] for name in names], settings, version=version)
+        prompts = [self.prompts[name] for name in names]
+        return self.engine.generate(prompts, settings, version=version, streams=streams)
+
+    def differences(self, version: int, names: tuple[str, ...] = CASES) -> dict[str, float]:
+        completions = zip(names, self.generate(names, version=version), strict=True)
+        return {name: self.difference(name, completion, 1.0) for name, completion in completions}
 
     def difference(self, name: str, completion: Any, temperature: float, **mm_kwargs: Tensor) -> float:
         """Largest |difference| between the engine's log-probabilities and the policy's."""
@@ -135,12 +152,9 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     found["generate before sync"] = failure(lambda: explorer.generate(version=1))
     explorer.disturb(1)
     engine.sync(explorer.weights(), 1)
-    completions = explorer.generate(version=1)
-    first = zip(CASES, completions, strict=True)
-    found["first version"] = {name: explorer.difference(name, completion, 1.0) for name, completion in first}
+    found["first version"] = explorer.differences(version=1)
     explorer.disturb(2)
-    skipped = zip(CASES, explorer.generate(version=1), strict=True)
-    found["sync skipped"] = {name: explorer.difference(name, completion, 1.0) for name, completion in skipped}
+    found["sync skipped"] = explorer.differences(version=1)
     found["stale version"] = failure(lambda: explorer.generate(version=2))
     engine.sleep()
     engine.wake()
@@ -148,7 +162,8 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     engine.sync(explorer.weights(), 2)
     found |= explore_completions(explorer)
     found |= explore_faults(explorer)
-    engine.sleep()
+    found["frozen"] = explore_frozen(explorer)
+    found["sleep"] = {level: explore_sleep(explorer, level) for level in (1, 2)}
     found["stats"] = engine.stats()
     engine.shutdown()
     engine.shutdown()
@@ -169,6 +184,8 @@ def explore_completions(explorer: Explorer) -> dict[str, Any]:
     drawn = explorer.generate(("text",) * 3, seed=6)
     found["same prompt"] = [completion.ids for completion in drawn]
     found["again"] = [completion.ids for completion in explorer.generate(("text",) * 3, seed=6)]
+    rank = explorer.world.rank
+    found["streams"] = [c.ids for c in explorer.generate(("text",) * 4, streams=[rank, rank + 1, 0, rank], seed=6)]
     own = CASES if explorer.world.rank == 0 else CASES[:1]
     shares = {"all": CASES, "uneven": own, "one empty": CASES if explorer.world.rank else (), "none": ()}
     found["shares"] = {name: [c.ids for c in explorer.generate(share)] for name, share in shares.items()}
@@ -218,16 +235,122 @@ def explore_faults(explorer: Explorer) -> dict[str, Any]:
     explorer.disturb(20, scale=0.005)
     with mock.patch("dsreason.rollout.vllm_engine.repair_tied_output"):
         found: dict[str, Any] = {"unrepaired": failure(lambda: engine.sync(explorer.weights(), 3))}
+    return {"faults": found | explore_generate_faults(explorer), "sync faults": wrong, "tied": explorer.setup.tied}
+
+
+def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
+    engine = explorer.engine
     engine.sleep()
     engine.wake()
     engine.sync(explorer.weights(), 4)
-    mended = zip(CASES, explorer.generate(version=4), strict=True)
-    found["mended"] = {name: explorer.difference(name, completion, 1.0) for name, completion in mended}
+    found: dict[str, Any] = {"mended": explorer.differences(version=4)}
     image = explorer.prompts["image"]
     explorer.prompts["doubled"] = replace(image, prompt_ids=image.encoded.input_ids.tolist())
     found["doubled pads"] = failure(lambda: explorer.generate(("text", "doubled"), version=4))
     found["no room"] = failure(lambda: explorer.generate(("text",), version=4, max_completion_length=5000))
-    return {"faults": found, "sync faults": wrong, "tied": explorer.setup.tied}
+    original = engine._params
+
+    def unbanned(*args: Any) -> Any:
+        params = original(*args)
+        params.logit_bias = {engine.banned_ids[0]: 1000.0}
+        return params
+
+    with mock.patch.object(engine, "_params", unbanned):
+        found["media token"] = failure(lambda: explorer.generate(("text",), version=4))
+    found["unbanned"] = engine.tokenizer.convert_ids_to_tokens(engine.banned_ids[0])
+    return found
+
+
+def explore_frozen(explorer: Explorer) -> dict[str, Any]:
+    """Syncs that leave out what the engine kept of the frozen tensors; with it, what it says that it kept."""
+    engine, setup = explorer.engine, explorer.setup
+    tower = {name for name in engine.expected if name.startswith("model.visual.")}
+    layer = "model.language_model.layers.0.self_attn."
+    qkv = {f"{layer}{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")} & engine.expected.keys()
+    norm1 = "model.visual.blocks.0.norm1.weight"
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("dsreason.rollout.vllm_engine")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+    engine.sleep()
+    found: dict[str, Any] = {"asleep": engine.kept(tower)}
+    engine.wake()
+    kept = engine.kept(tower)
+    found["tower"] = kept == tower
+    explorer.disturb(30, frozen=tower)
+    engine.sync(explorer.weights(without=kept), 5, kept)
+    found["differences"] = explorer.differences(version=5)
+    found["lines of a frozen tower"] = list(lines)
+    torn = {KEY, f"{layer}q_proj.weight", NORM, TOWER["qwen2_5_vl"], "model.visual.merger.mlp.0.weight"}
+    found["torn"] = engine.kept(torn & engine.expected.keys())
+    found["whole"] = engine.kept(qkv) == qkv
+    explorer.disturb(31, frozen=qkv)
+    engine.sync(explorer.weights(without=qkv), 6, qkv)
+    found["differences of a frozen layer"] = explorer.differences(version=6)
+    with torch.no_grad():
+        engine.model.get_parameter(norm1.removeprefix("model.")).mul_(0.5)
+    found["lost"] = tower - engine.kept(tower)
+    found["lines"] = lines
+    found["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
+    found["sent twice"] = failure(
+        lambda: engine.sync(explorer.weights(), 7, ()) or engine.sync(explorer.weights(), 8, {KEY})
+    )
+    found["after a failure"] = engine.kept(tower)
+    found["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
+    engine.sync(explorer.weights(), 7)
+    found["differences in the end"] = explorer.differences(version=7)
+    log.removeHandler(handler)
+    return found | {"family": setup.family}
+
+
+def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
+    """What outlives sleep. A CPU keeps everything, so what a GPU loses is overwritten here."""
+    engine = explorer.engine
+    engine.sleep_level = level
+    version = 10 * level
+    engine.wake()
+    engine.sync(explorer.weights(), version)
+    engine.sleep()
+    found: dict[str, Any] = {"asleep": failure(lambda: explorer.generate(version=version))}
+    engine.wake()
+    found["awake"] = failure(lambda: explorer.differences(version=version))
+    found["other version"] = failure(lambda: explorer.generate(version=version + 1))
+    wake_up, poison = engine.llm.wake_up, []
+
+    def losing(tags: list[str]) -> None:
+        wake_up(tags=tags)
+        poison.append(len(poison) + 1.0)
+        for rows in getattr(engine.model, "deepstack_input_embeds", ()) if "weights" in tags else ():
+            rows.fill_(poison[-1])
+
+    def losing_buffer(tags: list[str]) -> None:
+        wake_up(tags=tags)
+        engine.model.get_buffer(COS_SIN).mul_(0.5)
+
+    prompts = [explorer.prompts["text"], explorer.prompts["image"]]
+    with mock.patch.object(engine.llm, "wake_up", losing):
+        found["self-test"] = explore_self_test(
+            engine,
+            explorer.weights,
+            prompts,
+            norm=lambda: engine.model.get_parameter("language_model.model.norm.weight"),
+            buffer=lambda: engine.model.get_buffer(COS_SIN),
+            faulty=explorer.world.rank == explorer.world.size - 1,
+        )
+        with mock.patch("dsreason.rollout.vllm_engine.clear_deepstack"):
+            from dsreason.rollout.self_test import self_test
+
+            found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts))
+    with mock.patch.object(engine.llm, "wake_up", losing_buffer):
+        found["buffer"] = failure(engine.wake)
+    engine.model.get_buffer(COS_SIN).mul_(2)
+    engine.sync(explorer.weights(), version + 2)
+    found["differences"] = explorer.differences(version=version + 2)
+    engine.sleep()
+    return found
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str]:
@@ -385,3 +508,69 @@ def test_completions_and_stats_are_plain_values(found: list[dict[str, Any]]) -> 
         assert completion.version == 2 and len(completion.ids) == len(completion.logprobs)
         assert all(type(value) is float for value in completion.logprobs)
         assert {"time/wake", "time/sync", "time/rollout", "time/sleep"} <= rank["stats"].keys()
+
+
+def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        first, second, zeroth, again = rank["streams"]
+        assert first == again != second
+        assert zeroth == found[0]["streams"][0] == found[0]["same prompt"][0]
+    if len(found) == 2:
+        assert found[0]["streams"][1] == found[1]["streams"][0] != found[0]["streams"][0]
+
+
+def test_a_drawn_media_token_names_it_and_the_sample(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        raised, text = rank["faults"]["media token"]
+        assert (raised, text) == (
+            "RolloutError",
+            f"sample 'text': the completion holds {rank['faults']['unbanned']}, which is banned",
+        )
+
+
+def test_frozen_tensors_are_not_sent_again_where_the_engine_kept_them(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        frozen = rank["frozen"]
+        assert frozen["asleep"] == set() and frozen["tower"] and frozen["lines of a frozen tower"] == []
+        assert frozen["torn"] == {NORM} and frozen["whole"]
+        for part in ("differences", "differences of a frozen layer", "differences in the end"):
+            assert max(frozen[part].values()) <= 1e-4
+
+
+def test_frozen_tensors_that_were_lost_are_sent_again_and_logged_once(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        frozen = rank["frozen"]
+        norm1 = "model.visual.blocks.0.norm1."
+        assert frozen["lost"] == {norm1 + "weight"} | ({norm1 + "bias"} if frozen["family"] == "qwen3_vl" else set())
+        assert len(frozen["lines"]) == 1 and "frozen tensors are sent at every sync" in frozen["lines"][0]
+        raised, text = frozen["kept after all"]
+        assert raised == "SyncError" and f"{norm1}weight was sent, but the engine's" in text
+        assert frozen["sent twice"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} came twice")
+        assert frozen["after a failure"] == set()
+        assert frozen["never sent"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} did not arrive")
+
+
+def test_level_one_of_sleep_keeps_the_version_and_level_two_does_not(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for level, sleep in rank["sleep"].items():
+            assert sleep["asleep"][0] == sleep["other version"][0] == "StaleWeightsError"
+            assert "holds no weights" in sleep["asleep"][1]
+            assert sleep["awake"][0] == ("nothing" if level == 1 else "StaleWeightsError")
+            assert max(sleep["differences"].values()) <= 1e-4
+
+
+def test_the_self_test_passes_a_sound_engine_and_names_faults(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for level, sleep in rank["sleep"].items():
+            check_sound(sleep["self-test"])
+            check_faults(sleep["self-test"], buffer=COS_SIN)
+            assert sleep["self-test"]["keeps weights"] == (level == 1)
+
+
+def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for sleep in rank["sleep"].values():
+            assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values in sleep: {COS_SIN}")
+            if rank["frozen"]["family"] == "qwen3_vl":
+                assert sleep["poisoned"][0] == "SyncError"
+                assert "although every parameter and buffer is as it was" in sleep["poisoned"][1]

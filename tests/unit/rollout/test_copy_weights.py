@@ -69,3 +69,15 @@ def test_the_iterator_is_read_to_its_end_even_after_a_wrong_tensor(model: nn.Mod
     with pytest.raises(SyncError, match="strange"):
         copy_weights(model, weights())
     assert read == ["strange", "embed.weight", "inner.weight", "inner.bias"]
+
+
+def test_what_was_kept_need_not_come_again(model: nn.Module) -> None:
+    held = copy_weights(model, iter(sent().items()))
+    kept = {name: held[name] for name in ("embed.weight", "inner.bias")}
+    again = copy_weights(model, iter({"inner.weight": torch.zeros(2, 2)}.items()), kept)
+    assert again.keys() == held.keys()
+    assert model["inner"].weight.eq(0).all() and model["head"].weight.eq(3).all()
+    with torch.no_grad():
+        model["inner"].bias[0] = 0
+    with pytest.raises(SyncError, match="1 tensors: inner.bias was not sent, and is not as it was sent before"):
+        copy_weights(model, iter({"inner.weight": torch.zeros(2, 2)}.items()), kept)
