@@ -20,11 +20,14 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsreason.errors import ConfigError, DsReasonError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
 """Set by this launcher only: the folder that ranks leave their errors in, for the parent to print."""
@@ -33,6 +36,11 @@ LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 
 CRASH_LOG = "dsreason.crash"
 """Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided here."""
+
+TIME_LIMIT_EXIT_CODE = 124
+"""Of ranks that the watchdog ended, and of the command then."""
+AGENT_PATIENCE = 30
+"""Seconds after which torch's agent kills a rank that SIGTERM did not end."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -72,18 +80,25 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
     die_with_parent()
+    # torch's data workers would outlive a killed rank, and keep its connections open: its peers would not notice.
+    os.register_at_fork(after_in_child=end_with_parent)
     if started_by_us() and not is_first_rank():
         redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its launcher is gone: ranks have sessions of their own and would stay."""
+    """Leave nothing behind when the launcher is gone: ranks have sessions of their own and would stay."""
+    end_with_parent()
+    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
+        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
 
 
 def redirect_output(file: Path) -> None:
@@ -98,7 +113,7 @@ def redirect_output(file: Path) -> None:
 def report(error: DsReasonError) -> int:
     """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
     if started_by_us():
-        _leave_error(str(error), exit_code=error.exit_code, mendable=True)
+        leave_error(str(error), exit_code=error.exit_code, mendable=True)
         if not is_first_rank():
             print(f"error: {error}", file=sys.stderr)  # into this rank's log; the parent shows it on the screen
     elif not is_rank() or _is_first_to_tell(str(error)):
@@ -115,13 +130,13 @@ def report_crash(error: Exception) -> int:
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
     if started_by_us():
-        _leave_error(text, exit_code=1, mendable=False)
+        leave_error(text, exit_code=1, mendable=False)
     if not started_by_us() or not (has_log or is_first_rank()):
         sys.stderr.write(text)
     return 1
 
 
-def _leave_error(text: str, *, exit_code: int, mendable: bool) -> None:
+def leave_error(text: str, *, exit_code: int, mendable: bool) -> None:
     """Leave this rank's error for the parent, complete or not at all: the rank may be killed at any moment."""
     failure = {"text": text, "exit_code": exit_code, "mendable": mendable, "time": time.time()}
     file = Path(os.environ[ERROR_DIR]) / f"rank_{os.environ['RANK']}.json"
@@ -208,7 +223,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         attempt += 1
         if attempt > max_restarts:
             print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
-            raise SystemExit(1)
+            raise SystemExit(failure.exit_code)
         print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
 
 
@@ -237,8 +252,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return first_failure(_left_errors(Path(error_dir)), codes)
+            return first_failure(_left_errors(Path(error_dir)), exit_codes(error.failures))
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
@@ -262,6 +276,15 @@ def _left_errors(error_dir: Path) -> list[Failure]:
     ]
 
 
+def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
+    first = min(failure.timestamp for failure in failures.values())
+    return {
+        rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
+        for rank, failure in failures.items()
+    }
+
+
 def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
     """The failure that the others followed from.
 
@@ -274,8 +297,19 @@ def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Fai
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
     killed = [failure for failure in silent if exit_codes[failure.rank] not in (-signal.SIGTERM, -signal.SIGABRT)]
     mendable = [failure for failure in left if failure.mendable]
+    late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
+    if late and not mendable:
+        return _together(late, exit_codes)
     # A rank that is killed takes its peers along: their tracebacks (a lost connection) say less.
     return min(mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+
+
+def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+    """Where every rank was when the watchdog ended them; last the one that ran out of time first."""
+    silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
+    texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
+    texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
+    return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
 
 
 def _silent_failure(rank: int, exit_code: int) -> Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, Self, TextIO
 
@@ -18,7 +18,7 @@ Advance = Callable[[int], None]
 class Progress(Protocol):
     """What the training loop sees; the same on every rank."""
 
-    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None: ...
+    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
     def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Advance]: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -42,7 +42,7 @@ def open_progress(
 
 
 class NoProgress:
-    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None: ...
+    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
@@ -82,12 +82,13 @@ class Rate:
         yield
         self.started += self.clock() - begin
 
-    def facts(self, loss: float) -> str:
+    def facts(self, shown: Mapping[str, float]) -> str:
         """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`."""
         seconds = max(self.seconds, 1e-9)
         left = (self.total_steps - self.step) * self.seconds
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
-        return f"loss {loss:.4f}  {speed}  left {duration(left)}"
+        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        return f"{values}  {speed}  left {duration(left)}"
 
 
 class LineProgress:
@@ -99,10 +100,10 @@ class LineProgress:
         self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, clock
         self.next_line = clock()
 
-    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None:
+    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
-            self.line(f"step {step}/{self.rate.total_steps}  {self.rate.facts(loss)}")
+            self.line(f"step {step}/{self.rate.total_steps}  {self.rate.facts(shown)}")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
@@ -156,9 +157,9 @@ class BarProgress:
         self.bar = bars.Progress(*columns, console=Console(file=stream))
         self.steps = self.bar.add_task("step", total=rate.total_steps, completed=rate.step, facts="")
 
-    def step(self, step: int, *, loss: float, samples: int, tokens: int) -> None:
+    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
-        self.bar.update(self.steps, completed=step, facts=self.rate.facts(loss))
+        self.bar.update(self.steps, completed=step, facts=self.rate.facts(shown))
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:

@@ -103,7 +103,6 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
-        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_sft(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -150,7 +149,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             metrics=stack.enter_context(metrics),
             progress=stack.enter_context(progress),
             memory=memory,
-            watchdog=watchdog,
+            watchdog=stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit)),  # closed first
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,

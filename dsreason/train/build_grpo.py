@@ -90,6 +90,8 @@ class GRPORun:
     """Of prompts, to be sampled next."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     """Of the newest rollout."""
+    reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    """What this rank's reward functions measured beside their scores, see `Scores.metric_sums`; not shown yet."""
     num_untrained: int = 0
     """Rollouts in a row that had nothing to train."""
     num_skipped: int = 0
@@ -112,7 +114,6 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
-        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_grpo(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -179,7 +180,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
                 open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
             ),
             memory=memory,
-            watchdog=watchdog,
+            watchdog=stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit)),  # closed first
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,

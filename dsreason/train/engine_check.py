@@ -66,7 +66,11 @@ def check_engine(grpo: GRPORun) -> None:
 
 
 def one_of_each(dataset: SampleDataset, grpo: GRPORun) -> list[EncodedPrompt]:
-    """The first prompt of each modality among the first rows, the same on every rank."""
+    """The first prompt of each modality among the first rows, the same on every rank.
+
+    Raises:
+        DataError: none of them can be used.
+    """
     found: dict[str, EncodedPrompt] = {}
     for index in range(min(NUM_ROWS, len(dataset))):
         try:
@@ -75,4 +79,6 @@ def one_of_each(dataset: SampleDataset, grpo: GRPORun) -> list[EncodedPrompt]:
                 found[modality_of(sample)] = grpo.prompt_encoder.encode_prompt(sample)
         except DataError:  # the loader names it when it is met
             continue
+    if not found:
+        raise DataError(f"none of the first {NUM_ROWS} rows can be asked, so the rollout engine cannot be tried")
     return list(found.values())

@@ -27,6 +27,8 @@ from dsreason.train.sft import finish, is_due, note_skipped, run_validation, sav
 from dsreason.train.show import show
 from dsreason.train.update import Part, accumulate_gradients, add_fixed_logprobs, cut
 
+SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
+"""In the progress bar."""
 MAX_UNTRAINED = 10
 """Rollouts in a row that may have nothing to train."""
 
@@ -71,7 +73,7 @@ def sample(grpo: GRPORun) -> list[Rollout]:
     groups: list[Group] = []
     with grpo.sampler.awake(version=grpo.state.step) as engine:
         for _ in range(1 + config.max_refills if dynamic else 1):
-            groups += sample_groups(grpo, engine, next(grpo.prompts))
+            groups += sample_groups(grpo, engine, next_prompts(grpo))
             kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
             if all_sum(sum(kept)) >= wanted:
                 break
@@ -79,11 +81,19 @@ def sample(grpo: GRPORun) -> list[Rollout]:
     return to_rollouts(groups, grpo.objective.advantages, gather_objects)
 
 
+def next_prompts(grpo: GRPORun) -> Prompts:
+    """This rank's share of the next prompts."""
+    started = time.perf_counter()
+    prompts = next(grpo.prompts)
+    grpo.rollout_metrics["time/data"] = time.perf_counter() - started
+    note_skipped(grpo, prompts.skipped)
+    grpo.next_batch = prompts.batch + 1
+    return prompts
+
+
 def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> list[Group]:
     """`num_generations` completions of each of this rank's prompts, scored."""
     rollout, size = grpo.config.rollout, grpo.config.grpo.num_generations
-    note_skipped(grpo, prompts.skipped)
-    grpo.next_batch = prompts.batch + 1
     seed = int(np.random.SeedSequence((grpo.config.train.seed, prompts.batch)).generate_state(1)[0])
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_completion_length, seed)
     repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
@@ -97,6 +107,7 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     ]
     scores = grpo.scorer.score([completion.text for completion in completions], samples)
     grpo.rollout_metrics["time/reward"] = time.perf_counter() - started
+    grpo.reward_sums.append(scores.metric_sums)
     return to_groups([(prompts.batch, number) for number in prompts.numbers], prompts.prompts, completions, scores)
 
 
@@ -157,7 +168,8 @@ def finish_step(grpo: GRPORun, part: Part, metrics: dict[str, float]) -> None:
     if grpo.reference is not None:
         reset_reference(grpo.reference, grpo.config, step, grpo.output_dir, grpo.model_path, grpo.world)
     tokens = int(all_sum(sum(len(r.prompt.encoded) + len(r.completion.ids) for r in part.rollouts)))
-    grpo.progress.step(step, loss=metrics["train/loss"], samples=grpo.config.samples_per_step, tokens=tokens)
+    shown = {name: grpo.rollout_metrics[key] for name, key in SHOWN.items() if key in grpo.rollout_metrics}
+    grpo.progress.step(step, shown, samples=grpo.config.samples_per_step, tokens=tokens)
     metrics |= (
         grpo.rollout_metrics | grpo.sampler.rollout.stats() | grpo.memory.take() | {"train/epoch": grpo.state.epoch}
     )

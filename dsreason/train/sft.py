@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def train(sft: SFTRun) -> None:
     config = sft.config
     if sft.state.step == 0 and config.validation.before_training:
         run_validation(sft)
-    for batches in sft.loader:  # starts after the resumed step
+    for batches in watched(sft):
         started = time.perf_counter()
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
         with sft.watchdog.phase("step"), sft.memory.phase("train"):
@@ -48,6 +49,17 @@ def train(sft: SFTRun) -> None:
         if last or improved or is_due(step, config.checkpoint.every):
             save(sft, last=last)
     finish(sft)
+
+
+def watched(sft: SFTRun) -> Iterator[StepBatches]:
+    """The batches of each step, from the resumed one on."""
+    batches = iter(sft.loader)
+    while True:
+        with sft.watchdog.phase("data"):
+            found = next(batches, None)
+        if found is None:
+            return
+        yield found
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
@@ -89,7 +101,8 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     sft.state = replace(sft.state, step=step, epoch=epoch, consumed_samples=consumed)
     set_step(step)
     whole = seconds + batches.data_seconds
-    sft.progress.step(step, loss=metrics["train/loss"], samples=batches.num_samples, tokens=batches.num_input_tokens)
+    shown = {"loss": metrics["train/loss"]}
+    sft.progress.step(step, shown, samples=batches.num_samples, tokens=batches.num_input_tokens)
     memory = sft.memory.take()
     note_skipped(sft, batches.skipped)
     if step % sft.config.monitor.log_every and step != sft.total_steps:

@@ -21,10 +21,11 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
     shown = sheets(rollouts, grpo, config.rollout.show) if is_due else []
-    own = ([describe(grpo, rollout) for rollout in rollouts], shown)
-    parts = gather_objects(own)
-    rows = [row for found, _ in parts for row in found]
+    parts = gather_objects(([describe(grpo, rollout) for rollout in rollouts], shown, grpo.reward_sums))
+    grpo.reward_sums = []
+    rows = [row for found, *_ in parts for row in found]
     grpo.rollout_metrics |= summarise(rows, config.grpo.num_generations)
+    grpo.rollout_metrics |= reward_means([one for *_, sums in parts for one in sums])
     if not grpo.world.is_main:
         return
     folder = grpo.output_dir / "rollouts"
@@ -37,7 +38,7 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
         )
         for name in rows[0]["rewards"]:
             grpo.metrics.histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
-        examples = [one for _, found in parts for one in found]
+        examples = [one for _, found, _ in parts for one in found]
         grpo.metrics.text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
         grpo.metrics.images(step, "rollout/completions", [sheet for _, sheet in examples])
 
@@ -81,6 +82,13 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
         "completion/truncated_fraction": float(np.mean([row["finish_reason"] == "length" for row in rows])),
         "rollout/trained_fraction": float(np.mean([row["trained"] for row in rows])),
     }
+
+
+def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """`reward/<function>/<metric>`: the mean over the calls that gave it."""
+    names = sorted({name for one in sums for name in one})
+    found = {name: [one[name] for one in sums if name in one] for name in names}
+    return {f"reward/{name}": sum(t for t, _ in pairs) / sum(n for _, n in pairs) for name, pairs in found.items()}
 
 
 def sheets(rollouts: Sequence[Rollout], grpo: GRPORun, count: int) -> list[tuple[str, Any]]:

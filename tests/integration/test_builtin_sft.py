@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_on_ranks
-from tests.integration.command import dsreason, metrics
+from tests.integration.command import metrics
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("builtin")
-    ended = dsreason("sft", "--ds-config", "zero3.json", "--nproc", 2, "--output-dir", "D", cwd=folder, timeout=1800)
-    assert ended.returncode == 0, ended.stderr
-    return folder / "D"
+def run(trained_qwen2_5_vl: Path) -> Path:
+    return trained_qwen2_5_vl
 
 
 def test_generated_answers_become_right(run):

@@ -24,7 +24,7 @@ def lines_after(clock: Clock, seconds: list[float], total: int, interval: float 
     progress = LineProgress(Rate(total, 0, clock), stream, interval, clock)
     for step, duration_s in enumerate(seconds, start=1):
         clock.now += duration_s
-        progress.step(step, loss=1.5, samples=8, tokens=1000)
+        progress.step(step, {"loss": 1.5}, samples=8, tokens=1000)
     return stream.getvalue().splitlines()
 
 
@@ -48,12 +48,12 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
     stream = io.StringIO()
     progress = LineProgress(Rate(10, 0, clock), stream, 10.0, clock)
     clock.now += 1
-    progress.step(1, loss=1, samples=1, tokens=1)
+    progress.step(1, {"loss": 1}, samples=1, tokens=1)
     with progress.phase("validating", 4, "samples") as advance:
         clock.now += 100
         advance(4)
     clock.now += 1
-    progress.step(2, loss=1, samples=1, tokens=1)
+    progress.step(2, {"loss": 1}, samples=1, tokens=1)
     assert stream.getvalue().splitlines()[1:] == [
         "validating: 4 samples",
         "validating: 4/4 samples",
@@ -70,7 +70,7 @@ def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
     stream = Terminal()
     with open_progress(rank=0, total_steps=4, stream=stream) as progress:
         assert isinstance(progress, BarProgress)
-        progress.step(4, loss=0.25, samples=8, tokens=100)
+        progress.step(4, {"loss": 0.25}, samples=8, tokens=100)
         with progress.phase("exporting", 2) as advance:
             advance(2)
     assert "4/4" in stream.getvalue()
@@ -80,7 +80,7 @@ def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with open_progress(rank=1, total_steps=4) as progress:
         assert isinstance(progress, NoProgress)
-        progress.step(1, loss=1, samples=1, tokens=1)
+        progress.step(1, {"loss": 1}, samples=1, tokens=1)
         with progress.phase("loading") as advance:
             advance(1)
     assert capsys.readouterr() == ("", "")

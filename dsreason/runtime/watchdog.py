@@ -1,0 +1,180 @@
+"""The watchdog: when a phase takes too long, every rank tells where it is, and the job ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from dsreason.errors import DsReasonError
+from dsreason.runtime import launch
+from dsreason.runtime.logs import RankFormatter
+from dsreason.runtime.world import World
+
+TICK = 1.0
+"""Seconds between two looks at the phase, and at what other ranks ask."""
+ANSWER_TIME = 10.0
+"""Seconds that ranks wait for each other's stacks: once one of them has ended, a launcher kills the others."""
+GRACE = 5.0
+"""Seconds beyond the time limit after which a rank is ended that cannot run its watchdog."""
+CLOSING_TIME = 20.0
+"""Seconds that a rank gets to close everything after an error."""
+
+ASKED = "dsreason_watchdog/asked"
+"""Key in the job's store: the rank that wants everyone's stacks."""
+ANSWER = "dsreason_watchdog/answer"
+
+
+@dataclass
+class Phase:
+    name: str
+    started: float
+    """On the monotonic clock; moved on by the time that inner phases take."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Watchdog:
+    """Watches the phases of this rank, and hears from the job's store when another rank has run out of time.
+
+    A thread looks once a second. Where other code keeps the interpreter lock, faulthandler's timer writes the stacks
+    into the log and ends the process. Enter it after everything that is closed at the end: a rank that fails and
+    hangs in closing what is around the watchdog ends all the same, and its error is told.
+    """
+
+    def __init__(self, world: World, *, time_limit: float) -> None:
+        self.world, self.time_limit = world, time_limit
+        self._phases: list[Phase] = []
+        # Another connection to it: the default store's is taken while the main thread waits for a key.
+        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+        self._store_lost = False
+        self._outputs = outputs()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+        self._end_in(self.time_limit + GRACE)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join(timeout=2 * TICK)
+        faulthandler.cancel_dump_traceback_later()
+        if isinstance(error, Exception):
+            self._end_in(CLOSING_TIME + GRACE)
+            timer = threading.Timer(CLOSING_TIME, cut_short, [error])
+            timer.daemon = True
+            timer.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Watch a block. An inner phase has a time limit of its own; the outer one's clock stands still meanwhile."""
+        started = time.monotonic()
+        self._phases.append(Phase(name, started))
+        try:
+            yield
+        finally:
+            for outer in self._phases[-2:-1]:
+                outer.started += time.monotonic() - started
+            self._phases.pop()
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK):
+            phase = next(iter(self._phases[-1:]), None)
+            seconds = phase.seconds if phase else 0.0
+            self._end_in(max(0.0, self.time_limit - seconds) + GRACE)
+            where = f'in phase "{phase.name}" for {seconds:.0f} s' if phase else "in no phase"
+            if seconds > self.time_limit:
+                self._end(
+                    f"{where}, out of time; raise monitor.phase_time_limit ({self.time_limit:g}) if it may take longer"
+                )
+            asking = self._asking_rank()
+            if asking is not None:
+                self._end(f"{where} when rank {asking} ran out of time")
+
+    def _end_in(self, seconds: float) -> None:
+        """End the process by then, whatever its threads are doing."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
+
+    def _asking_rank(self) -> int | None:
+        """The rank that wants everyone's stacks."""
+        if self._store_lost:
+            return None
+        try:
+            return int(self._store.get(ASKED)) if self._store.check([ASKED]) else None
+        except dist.DistError:
+            self._store_lost = True  # whoever holds it has ended
+            return None
+
+    def _end(self, where: str) -> None:
+        """Tell where this rank is, have the others do the same, and end the process."""
+        self._end_in(3 * ANSWER_TIME)
+        try:
+            step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
+            *others, main = stacks(self.world.rank)
+            main += f"rank {self.world.rank}{step}: {where}\n"
+            if launch.started_by_us():
+                launch.leave_error(main, exit_code=launch.TIME_LIMIT_EXIT_CODE, mendable=False)
+            with suppress(dist.DistError):
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
+            self._write("".join([*others, main]))
+            with suppress(dist.DistError):
+                self._wait_for_others()
+        finally:
+            os._exit(launch.TIME_LIMIT_EXIT_CODE)
+
+    def _wait_for_others(self) -> None:
+        keys = [f"{ANSWER}/{rank}" for rank in range(self.world.size)]
+        self._store.set(keys[self.world.rank], "")
+        started = time.monotonic()
+        while not self._store.check(keys):
+            if time.monotonic() - started > ANSWER_TIME:
+                silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
+                self._write(f"no answer from rank {silent}: stopped, or in code that keeps the interpreter lock\n")
+                return
+            time.sleep(0.2)
+
+    def _write(self, text: str) -> None:
+        for descriptor in reversed(self._outputs):  # the log last: its file system may be what hangs
+            with suppress(OSError), open(descriptor, "w", closefd=False) as file:
+                file.write(text)
+
+
+def outputs() -> list[int]:
+    """Descriptors of this rank's log, if it has one, and of stderr, unless the parent shows what is in the log."""
+    handlers = logging.getLogger().handlers
+    logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
+    stderr = 2
+    return logs if logs and launch.started_by_us() else [*logs, stderr]
+
+
+def stacks(rank: int) -> list[str]:
+    """Where the other threads of this process are, by thread; the main thread's at the end."""
+    main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = [(ident, frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
+    return [
+        f"rank {rank}, thread {names.get(ident, ident)} (most recent call last):\n"
+        + "".join(traceback.format_stack(frame))
+        for ident, frame in sorted(frames, key=lambda item: item[0] == main)
+    ]
+
+
+def cut_short(error: Exception) -> None:
+    """Report an error and end the process: what is closed after it may wait for the other ranks."""
+    os._exit(launch.report(error) if isinstance(error, DsReasonError) else launch.report_crash(error))

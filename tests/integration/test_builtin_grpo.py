@@ -1,0 +1,57 @@
+"""GRPO on the built-in task with real ZeRO-3 and a real colocated vLLM: it learns from the reward, and from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import dsreason, metrics
+
+pytestmark = pytest.mark.integration
+
+SHUFFLED = """
+import hashlib
+
+
+def shuffled(completion, sample):
+    return hashlib.sha256(f"{sample.id} {completion}".encode()).digest()[0] % 2
+"""
+
+
+def train(warm_start: Path, folder: Path, *options: object) -> list[dict[str, float]]:
+    """Metrics of a run of the built-in recipe that goes on from the warm start."""
+    (folder / "rewards.py").write_text(SHUFFLED)
+    model = f'model.path="{warm_start / "export" / "final"}"'
+    given = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
+    ended = dsreason("grpo", *given, cwd=folder, timeout=2400)
+    assert ended.returncode == 0, ended.stderr
+    return metrics(folder / "D")
+
+
+def accuracies(lines: list[dict[str, float]]) -> list[float]:
+    return [line["val/accuracy"] for line in lines if "val/accuracy" in line]
+
+
+def test_the_warm_start_is_half_wrong(warm_start: Path) -> None:
+    assert 0.4 <= metrics(warm_start)[-1]["val/accuracy"] <= 0.6
+
+
+def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
+    lines = train(warm_start, tmp_path)
+    first, *_, last = accuracies(lines)
+    assert 0.4 <= first <= 0.6
+    assert last >= 0.85
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 2
+    mismatches = [line["mismatch/max_abs_logprob"] for line in lines if "train/loss" in line]
+    assert len(mismatches) == 240
+    assert max(mismatches) <= 1e-4
+
+
+def test_a_shuffled_reward_improves_nothing(warm_start: Path, tmp_path: Path) -> None:
+    lines = train(
+        warm_start, tmp_path, "--set", 'reward.functions={"rewards.py:shuffled"=1.0}', "--set", "train.max_steps=60"
+    )
+    first, *_, last = accuracies(lines)
+    assert last <= first + 0.05

@@ -1,0 +1,105 @@
+"""vLLM against the policy on models that SFT has really trained, after further optimizer steps of all weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.distributed import run_on_ranks
+from tests.integration.command import metrics
+from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup
+
+pytestmark = pytest.mark.integration
+
+TEMPERATURES = (1.0, 0.9)
+STEPS = 3
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    setup: Setup = request.param
+    run: Path = request.getfixturevalue(f"trained_{setup.family}")
+    assert metrics(run)[-1]["val/accuracy"] >= 0.8
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(run / "export" / "final", folder / "model")
+    if not setup.tied:
+        untie(folder / "model")
+    return run_on_ranks(explore, setup.ranks, setup, folder)
+
+
+def untie(model: Path) -> None:
+    """The same function with an output layer of its own."""
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part["tie_word_embeddings"] = False
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def explore(setup: Setup, folder: Path) -> dict[str, Any]:
+    explorer = Explorer(setup, folder)
+    assert ("model.lm_head.weight" in dict(explorer.policy.named_parameters())) != setup.tied
+    engine = explorer.engine
+    engine.wake()
+    engine.sync(explorer.weights(), 1)
+    found: dict[str, Any] = {"trained": explorer.differences(version=1)}
+    found["tower moved"] = train(explorer)
+    found["sync skipped"] = explorer.differences(version=1)
+    engine.sync(explorer.weights(), 2)
+    found["fresh"], found["wrong medium"] = {}, {}
+    for temperature in TEMPERATURES:
+        for name, completion in zip(CASES, explorer.generate(temperature=temperature), strict=True):
+            found["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
+            if name != "text":
+                pixels = explorer.prompts[name].encoded.mm_kwargs
+                other = {key: -value for key, value in pixels.items() if key.startswith("pixel")}
+                found["wrong medium"][name, temperature] = explorer.difference(name, completion, temperature, **other)
+    engine.shutdown()
+    torch.distributed.barrier()
+    return found
+
+
+def train(explorer: Explorer) -> float:
+    """Steps away from what was sampled, the same on every rank; returns how far the vision tower moved at least."""
+    from dsreason.data.collate import collate
+    from tests.integration.test_rollout import completed
+
+    policy = explorer.policy
+    towers = {n: p.detach().clone() for n, p in policy.named_parameters() if "visual" in n}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
+    rows = [
+        completed(explorer.prompts[name].encoded, one)
+        for name, one in zip(CASES, explorer.generate(version=1), strict=True)
+    ]
+    for _ in range(STEPS):
+        for row in rows:
+            (policy(collate([row], pad_id=0), 1.0, explorer.banned).mean() / len(rows)).backward()
+        for parameter in policy.parameters():  # ranks have prompts of their own, and one policy
+            torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return min(float((p.detach() - towers[n]).abs().max()) for n, p in policy.named_parameters() if n in towers)
+
+
+def test_a_trained_policy_and_its_engine_agree_to_the_last_logprob(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["tower moved"] > 1e-4
+        wrong = {case: d for part in ("trained", "fresh") for case, d in rank[part].items() if not d <= 1e-4}
+        assert not wrong
+
+
+def test_without_the_sync_or_with_another_medium_they_do_not(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        unseen = {
+            case: d for part in ("sync skipped", "wrong medium") for case, d in rank[part].items() if not d > 1e-2
+        }
+        assert not unseen

@@ -1,0 +1,44 @@
+"""Numbers of a rollout, from hand-made rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsreason.train.show import reward_means, summarise
+
+
+def row(reward: float, length: int, finish: str = "stop", trained: bool = True) -> dict[str, Any]:
+    return {
+        "reward": reward,
+        "rewards": {"right": reward},
+        "length": length,
+        "finish_reason": finish,
+        "trained": trained,
+    }
+
+
+def test_metrics_are_of_all_completions_also_of_those_that_are_not_trained() -> None:
+    rows = [row(1, 4), row(0, 8, "length"), row(1, 2, trained=False), row(1, 2, trained=False)]
+    assert summarise(rows, num_generations=2) == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": 0.4330127,
+            "reward/zero_std_fraction": 0.5,
+            "reward/right/mean": 0.75,
+            "completion/length_mean": 4.0,
+            "completion/length_max": 8.0,
+            "completion/truncated_fraction": 0.25,
+            "rollout/trained_fraction": 0.5,
+        }
+    )
+
+
+def test_a_rollout_whose_prompts_were_all_left_out_has_no_numbers() -> None:
+    assert summarise([], num_generations=2) == {}
+
+
+def test_what_rewards_measure_is_averaged_over_the_calls_of_all_ranks() -> None:
+    sums = [{"judge/words": (30.0, 3)}, {"judge/words": (10.0, 1), "judge/tone": (1.0, 2)}, {}]
+    assert reward_means(sums) == {"reward/judge/words": 10.0, "reward/judge/tone": 0.5}
