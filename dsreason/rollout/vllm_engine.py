@@ -124,6 +124,7 @@ class VLLMEngine:
             enforce_eager=enforce_eager or not on_cuda,
             logprobs_mode="processed_logprobs",
             mm_processor_cache_gb=0,
+            use_tqdm_on_load=False,
             trust_remote_code=trust_remote_code,
             **(memory if on_cuda else self._whole_prompts()),
         )

@@ -48,8 +48,10 @@ class ValidationResult:
     sheets: dict[int, Image.Image]
 
     def summary(self, step: int) -> str:
-        """`validation at step 60: loss 0.1234, accuracy 93.8 % (image 95.3 %, video 92.2 %)`."""
+        """`validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`."""
         text = f"validation at step {step}: loss {self.metrics['val/loss']:.4f}"
+        if "val/reward/mean" in self.metrics:
+            text += f", reward {self.metrics['val/reward/mean']:.4f}"
         if not self.answers:
             return text
         modalities = sorted({answer.modality for answer in self.answers})
