@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
-from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup
+from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup, slowed
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +48,8 @@ def untie(model: Path) -> None:
 
 def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     explorer = Explorer(setup, folder)
+    explorer.prompts = task_prompts(folder, explorer.world.rank, ("red", "blue"), "left")
+    others = task_prompts(folder, explorer.world.rank, ("green", "yellow"), "right")
     assert ("model.lm_head.weight" in dict(explorer.policy.named_parameters())) != setup.tied
     engine = explorer.engine
     engine.wake()
@@ -60,12 +63,42 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
         for name, completion in zip(CASES, explorer.generate(temperature=temperature), strict=True):
             found["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
             if name != "text":
-                pixels = explorer.prompts[name].encoded.mm_kwargs
-                other = {key: -value for key, value in pixels.items() if key.startswith("pixel")}
+                pixels = others[name].encoded.mm_kwargs
+                other = {key: value for key, value in pixels.items() if key.startswith("pixel")}
                 found["wrong medium"][name, temperature] = explorer.difference(name, completion, temperature, **other)
     engine.shutdown()
     torch.distributed.barrier()
     return found
+
+
+def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: str) -> dict[str, Any]:
+    """A prompt a case, with media of the task that the model has learned; equal sizes whatever they show."""
+    from dsreason.config.schema import SFTConfig
+    from dsreason.data import builtin_scenes as scenes
+    from dsreason.data.builtin import write_medium
+    from dsreason.data.types import Sample
+    from dsreason.train.preflight import build_encoder
+
+    encoder, rng = build_encoder(SFTConfig(), folder / "model"), np.random.default_rng(0)
+    place = folder / f"{direction}_{rank}"
+    for name in ("images", "clips"):
+        (place / name).mkdir(parents=True)
+    images = [
+        {"type": "image", "image": str(place / write_medium(place, colour, scenes.one_shape(rng, colour))["image"])}
+        for colour in colours
+    ]
+    clip = str(place / write_medium(place, direction, scenes.moving_ball(rng, direction))["video"])
+    fast, slow = ({"type": "video", "video": clip, "fps": fps} for fps in (4.0, 2.0))
+    media = ([], images[:1], images, [fast], [slow], [fast], [images[1], slow])
+    prompts = {}
+    for name, parts in zip(CASES, media, strict=True):
+        question = (
+            "Which way does the ball move?" if "video" in name or "frames" in name else "What colour is the shape?"
+        )
+        content = [*parts, {"type": "text", "text": question}]
+        prompts[name] = encoder.encode_prompt(Sample(id=name, messages=[{"role": "user", "content": content}]))
+    prompts[CASES[5]] = slowed(encoder, prompts[CASES[5]], 1.0)
+    return prompts
 
 
 def train(explorer: Explorer) -> float:
