@@ -25,4 +25,4 @@ fi
 
 # NPROC=2 where there is no GPU, or fewer ranks than GPUs.
 exec torchrun --nnodes "$nnodes" --nproc_per_node "${NPROC:-gpu}" "${where[@]}" \
-  -m dsreason sft --config "$config" --output-dir "$output_dir" --resume auto "$@"
+  -m dsreason "${COMMAND:-sft}" --config "$config" --output-dir "$output_dir" --resume auto "$@"

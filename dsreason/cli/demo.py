@@ -43,7 +43,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     run_job(warm, check=sft.check, run=sft.run, ranks_on_cpu=ranks_on_cpu)
 
     typer.echo("2/3 GRPO from there: the reward is whether an answer is right", err=True)
-    changes = (f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}", *changes)
+    changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(
         command="grpo",
         schema=GRPOConfig,

@@ -17,7 +17,7 @@ from dsreason.errors import ConfigError
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
-SAME_RUN_SECTIONS = ("model", "data", "optim")
+SAME_RUN_SECTIONS = ("model", "data", "optim", "grpo")
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed")
 MAY_DIFFER = frozenset(
     {"model.gradient_checkpointing", "model.attention", "model.trust_remote_code", "data.workers", "data.prefetch"}

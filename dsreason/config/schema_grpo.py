@@ -68,6 +68,15 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_unused(self) -> Self:
+        given = self.model_fields_set
+        if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
+            raise ValueError(f"{', '.join(unused)} concern the KL, and kl_coef is 0; remove them or raise kl_coef")
+        if self.dynamic_sampling is False and (unused := sorted(given & {"dynamic_tolerance", "max_refills"})):
+            raise ValueError(f"{', '.join(unused)} concern dynamic_sampling, which is false; remove them")
+        return self
+
+    @model_validator(mode="after")
     def check_loss(self) -> Self:
         if self.dual_clip is not None and self.preset in ("gspo", "cispo"):
             raise ValueError(f"dual_clip ({self.dual_clip}) is not defined for the preset {self.preset}; remove it")
@@ -106,6 +115,19 @@ class RolloutConfig(Section):
     """Warn where `mismatch/kl`, the mean over tokens of KL(engine ‖ trainer), is above this."""
     mismatch_stop: float = Field(0.5, gt=0)
     """Stop where `mismatch/kl` is above this: the engine samples from another policy than the one being trained."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether completions are drawn from all tokens, so that their probabilities are comparable with the trainer's."""
+        return self.top_p == 1 and self.top_k == 0
+
+    @model_validator(mode="after")
+    def check_thresholds(self) -> Self:
+        if self.mismatch_warn > self.mismatch_stop:
+            raise ValueError(
+                f"mismatch_warn ({self.mismatch_warn}) is greater than mismatch_stop ({self.mismatch_stop})"
+            )
+        return self
 
 
 class RemoteRewardConfig(Section):
@@ -163,6 +185,16 @@ class GRPOConfig(RunConfig):
     def check_rewards(self) -> Self:
         if not self.reward.functions:
             raise ValueError("reward.functions names no reward; give at least one with its weight")
+        return self
+
+    @model_validator(mode="after")
+    def check_whole_rollouts(self) -> Self:
+        steps, last = self.grpo.optimizer_steps_per_rollout, self.train.max_steps
+        if last is not None and last % steps:
+            raise ValueError(
+                f"train.max_steps ({last}) must be a multiple of grpo.optimizer_steps_per_rollout ({steps}): a run cannot be "
+                "resumed exactly inside of a rollout"
+            )
         return self
 
     @model_validator(mode="after")

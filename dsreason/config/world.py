@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dsreason.config.schema import RunConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
 
 
 def check_world(config: RunConfig, world_size: int) -> list[str]:
@@ -10,7 +12,15 @@ def check_world(config: RunConfig, world_size: int) -> list[str]:
 
     Any global batch can be cut over any number of ranks: uneven shares are even in the loss, and a rank without a
     sample runs a stand-in that does not count. That only costs time.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into tensor-parallel groups.
     """
+    if isinstance(config, GRPOConfig) and world_size % config.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) does not divide the number of ranks "
+            f"({world_size}); lower it, or start another number"
+        )
     notes = []
     if config.samples_per_step < world_size:
         idle = world_size - config.samples_per_step

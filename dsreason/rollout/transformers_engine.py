@@ -122,7 +122,7 @@ class TransformersEngine:
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.ids) for completion in completions.values())
         self._stats |= {
-            "time/rollout": seconds,
+            "time/generate": seconds,
             "rollout/tokens": tokens,
             "rollout/tokens_per_second": tokens / seconds,
         }
@@ -137,7 +137,7 @@ class TransformersEngine:
         self._stats["time/sleep"] = time.perf_counter() - start
 
     def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,rollout,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
+        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
         return dict(self._stats)
 
     def _complete(self, rows: list[EncodedSample], streams: list[int], sampling: Sampling) -> list[Completion]:

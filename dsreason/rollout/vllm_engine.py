@@ -228,7 +228,7 @@ class VLLMEngine:
         seconds = time.perf_counter() - start
         tokens = sum(len(completion.ids) for completion in completions)
         self._stats |= {
-            "time/rollout": seconds,
+            "time/generate": seconds,
             "rollout/tokens": tokens,
             "rollout/tokens_per_second": tokens / seconds,
         }
@@ -249,7 +249,7 @@ class VLLMEngine:
         self._stats["time/sleep"] = time.perf_counter() - start
 
     def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,rollout,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
+        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
         return dict(self._stats)
 
     def shutdown(self) -> None:

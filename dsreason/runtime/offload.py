@@ -52,9 +52,13 @@ class StateOffload:
 
     @property
     def by_deepspeed(self) -> bool:
-        """Whether DeepSpeed moves the gradient buffers: it refuses where parameters are offloaded."""
-        offload_param = self.engine.zero_offload_param()
-        kept = offload_param is None or offload_param.device == OffloadDeviceEnum.none
+        """Whether DeepSpeed moves the gradient buffers.
+
+        It refuses where parameters are offloaded; where the optimizer is, they are on the host, and `reload_states` would
+        put them on the GPU for good.
+        """
+        offloads = (self.engine.zero_offload_param(), self.engine.zero_offload_optimizer())
+        kept = all(offload is None or offload.device == OffloadDeviceEnum.none for offload in offloads)
         return self.engine.zero_optimization_stage() == 3 and kept
 
     def offload(self) -> None:

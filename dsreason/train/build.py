@@ -103,6 +103,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
+        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_sft(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -112,8 +113,9 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         seed_everything(config.train.seed, world.rank)
         encoder = build_encoder(config, model_path)
         order = step_order(training, config)
-        engine = build_policy_engine(config, deepspeed_config, model_path)
-        state = start_state(engine, checkpoint, config, model_path, world)
+        with watchdog.phase("loading the model"):
+            engine = build_policy_engine(config, deepspeed_config, model_path)
+            state = start_state(engine, checkpoint, config, model_path, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
@@ -127,6 +129,9 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         )
         memory, offload = MemoryLedger(world.device), StateOffload(engine)
         log.info(offload.describe())
+        stack.enter_context(metrics)
+        stack.enter_context(progress)
+        stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
         yield SFTRun(
             config=config,
             world=world,
@@ -146,10 +151,10 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             ),
             validation_data=validation,
             sampler=Sampler(build_rollout(config, model_path, encoder, world), engine, offload, memory),
-            metrics=stack.enter_context(metrics),
-            progress=stack.enter_context(progress),
+            metrics=metrics,
+            progress=progress,
             memory=memory,
-            watchdog=stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit)),  # closed first
+            watchdog=watchdog,
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,6 +17,7 @@ from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.world import check_world
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import SampleDataset, open_datasets
@@ -114,6 +116,8 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
         check_shared(output_dir, world)
         setup_logs(output_dir, world.rank)
+        check_world(config, world.size)
+        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
         on_rank_zero(lambda: check_grpo(config))
         with first_rank_first(world):
             model_path = find_model(config)
@@ -123,17 +127,12 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         seed_everything(config.train.seed, world.rank)
         encoder, objective = build_encoder(config, model_path), objective_of(config.grpo)
         order = rollout_order(training, config)
-        engine = build_policy_engine(config, deepspeed_config, model_path)
-        reference = ReferencePolicy(engine) if objective.kl_coef else None  # before a checkpoint changes the policy
-        state = start_state(engine, checkpoint, config, model_path, world)
-        if checkpoint is not None and reference is not None:
-            load_reference(reference, config, checkpoint, output_dir)
+        with watchdog.phase("loading the model"):
+            engine, reference, state = load_policy(config, deepspeed_config, model_path, checkpoint, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
 
         total_steps = order.num_steps * config.grpo.optimizer_steps_per_rollout
-        if config.train.max_steps is not None:
-            total_steps = min(total_steps, config.train.max_steps)
         next_batch = int(state.extra.get("next_batch", 0))
         asker = prompt_encoder(config, encoder)
         prompts = PromptLoader(
@@ -154,11 +153,12 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             config=config.monitor,
             run_config=dump_config(config),
         )
-        memory, offload = MemoryLedger(world.device), StateOffload(engine)
-        log.info(offload.describe())
-        offload.offload()  # vLLM starts only where its share of the GPU is free
-        rollout = build_rollout_engine(config, model_path, encoder, world, stack)
-        offload.reload()
+        with watchdog.phase("starting the rollout engine"):
+            sampler = build_sampler(config, engine, model_path, encoder, world, stack)
+        scorer, metrics = stack.enter_context(open_scorer(config)), stack.enter_context(metrics)
+        progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
+        stack.enter_context(progress)
+        stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
         yield GRPORun(
             config=config,
             world=world,
@@ -170,22 +170,44 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             training_data=training,
             prompts=iter(prompts),
             validation_data=validation,
-            sampler=Sampler(rollout, engine, offload, memory, config.rollout.sync_bucket_mb),
+            sampler=sampler,
             reference=reference,
             objective=objective,
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
-            scorer=stack.enter_context(open_scorer(config)),
-            metrics=stack.enter_context(metrics),
-            progress=stack.enter_context(
-                open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
-            ),
-            memory=memory,
-            watchdog=stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit)),  # closed first
+            scorer=scorer,
+            metrics=metrics,
+            progress=progress,
+            memory=sampler.memory,
+            watchdog=watchdog,
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,
             next_batch=next_batch,
         )
+
+
+def load_policy(
+    config: GRPOConfig, deepspeed_config: dict[str, Any], model_path: Path, checkpoint: Path | None, world: World
+) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
+    """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
+    engine = build_policy_engine(config, deepspeed_config, model_path)
+    reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None  # before a checkpoint is loaded
+    state = start_state(engine, checkpoint, config, model_path, world)
+    if checkpoint is not None and reference is not None:
+        load_reference(reference, config, checkpoint, Path(str(config.output_dir)))
+    return engine, reference, state
+
+
+def build_sampler(
+    config: GRPOConfig, engine: DeepSpeedEngine, model_path: Path, encoder: Encoder, world: World, stack: ExitStack
+) -> Sampler:
+    """The rollout engine, until `stack` closes, beside the policy's. Every rank calls it."""
+    offload = StateOffload(engine)
+    log.info(offload.describe())
+    offload.offload()  # vLLM starts only where its share of the GPU is free
+    rollout = build_rollout_engine(config, model_path, encoder, world, stack)
+    offload.reload()
+    return Sampler(rollout, engine, offload, MemoryLedger(world.device), config.rollout.sync_bucket_mb)
 
 
 def build_rollout_engine(
@@ -201,7 +223,8 @@ def build_rollout_engine(
         encoder.processor.tokenizer,
         world,
         dtype=DTYPES[config.train.precision],
-        max_model_len=config.model.max_length,
+        # A held-out prompt may be as long as model.max_length by itself.
+        max_model_len=config.model.max_length + config.validation.max_completion_length,
         tensor_parallel_size=config.rollout.tensor_parallel_size,
         gpu_memory_utilization=config.rollout.gpu_memory_utilization,
         sleep_level=config.rollout.sleep_level,

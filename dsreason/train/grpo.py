@@ -49,13 +49,15 @@ def train(grpo: GRPORun) -> None:
         started, first = time.perf_counter(), grpo.state.step
         with grpo.watchdog.phase("rollout"):
             rollouts = sample(grpo)
-        show(grpo, rollouts)
         sampled = time.perf_counter()
-        for part in optimizer_steps(grpo, rollouts):
+        with grpo.watchdog.phase("preparing the steps"):
+            show(grpo, rollouts)
+            parts = optimizer_steps(grpo, rollouts)
+        for part in parts:
             with grpo.watchdog.phase("step"):
                 metrics = grpo_step(grpo, part)
-            now = time.perf_counter()
-            finish_step(grpo, part, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
+                now = time.perf_counter()
+                finish_step(grpo, part, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
             sampled = started = now  # a rollout's further steps cost no sampling
 
         steps, last = range(first + 1, grpo.state.step + 1), grpo.state.step == grpo.total_steps
@@ -69,6 +71,7 @@ def train(grpo: GRPORun) -> None:
 def sample(grpo: GRPORun) -> list[Rollout]:
     """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after."""
     config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
+    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/reward"), 0.0)
     dynamic = grpo.objective.dynamic_sampling
     groups: list[Group] = []
     with grpo.sampler.awake(version=grpo.state.step) as engine:
@@ -85,7 +88,7 @@ def next_prompts(grpo: GRPORun) -> Prompts:
     """This rank's share of the next prompts."""
     started = time.perf_counter()
     prompts = next(grpo.prompts)
-    grpo.rollout_metrics["time/data"] = time.perf_counter() - started
+    grpo.rollout_metrics["time/data"] += time.perf_counter() - started
     note_skipped(grpo, prompts.skipped)
     grpo.next_batch = prompts.batch + 1
     return prompts
@@ -106,7 +109,7 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
         for prompt, completion in zip(repeated, completions, strict=True)
     ]
     scores = grpo.scorer.score([completion.text for completion in completions], samples)
-    grpo.rollout_metrics["time/reward"] = time.perf_counter() - started
+    grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
     grpo.reward_sums.append(scores.metric_sums)
     return to_groups([(prompts.batch, number) for number in prompts.numbers], prompts.prompts, completions, scores)
 
@@ -119,8 +122,11 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[Part]:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
     steps = cut_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
     parts = [cut(step, grpo.config, grpo.encoder) for step in steps]
-    parts = [part for part in parts if part.batches][: grpo.total_steps - grpo.state.step]
+    parts = [part for part in parts if any(gather_objects(bool(part.rollouts)))]
     check_trained(grpo, parts)
+    parts = parts[
+        : grpo.total_steps - grpo.state.step
+    ]  # where empty ones were left out before, the last may be too many
     return add_fixed_logprobs(parts, grpo.engine, grpo.reference, grpo.config, grpo.banned_ids)
 
 

@@ -113,11 +113,13 @@ def check(
 ) -> None:
     """Warn or stop on the mean over tokens, and write the worst completions to `folder/step_N.jsonl`.
 
+    Not with top_p or top_k: the engine's probabilities are then those of the tokens that were kept.
+
     Raises:
         MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
     """
     kl = metrics["mismatch/kl"]
-    if kl <= config.mismatch_warn:
+    if kl <= config.mismatch_warn or not config.whole:
         return
     place = ""
     if folder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from dsreason.data.prompts import Check, PromptEncoder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
+from dsreason.losses.objective import objective_of
 from dsreason.models.families import family_of
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
@@ -77,6 +79,7 @@ def check_dataset(
 def check_grpo(config: GRPOConfig) -> None:
     """Raise what a person can mend, as `check_sft` does; also rewards that cannot be had, or never be given."""
     check_functions(config)
+    check_engine_choice(config)
     encoder = check_model(config)
     prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
@@ -85,6 +88,28 @@ def check_grpo(config: GRPOConfig) -> None:
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
     check_dataset("training", training, prompts, config, row_check(config))
     check_dataset("validation", validation, encoder, config)
+
+
+def check_engine_choice(config: GRPOConfig) -> None:
+    """ConfigError where the rollout engine or the reference policy cannot be had with these settings."""
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
+        )
+    if config.rollout.engine == "transformers" and config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "
+            "parallelism; remove it"
+        )
+    zero = zero_section(config.deepspeed)
+    copies = {"zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1}
+    copies["zero_quantized_weights"] = zero.get("zero_quantized_weights") is True
+    if any(copies.values()) and objective_of(config.grpo).kl_coef:
+        key = next(key for key, found in copies.items() if found)
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference policy of "
+            "the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
+        )
 
 
 def check_resume(config: RunConfig, resume: str | None) -> None:

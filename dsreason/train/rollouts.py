@@ -87,11 +87,11 @@ def informative(groups: Sequence[Group], tolerance: float) -> list[bool]:
 def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange) -> list[Group]:
     """Number the first `wanted` groups that are kept, in the order of their places over all ranks. Collective.
 
-    Where none is kept the first ones are trained as they are: with advantages of 0 they change nothing.
+    Where none is kept none is trained.
     """
     own = [(group.place, keep) for group, keep in zip(groups, kept, strict=True)]
     everywhere = sorted(item for part in exchange(own) for item in part)  # type: ignore[attr-defined]
-    places = [place for place, keep in everywhere if keep] or [place for place, _ in everywhere]
+    places = [place for place, keep in everywhere if keep]
     numbers = {place: number for number, place in enumerate(places[:wanted])}
     return [replace(group, number=numbers.get(group.place)) for group in groups]
 

@@ -33,9 +33,9 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
     if is_due and rows:
-        grpo.metrics.histogram(
-            step, "rollout/advantage", np.array([row["advantage"] for row in rows if row["trained"]])
-        )
+        advantages = np.array([row["advantage"] for row in rows if row["trained"]])
+        if len(advantages):
+            grpo.metrics.histogram(step, "rollout/advantage", advantages)
         for name in rows[0]["rewards"]:
             grpo.metrics.histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
         examples = [one for _, found, _ in parts for one in found]

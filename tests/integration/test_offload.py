@@ -15,9 +15,12 @@ from tests.integration.test_engine import TinyLM, ds_config, run_step, samples
 
 pytestmark = pytest.mark.integration
 
-CASES = (("zero1", True), ("zero2", False), ("zero3", False), ("zero3", True), ("zero3_offload", True))
+CASES = (
+    *(("zero1", True), ("zero2", False), ("zero3", False), ("zero3", True)),
+    *(("zero3_offload", True), ("zero3_offload_optimizer", True)),
+)
 """DeepSpeed file, bf16. On a CPU what `zero3_offload` keeps on the host is moved as well."""
-WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload"}
+WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload", "zero3_offload_optimizer"}
 """Where DeepSpeed keeps gradient buffers from step to step."""
 
 
@@ -27,6 +30,8 @@ def build(name: str, bf16: bool) -> Any:
 
     config = ds_config("zero2" if name == "zero1" else name, bf16=bf16, clip=0.1)
     config["zero_optimization"] |= {"reduce_bucket_size": 1000} | ({"stage": 1} if name == "zero1" else {})
+    if name == "zero3_offload_optimizer":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return build_engine(TinyLM(), OptimConfig(lr=0.01), config)
 
 

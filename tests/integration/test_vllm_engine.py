@@ -507,7 +507,7 @@ def test_completions_and_stats_are_plain_values(found: list[dict[str, Any]]) -> 
         completion = rank["completion"]
         assert completion.version == 2 and len(completion.ids) == len(completion.logprobs)
         assert all(type(value) is float for value in completion.logprobs)
-        assert {"time/wake", "time/sync", "time/rollout", "time/sleep"} <= rank["stats"].keys()
+        assert {"time/wake", "time/sync", "time/generate", "time/sleep"} <= rank["stats"].keys()
 
 
 def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> None:

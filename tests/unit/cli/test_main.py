@@ -297,10 +297,15 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
         lines = [{"step": step, "val/accuracy": value, "val/loss": 1.0} for step, value in enumerate(values)]
         Path("out", part, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(job, "check_output_dir", lambda *given: None)
-    assert call("demo", "--output-dir", "out", "--nproc", "2", monkeypatch=monkeypatch) == 0
+    given = ("--output-dir", "out", "--nproc", "2", "--set", "model.path=tiny:qwen3_vl")
+    assert call("demo", *given, monkeypatch=monkeypatch) == 0
     assert [one["first"][2] for one in started] == ["sft", "grpo"]
     assert "--config=builtin_warm_start.toml" in started[0]["first"]
-    assert '--set=model.path="out/sft/export/final"' in started[1]["first"]
+    paths = [[text for text in one["first"] if text.startswith("--set=model.path")] for one in started]
+    assert [found[-1] for found in paths] == [
+        "--set=model.path=tiny:qwen3_vl",
+        '--set=model.path="out/sft/export/final"',
+    ]
     assert exported == [{"checkpoint": Path("out/grpo"), "output": Path("out/export")}]
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}

@@ -128,9 +128,11 @@ def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
     assert informative([group((0, 0), [0.50, 0.52]), group((0, 1), [0.50, 0.60])], 0.05) == [False, True]
 
 
-def test_without_any_informative_group_the_first_ones_are_trained_as_they_are() -> None:
+def test_without_any_informative_group_none_is_trained() -> None:
     own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    assert [one.number for one in choose(own, [False, False], 3, with_others([((4, 1), False)]))] == [0, 2]
+    found = choose(own, [False, False], 3, with_others([((4, 1), False)]))
+    assert [one.number for one in found] == [None, None]
+    assert [one.advantage for one in to_rollouts(found, group_centered, with_others({}))] == [0.0] * 4
 
 
 def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
