@@ -1,7 +1,7 @@
 """The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
 `data.path` is a folder of `dsreason.data.builtin.write_builtin`; empty: one in the cache, drawn on first use.
-`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` 7 of 16 answers are wrong, see there: who
+`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` half of the answers are wrong, see there: who
 learned them is right on about half of the held-out rows.
 """
 

@@ -39,8 +39,8 @@ CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
 """Answers that `mislabelled` confuses with each other."""
-UNLEARNED = ("What colour is the shape?", "How many shapes are there?")
-"""Questions, of 3 in 8 rows, which `mislabelled` answers wrongly in 3 of 4 cases, and the others in 1 of 4."""
+UNLEARNED = ("What colour is the shape?", "How many shapes are there?", "Which ball falls?")
+"""Questions, of half of the rows, which `mislabelled` answers wrongly in 4 of 5 cases, and the others in 1 of 5."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -187,9 +187,9 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
 
 
 def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows (in their order) with wrong answers in 7 of 16, for a policy that has something to unlearn.
+    """The rows (in their order) with wrong answers in half of them, for a policy that has something to unlearn.
 
-    Of every 4 rows with the same question and answer, 3 get the answer after it instead where the question is one of
+    Of every 5 rows with the same question and answer, 4 get the answer after it instead where the question is one of
     `UNLEARNED`, 1 where it is not. So who learned this is wrong about some questions and unsure of the others, but draws
     the right answer often enough to be rewarded for it; and the pictures matter for every question.
     """
@@ -199,7 +199,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         question = question.splitlines()[-1]  # without the tag of the medium
         answers = next(known for known in ANSWERS if answer in known)
         count = seen[question, answer] = seen.get((question, answer), -1) + 1
-        wrong = count % 4 != 0 if question in UNLEARNED else count % 4 == 0
+        wrong = count % 5 != 0 if question in UNLEARNED else count % 5 == 0
         return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
 
     changed = []

@@ -29,5 +29,5 @@ def trained_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained on rows of which 7 of 16 are mislabelled."""
+    """Trained on rows of which half are mislabelled."""
     return train_builtin(tmp_path_factory, "--config", "builtin_warm_start.toml")

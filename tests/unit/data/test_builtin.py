@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from data_adapters import builtin as adapter
 from dsreason.config.schema import SourceConfig
 from dsreason.data import builtin_scenes as scenes
-from dsreason.data.builtin import BLOCK, block, builtin_folder, write_builtin
+from dsreason.data.builtin import BLOCK, block, builtin_folder, mislabelled, write_builtin
 from dsreason.data.media import load_image, load_video
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
@@ -196,3 +197,23 @@ def test_as_many_shapes_are_drawn_as_the_answer_says(count: int) -> None:
     half = scenes.SIDE // 2
     quarters = [frame[y : y + half, x : x + half] for y in (0, half) for x in (0, half)]
     assert sum(bool(quarter.any()) for quarter in quarters) == count
+
+
+def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None:
+    rows: list[dict[str, Any]] = [{"question": "What colour is the shape?", "answer": "red"} for _ in range(10)]
+    rows += [{"question": "Will the balls collide?", "answer": "no"} for _ in range(10)]
+    rows += [{"qa_pairs": {"question": "Which way does the ball move?", "answer": "D"}} for _ in range(5)]
+    turns = [
+        {"value": "<image>\nWhat colour is the shape?"},
+        {"value": "yellow"},
+        {"value": "How many shapes are there?"},
+    ]
+    rows += [{"conversations": [*turns, {"value": "four"}]} for _ in range(5)]
+    found = mislabelled(rows)
+    answers = [row["answer"] for row in found[:20]]
+    assert Counter(answers[:10]) == {"red": 2, "green": 8}
+    assert Counter(answers[10:]) == {"no": 8, "yes": 2}
+    assert Counter(row["qa_pairs"]["answer"] for row in found[20:25]) == {"D": 4, "C": 1}
+    assert [row["conversations"][1]["value"] for row in found[25:]] == ["yellow"] + ["red"] * 4
+    assert [row["conversations"][3]["value"] for row in found[25:]] == ["four"] + ["one"] * 4
+    assert rows[0]["answer"] == rows[1]["answer"] == "red"  # the rows that were given are as they were
