@@ -203,12 +203,8 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
     rows: list[dict[str, Any]] = [{"question": "What colour is the shape?", "answer": "red"} for _ in range(10)]
     rows += [{"question": "Will the balls collide?", "answer": "no"} for _ in range(10)]
     rows += [{"qa_pairs": {"question": "Which way does the ball move?", "answer": "D"}} for _ in range(5)]
-    turns = [
-        {"value": "<image>\nWhat colour is the shape?"},
-        {"value": "yellow"},
-        {"value": "How many shapes are there?"},
-    ]
-    rows += [{"conversations": [*turns, {"value": "four"}]} for _ in range(5)]
+    turns = ("<image>\nWhat colour is the shape?", "yellow", "How many shapes are there?", "four")
+    rows += [{"conversations": [{"value": text} for text in turns]} for _ in range(5)]
     found = mislabelled(rows)
     answers = [row["answer"] for row in found[:20]]
     assert Counter(answers[:10]) == {"red": 2, "green": 8}
