@@ -35,7 +35,7 @@ $(TOOLS)/bin/uv:
 	python3 -m venv $(TOOLS) && $(TOOLS)/bin/python -m pip install -q uv \
 		|| { python3 -m pip install -q --target $(TOOLS)/lib uv && mkdir -p $(TOOLS)/bin && cp $(TOOLS)/lib/bin/uv $@; }
 
-demo: setup ## Train the built-in task on two ranks and show what was learned (about three minutes on 4 cores).
+demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about ten minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
 test: setup ## Run every test that this machine can run.
