@@ -159,7 +159,7 @@ def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path) -> N
 def test_a_run_whose_completions_are_all_cut_off_says_so(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)
-    assert ended.returncode == 2
+    assert ended.returncode == 1
     assert "10 rollouts in a row had no completion to train" in ended.stderr
     assert not [line for line in metrics(folder / "cut") if "train/loss" in line]
 
