@@ -183,7 +183,8 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
         self.version = version
 
     TransformersEngine.sync = sync  # type: ignore[method-assign]
-    overrides = [f"rollout.self_test={str(self_test).lower()}", "rollout.mismatch_stop=1e-4", "optim.lr=1e-2"]
+    overrides = [f"rollout.self_test={str(self_test).lower()}", "rollout.mismatch_stop=1e-4", "rollout.mismatch_warn=0"]
+    overrides.append("optim.lr=1e-2")
     settings = load_config(GRPOConfig, Path(config), overrides, default_recipe="")
     try:
         grpo.run(settings, output_dir=Path(output_dir))
