@@ -24,7 +24,9 @@ from pathlib import Path
 
 def on_rank(rank, do):
     if os.environ["RANK"] == rank:
-        Path("since").write_text(str(time.time()))
+        mark = Path(f"since_{os.getpid()}")  # several workers come here, and one may be killed while it writes
+        mark.write_text(str(time.time()))
+        mark.replace("since")
         do()
     return 0.0
 

@@ -1,0 +1,203 @@
+"""Where the time of a GRPO step goes: generate, forward, backward, and everything else.
+
+    python benchmarks/grpo_overhead.py [--nproc 2] [--engine vllm] [--ds-config zero3.json] [--steps 6] [--profile 25]
+
+`dsreason grpo`'s own loop on a random model that is large enough for generate, forward and backward to take seconds, on
+image rows, with clocks around the calls it makes; `--profile` runs it under cProfile too, and prints the functions that
+took most. A step lasts from the end of the one before to its own end, so what no clock has is in `other`. Printed are
+means of rank 0 over the steps after the warm-up: `work` is generate, forward and backward, `apart` the optimizer step and
+the weight sync, and waiting for another rank is where it happens. No completion ends early; nothing is saved or validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from grpo_vs_trl import REWARD, build_endless
+from sft_vs_trl import write_rows
+
+from dsreason.runtime import launch
+
+if TYPE_CHECKING:
+    from dsreason.train.build_grpo import GRPORun
+
+GOAL = 0.1
+WORK = ("generate", "forward", "backward")
+APART = ("optimizer step", "sync")
+
+Seconds = np.ndarray[Any, np.dtype[np.float64]]
+"""By the wall clock, and of CPU time."""
+
+
+class Clock:
+    """Seconds by phase of each step, by the wall clock and of this process's CPU time; phases do not nest."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))
+        self.steps: list[dict[str, Seconds]] = []
+        self.ended = moment()
+
+    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            started = moment()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.now[phase] += moment() - started
+
+        return wrapper
+
+    def wrap(self, owner: Any, **phases: str) -> None:
+        """Put a clock around each named attribute of `owner`."""
+        for name, phase in phases.items():
+            setattr(owner, name, self.timed(phase, getattr(owner, name)))
+
+    def ends_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            ended = moment()
+            self.steps.append({**self.now, "total": ended - self.ended})
+            self.ended = ended
+            self.now.clear()
+            return result
+
+        return wrapper
+
+
+def moment() -> Seconds:
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def watch(run: GRPORun) -> Clock:
+    """Clocks around what the loop calls."""
+    from dsreason.train import grpo
+
+    clock = Clock()
+    clock.wrap(run.engine, forward="forward", backward="backward", step="optimizer step")
+    clock.wrap(run.sampler.rollout, generate="generate", sync="sync")
+    clock.wrap(run.scorer, score="scoring")
+    clock.wrap(grpo, cut="collation", show="recording", finish_step="recording")
+    run.prompts = Waiting(run.prompts, clock)
+    grpo.finish_step = clock.ends_step(grpo.finish_step)
+    return clock
+
+
+class Waiting:
+    """An iterator whose waits count as `prompts`."""
+
+    def __init__(self, items: Iterator[Any], clock: Clock) -> None:
+        self.take = clock.timed("prompts", items.__next__)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.take()
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.train.build_grpo import build_grpo
+    from dsreason.train.grpo import train
+
+    folder = arguments.folder
+    config = GRPOConfig.model_validate(json.loads((folder / "run.json").read_text()))
+    with build_grpo(config, folder / "run", None) as run:
+        clock, profiler = watch(run), cProfile.Profile()
+        if arguments.profile:
+            profiler.runcall(train, run)
+        else:
+            train(run)
+        if run.world.is_main:
+            report(clock.steps[arguments.warmup :], run.world.size)
+            if arguments.profile:
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(arguments.profile)
+
+
+def report(steps: list[dict[str, Seconds]], num_ranks: int) -> None:
+    mean = {phase: sum(step.get(phase, 0.0) for step in steps) / len(steps) for phase in set().union(*steps)}
+    total = mean.pop("total")
+    mean["other"] = total - sum(mean.values())
+    rest = [phase for phase in sorted(mean, key=lambda phase: -mean[phase][0]) if phase not in WORK + APART]
+    print(f"{num_ranks} ranks, {len(steps)} steps; load {os.getloadavg()[0]:.1f}")
+    rows = [(phase, mean[phase]) for phase in (*WORK, *APART, *rest)]
+    for name, phases in (("work", WORK), ("apart", APART), ("the rest", rest)):
+        rows.append((name, sum(mean[phase] for phase in phases)))
+    print(f"{'':16}{'wall s':>9}{'':9}{'CPU s':>9}")
+    for phase, (wall, cpu) in (*rows, ("step", total)):
+        print(f"{phase:16}{wall:9.3f}{wall / total[0]:9.1%}{cpu:9.3f}{cpu / total[1]:9.1%}")
+    wall, cpu = rows[-1][1] / total
+    print(f"share of a step that is the rest: {wall:.1%} of the time, {cpu:.1%} of the CPU time (goal {GOAL:.0%})")
+
+
+def run_config(arguments: argparse.Namespace, folder: Path, model: Path, rows: Path) -> dict[str, Any]:
+    return {
+        "deepspeed": arguments.ds_config,
+        "model": {"path": str(model), "gradient_checkpointing": False, "max_length": 512},
+        "data": {"adapter": "jsonl", "path": str(rows), "workers": 1},
+        "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
+        "train": {
+            "precision": "fp32",
+            "epochs": 1000,
+            "max_steps": arguments.warmup + arguments.steps,
+            "micro_batch_size": arguments.micro_batch,
+        },
+        "grpo": {"prompts_per_step": arguments.prompts, "num_generations": arguments.generations, "kl_coef": 0.0},
+        "rollout": {"engine": arguments.engine, "max_completion_length": arguments.length},
+        "reward": {"functions": {f"{folder / 'rewards.py'}:vowels": 1.0}},
+        "validation": {"before_training": False, "generate": False, "micro_batch_size": 64},
+        "checkpoint": {"every": 0, "export": "none"},
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ds-config", default="zero3.json")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="of the completions, in tokens")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if launch.is_rank():
+        launch.enter_rank()
+        rank(arguments)
+        return
+    launch.prepare_environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
+        model = build_endless(arguments.family, folder / "model", sizes)
+        rows = write_rows(folder, 64, "even")
+        (folder / "rewards.py").write_text(REWARD)
+        (folder / "run.json").write_text(json.dumps(run_config(arguments, folder, model, rows)))
+        command = [__file__, *sys.argv[1:], f"--folder={folder}"]
+        launch.start_ranks(lambda attempt: command, ranks=arguments.nproc, log_dir=folder / "logs")
+
+
+if __name__ == "__main__":
+    main()
