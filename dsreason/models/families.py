@@ -24,7 +24,7 @@ class Family:
     position_ids: Callable[[Tensor, dict[str, Tensor], Any], Tensor]
     """`(mm_token_type_ids [T], mm_kwargs, config) -> [3, T]`, one sample; a plain function, to be pickled."""
     patch: Callable[[nn.Module], None]
-    """Makes a model's own `forward` and `generate` use the same positions."""
+    """Makes a model's own `forward` and `generate` use the same positions, and its vision tower see a medium once."""
     vision_tower: str
     """Prefix of the vision tower's parameter names."""
     renames: tuple[tuple[str, str], ...]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dsreason.models import media_once
 from dsreason.models.mrope import Grids, install, merged_grids, sample_positions
 
 VISION_TOWER = "model.visual"
@@ -35,3 +36,4 @@ def position_ids(mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config
 
 def patch(model: nn.Module) -> None:
     install(model, grids)
+    media_once.install(model.model.visual)

@@ -49,12 +49,23 @@ class Sampling:
     """Sample from this many most probable tokens; 0 keeps all."""
     max_completion_length: int = 64
     """Longest completion in tokens, the stop token included."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that the prompt or the completion holds, and multiplies the negative ones."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the completion holds."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens as often as the completion holds them."""
     seed: int = 0
     """A prompt draws from the random stream (seed, its stream's number), whatever it is batched with."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_completion_length < 1:
+        out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0
+        if out_of_range or self.max_completion_length < 1:
             raise ValueError(f"impossible sampling settings: {self}")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,8 @@ class Completion:
     """One generated answer.
 
     `ids` ends with the stop token when there is one; `text` has no special tokens. `logprobs` are those of the drawn
-    tokens under the distribution they were drawn from (temperature, top_p, top_k and the banned media tokens applied;
-    greedy: temperature 1), in float32. `version` is that of the weights.
+    tokens under the distribution they were drawn from (temperature, top_p, top_k, penalties and the banned media tokens
+    applied; greedy: temperature 1), in float32. `version` is that of the weights.
 
     Example: `Completion(ids=(1190, 151645), text="left", logprobs=(-0.02, -0.0004), finish_reason="stop", version=12)`.
     """

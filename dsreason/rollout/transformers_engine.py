@@ -142,27 +142,40 @@ class TransformersEngine:
 
     def _complete(self, rows: list[EncodedSample], streams: list[int], sampling: Sampling) -> list[Completion]:
         """One batch. The positions are ours all the way, so nothing of transformers' own generation state is used."""
-        inputs = left_padded(rows, self.pad_id, self.device)
-        attention = pad(inputs.pop("attention_mask"), (0, sampling.max_completion_length), value=1)
-        next_position = inputs["position_ids"].amax(dim=(0, 2)) + 1  # [B]: text goes on after the largest of all axes
+        prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
+        places = {id(prompt): i for i, prompt in enumerate(prompts)}
+        which = torch.tensor([places[id(row)] for row in rows], device=self.device)  # [B]
+        inputs = left_padded(prompts, self.pad_id, self.device)
+        output = self.model.model(use_cache=True, **inputs)
+        cache, hidden = output.past_key_values, output.last_hidden_state[which, -1]
+        cache.batch_select_indices(which)
+        attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
+        next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
         uniform = torch.from_numpy(random_streams(sampling, streams)).to(self.device)
-        width = inputs["input_ids"].shape[1]
+        width, vocabulary = inputs["input_ids"].shape[1], self.model.lm_head.weight.shape[0]
+        penalties = Penalties(sampling, rows, vocabulary, self.device) if sampling.has_penalties else None
         finished = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
-        ids, logprobs, cache = [], [], None
+        ids, logprobs = [], []
         for step in range(sampling.max_completion_length):
-            mask = attention[:, : width + step]
-            output = self.model.model(attention_mask=mask, past_key_values=cache, use_cache=True, **inputs)
-            cache = output.past_key_values
-            logits = self.model.lm_head(output.last_hidden_state[:, -1]).float()  # [B, V]
+            logits = self.model.lm_head(hidden).float()  # [B, V]
+            if penalties is not None:
+                logits = penalties.apply(logits)
             logits[:, self.banned_ids] = -torch.inf
             token, logprob = draw(logits, sampling, uniform[:, step])
             ids.append(token)
             logprobs.append(logprob)
             finished |= torch.isin(token, self.stop_ids)
-            if finished.all():
+            if finished.all() or step == sampling.max_completion_length - 1:
                 break
-            position = (next_position + step).expand(3, -1)[:, :, None]
-            inputs = {"input_ids": token[:, None], "position_ids": position}
+            if penalties is not None:
+                penalties.count(token)
+            hidden = self.model.model(
+                input_ids=token[:, None],
+                position_ids=(next_position + step).expand(3, -1)[:, :, None],
+                attention_mask=attention[:, : width + step + 1],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
         drawn = zip(rows, torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
         return [self._completion(row.id, *tokens) for row, *tokens in drawn]
 
@@ -254,6 +267,32 @@ def left_padded(rows: Sequence[EncodedSample], pad_id: int, device: torch.device
     for key in sorted({key for row in rows for key in row.mm_kwargs}):
         inputs[key] = torch.cat([row.mm_kwargs[key] for row in rows if key in row.mm_kwargs]).to(device)
     return inputs
+
+
+class Penalties:
+    """What tokens lose for having been used: `B` rows over a vocabulary of `V`.
+
+    Source: `apply_penalties` of vLLM; the repetition penalty is CTRL's (arXiv:1909.05858), the others OpenAI's.
+    """
+
+    def __init__(
+        self, sampling: Sampling, rows: Sequence[EncodedSample], vocabulary: int, device: torch.device
+    ) -> None:
+        self.sampling = sampling
+        self.in_prompt = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+        for used, row in zip(self.in_prompt, rows, strict=True):
+            used[row.input_ids.to(device)] = True
+        self.counts = torch.zeros(len(rows), vocabulary, device=device)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        factor = self.sampling.repetition_penalty
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(self.in_prompt | (self.counts > 0), repeated, logits)
+        logits = logits - self.sampling.frequency_penalty * self.counts
+        return logits - self.sampling.presence_penalty * (self.counts > 0)
+
+    def count(self, tokens: Tensor) -> None:
+        self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=self.counts.dtype))
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -332,6 +332,9 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             max_tokens=sampling.max_completion_length,
             seed=seed,
             logprobs=0,  # of the drawn token alone

@@ -123,6 +123,7 @@ class Shell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Module()
+        self.model.visual = nn.Identity()
         self.config = CONFIG
 
 
