@@ -60,7 +60,7 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
     deepspeed = resolve_deepspeed("zero3.json", config, device="cpu", world_size=world.size)
     deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = arguments.threshold
     engine = build_policy_engine(config, deepspeed, arguments.model)
-    rollout = build_rollout(config, arguments.model, build_encoder(config, arguments.model), world)
+    rollout = build_rollout(config, arguments.model, build_encoder(config, arguments.model), world, batch_size=1)
     rollout.wake()
     return engine, rollout
 

@@ -11,15 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from dsreason.cli import grpo, sft
+from dsreason.cli.eval import RECIPE
 from dsreason.cli.export import export
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
+from dsreason.config.load import load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
 WARM_START = Path("builtin_warm_start.toml")
+HELD_OUT = Path("builtin_eval.toml")
 
 
 def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: SetOption = None) -> None:
@@ -30,7 +34,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     changes = tuple(overrides or ())
 
-    typer.echo("1/3 SFT on rows of which a share is deliberately mislabelled", err=True)
+    typer.echo("1/4 SFT on rows of which a share is deliberately mislabelled", err=True)
     warm = Job(
         command="sft",
         schema=SFTConfig,
@@ -42,7 +46,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     )
     run_job(warm, check=sft.check, run=sft.run, ranks_on_cpu=ranks_on_cpu)
 
-    typer.echo("2/3 GRPO from there: the reward is whether an answer is right", err=True)
+    typer.echo("2/4 GRPO from there: the reward is whether an answer is right", err=True)
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(
         command="grpo",
@@ -54,21 +58,48 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     )
     run_job(job, check=grpo.check, run=grpo.run, ranks_on_cpu=ranks_on_cpu)
 
-    typer.echo("3/3 export of the last checkpoint", err=True)
+    typer.echo("3/4 export of the last checkpoint", err=True)
     export(checkpoint=folder / "grpo", output=folder / "export")
-    Console().print(results_table(folder))
+
+    typer.echo("4/4 evaluation of the export on the held-out questions", err=True)
+    results = evaluate_export(folder)
+    Console().print(results_table(folder, accuracy_by_medium(results)))
     typer.echo(f"model: {folder / 'export'}")
+    typer.echo(f"every answer: {results / 'report.html'}")
     typer.echo(f"curves: tensorboard --logdir {folder}")
 
 
-def results_table(folder: Path) -> Table:
-    """Every held-out accuracy: of the random model, after SFT, after GRPO."""
+def evaluate_export(folder: Path) -> Path:
+    """`dsreason eval` of the exported model on the rows that the runs held out; returns the folder of its reports."""
+    from dsreason.evaluation.report import write_reports
+    from dsreason.evaluation.run import evaluate
+
+    changes = [f"model.path={json.dumps(str(folder / 'export'))}", f"results_dir={json.dumps(str(folder / 'results'))}"]
+    results, _ = evaluate(load_config(EvalConfig, HELD_OUT, changes, default_recipe=RECIPE))
+    write_reports(results)
+    return results
+
+
+def accuracy_by_medium(results: Path) -> dict[str, float]:
+    """As the trainer's metrics are called: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
+    from dsreason.evaluation.results import read_results
+
+    right: dict[str, list[bool]] = {}
+    for result in read_results(results):
+        medium = "video" if any(file.endswith(".mp4") for file in result.media) else "image"
+        for name in ("val/accuracy", f"val/accuracy/{medium}"):
+            right.setdefault(name, []).append(result.is_correct)
+    return {name: sum(values) / len(values) for name, values in right.items()}
+
+
+def results_table(folder: Path, evaluated: dict[str, float]) -> Table:
+    """Every held-out accuracy: of the random model, after SFT, after GRPO, and of the export in an evaluation of its own."""
     random, warm = first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
     _, trained = first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
-    table = Table("right answers, held out", "random model", "after SFT", "after GRPO", title="dsreason demo")
+    table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")
     for name in trained:
         label = name.removeprefix("val/accuracy").removeprefix("/") or "all"
-        table.add_row(label, *(_shown(found.get(name)) for found in (random, warm, trained)))
+        table.add_row(label, *(_shown(found.get(name)) for found in (random, warm, trained, evaluated)))
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, export, grpo, sft
+from dsreason.cli import demo, eval, export, grpo, score, sft
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.command()(sft.sft)
 app.command()(grpo.grpo)
 app.command()(export.export)
+app.command("eval")(eval.evaluate)
+app.command()(score.score)
 app.command()(demo.demo)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 
 from dsreason.config.problems import nearest
@@ -28,14 +28,33 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def field_names(name: str, field: FieldInfo) -> list[str]:
+    """The names under which a field may be given: its own, and others that documents have for it."""
+    alias = field.validation_alias
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+
+
+def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
+    """The field of a section that is given as `key`."""
+    return next((field for name, field in schema.model_fields.items() if key in field_names(name, field)), None)
+
+
+def synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
+    """The other names of the key at `path`, in the same section."""
+    key = path[-1]
+    fields = _section_at(schema, path[:-1]).model_fields.items()
+    names = next((names for names in (field_names(*item) for item in fields) if key in names), [])
+    return {name for name in names if name != key}
+
+
 def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
     """The field at `path`; list indexes are passed over."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
-        if section is None or name not in section.model_fields:
+        field = find_field(section, name) if section else None
+        if field is None:
             return None
-        field = section.model_fields[name]
         section = section_of(field.annotation)
     return field
 
@@ -45,10 +64,11 @@ def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[di
     known: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
-        if key not in schema.model_fields:
+        field = find_field(schema, key)
+        if field is None:
             unknown.append((key,))
             continue
-        known[key], below = _split_value(section_of(schema.model_fields[key].annotation), value)
+        known[key], below = _split_value(section_of(field.annotation), value)
         unknown += [(key, *path) for path in below]
     return known, unknown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest
+from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
 from dsreason.config.messages import reworded
 from dsreason.config.problems import config_error
 from dsreason.config.schema import SourceConfig
@@ -50,7 +50,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
     parsed = [parse_override(text) for text in overrides]
     document = json_like(in_file)
     for override in parsed:
-        _apply(document, override)
+        _apply(document, override, synonyms(schema, override.path))
     known, unknown = split_unknown(schema, document)
     problems = [(key, f"unknown key; {suggest(schema, key)}") for key in unknown]
     try:
@@ -167,7 +167,8 @@ def json_like(value: Any) -> Any:
     return [json_like(item) for item in value] if isinstance(value, list) else value
 
 
-def _apply(document: dict[str, Any], override: Override) -> None:
+def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
+    """`replaced`: keys of the same section that mean the same."""
     here: Any = document
     for depth, part in enumerate(override.path):
         last = depth == len(override.path) - 1
@@ -175,6 +176,8 @@ def _apply(document: dict[str, Any], override: Override) -> None:
         if isinstance(here, list) and part == len(here):
             here.append({})
         if last:
+            for name in replaced:
+                here.pop(name, None)
             here[part] = override.value
         elif isinstance(here, list):
             here = here[int(part)]

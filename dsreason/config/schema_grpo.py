@@ -103,6 +103,8 @@ class RolloutConfig(Section):
     """Sample from this many most probable tokens, 0: all; needs `grpo.correction = "none"` above 0."""
     max_completion_length: int = Field(1024, ge=1)
     """Longest completion in tokens."""
+    batch_size: int = Field(32, ge=1)
+    """Completions that the transformers engine draws together on a rank; vLLM sees to that itself."""
     sync_bucket_mb: float = Field(512.0, gt=0)
     """Most MiB of weights that are gathered at a time to be sent to the engine."""
     show: int = Field(4, ge=0)

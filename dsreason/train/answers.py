@@ -10,7 +10,6 @@ from pathlib import Path
 from PIL import Image
 
 from dsreason.data.types import Message, Sample
-from dsreason.rewards.text import final_answer, plain
 from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.world import World
 
@@ -68,18 +67,17 @@ class ValidationResult:
         (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
         shown = [answer for answer in self.answers if answer.row in self.sheets]
         if shown:
-            metrics.text(step, "val/answers", "\n\n".join(describe(a.prompt, a.completion, a.reference) for a in shown))
+            metrics.text(
+                step,
+                "val/answers",
+                "\n\n".join(describe(a.prompt, a.completion, a.reference, a.correct) for a in shown),
+            )
             metrics.images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
 
 
-def describe(prompt: str, completion: str, reference: str) -> str:
-    mark = "right" if is_correct(completion, reference) else "wrong"
+def describe(prompt: str, completion: str, reference: str, correct: bool) -> str:
+    mark = "right" if correct else "wrong"
     return f"{prompt}\nanswer ({mark}): {completion}\nreference: {reference}"
-
-
-def is_correct(completion: str, reference: str) -> bool:
-    """Exact match of what is inside `<answer>` tags, or of all where there are none; white space and case aside."""
-    return plain(final_answer(completion)) == plain(final_answer(reference))
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
@@ -101,14 +99,6 @@ def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
         f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
         for name in names
     }
-
-
-def reference_of(sample: Sample) -> str | None:
-    """What the answer should be: `sample.answer`, else the text of a last assistant turn."""
-    if sample.answer is not None:
-        return sample.answer
-    last = sample.messages[-1]
-    return text_of(last) if last["role"] == "assistant" else None
 
 
 def question_of(sample: Sample) -> str:

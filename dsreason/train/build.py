@@ -132,6 +132,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         stack.enter_context(metrics)
         stack.enter_context(progress)
         stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
+        rollout = build_rollout(config, model_path, encoder, world, config.validation.micro_batch_size)
         yield SFTRun(
             config=config,
             world=world,
@@ -150,7 +151,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
                 start_step=state.step,
             ),
             validation_data=validation,
-            sampler=Sampler(build_rollout(config, model_path, encoder, world), engine, offload, memory),
+            sampler=Sampler(rollout, engine, offload, memory),
             metrics=metrics,
             progress=progress,
             memory=memory,
@@ -228,13 +229,16 @@ def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], mod
     return build_engine(Policy(model), config.optim, deepspeed_config)
 
 
-def build_rollout(config: RunConfig, model_path: Path, encoder: Encoder, world: World) -> TransformersEngine:
+def build_rollout(
+    config: RunConfig, model_path: Path, encoder: Encoder, world: World, batch_size: int
+) -> TransformersEngine:
     return TransformersEngine(
         model_path,
         encoder.processor.tokenizer,
         dtype=DTYPES[config.train.precision],
         device=world.device,
-        batch_size=config.validation.micro_batch_size,
+        attention=config.model.attention,
+        batch_size=batch_size,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -215,7 +215,7 @@ def build_rollout_engine(
 ) -> RolloutEngine:
     """What samples the completions, until `stack` closes. Every rank calls it."""
     if config.rollout.engine == "transformers":
-        return build_rollout(config, model_path, encoder, world)
+        return build_rollout(config, model_path, encoder, world, config.rollout.batch_size)
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
     engine = VLLMEngine(

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dsreason.data.contact_sheet import contact_sheet
 from dsreason.runtime.world import gather_objects
 from dsreason.train.answers import media_paths, modality_of, question_of
 from dsreason.train.build_grpo import GRPORun
-from dsreason.train.contact_sheet import contact_sheet
 from dsreason.train.rollouts import Rollout
 
 

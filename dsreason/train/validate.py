@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium
+from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.loader import BadRow, Encoding, next_item, refusal, unchanged
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.prompts import PromptEncoding
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import EncodedSample
 from dsreason.errors import DataError
+from dsreason.evaluation.grading import is_correct, reference_of
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
@@ -31,14 +33,11 @@ from dsreason.train.answers import (
     ValidationResult,
     accuracies,
     describe,
-    is_correct,
     mean_rewards,
     media_paths,
     modality_of,
     question_of,
-    reference_of,
 )
-from dsreason.train.contact_sheet import contact_sheet
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -192,7 +191,8 @@ def generate_answers(
         for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
             answers.append(to_answer(row, prompt, completion, tokenizer, reward))
             if row in held_out.shown:
-                text = describe(question_of(prompt.sample), completion.text, answers[-1].reference)
+                last = answers[-1]
+                text = describe(question_of(prompt.sample), completion.text, last.reference, last.correct)
                 sheets[row] = contact_sheet(prompt.media, text)
         advance(len(found) * held_out.world.size)
     return answers, sheets
@@ -227,7 +227,7 @@ def to_answer(
         prompt=tokenizer.decode(prompt.prompt_ids),
         completion=completion.text,
         reference=reference,
-        correct=is_correct(completion.text, reference),
+        correct=is_correct(completion.text, sample),
         finish_reason=completion.finish_reason,
         media=media_paths(sample),
         rewards=rewards,

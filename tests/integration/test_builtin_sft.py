@@ -57,7 +57,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     encoder = build_encoder(config, Path(model))
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=1)
     engine = build_policy_engine(config, deepspeed, Path(model))
-    rollout = build_rollout(config, Path(model), encoder, world)
+    rollout = build_rollout(config, Path(model), encoder, world, config.validation.micro_batch_size)
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress(), blank_media=True)
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]

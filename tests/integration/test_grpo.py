@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -147,13 +148,37 @@ def sampled(run: Path, step: int) -> list[tuple[str, str, float]]:
     return [(row["id"], row["completion"], row["reward"]) for row in rollouts(run, step)]
 
 
-def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path) -> None:
-    options = ("--set", "rollout.engine=vllm", "--set", "checkpoint.every=2", "--set", "rollout.self_test=false")
-    whole = train(folder, "vllm", *options)
-    resumed = train(folder, "vllm_resumed", "--resume", "vllm/checkpoints/step_2", *options)
-    assert sampled(resumed, 2) == sampled(whole, 2)
-    assert sampled(whole, 0) != sampled(whole, 2)
-    assert max(line["mismatch/max_abs_logprob"] for line in metrics(whole) if "mismatch/kl" in line) <= 1e-4
+VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.self_test=false")
+
+
+@pytest.fixture(scope="module")
+def with_vllm(folder: Path) -> Path:
+    return train(folder, "vllm", *VLLM)
+
+
+def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path, with_vllm: Path) -> None:
+    resumed = train(folder, "vllm_resumed", "--resume", "vllm/checkpoints/step_2", *VLLM)
+    assert sampled(resumed, 2) == sampled(with_vllm, 2)
+    assert sampled(with_vllm, 0) != sampled(with_vllm, 2)
+    assert max(line["mismatch/max_abs_logprob"] for line in metrics(with_vllm) if "mismatch/kl" in line) <= 1e-4
+
+
+def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(folder: Path, with_vllm: Path) -> None:
+    """One copy of the policy over both ranks, and gradient checkpointing, as in the recipes for large models."""
+    together = ("--set", "rollout.tensor_parallel_size=2", "--set", "model.gradient_checkpointing=true")
+    shared = train(folder, "shared", *VLLM, *together, "--set", "train.max_steps=2")
+    assert sampled(shared, 0) == sampled(with_vllm, 0)
+    names = ("train/loss", "train/grad_norm", "policy/entropy", "policy/kl", "mismatch/kl")
+    expected, found = ([[line[name] for name in names] for line in metrics(run)[:2]] for run in (with_vllm, shared))
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_frozen_vision_tower_stays_and_is_not_sent_again(folder: Path, tiny_qwen3_vl: Path) -> None:
+    run = train(folder, "frozen", "--set", 'model.freeze=["visual"]')
+    initial, trained = load_file(tiny_qwen3_vl / "model.safetensors"), load_file(run / "export/final/model.safetensors")
+    changed = {name.split(".")[1] for name in initial if not initial[name].equal(trained[name])}
+    assert changed == {"language_model"}
+    assert max(line["mismatch/max_abs_logprob"] for line in metrics(run) if "mismatch/kl" in line) <= 1e-4
 
 
 def test_a_run_whose_completions_are_all_cut_off_says_so(folder: Path) -> None:

@@ -55,7 +55,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     encoder = build_encoder(config, Path(model))
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
-    rollout = build_rollout(config, Path(model), encoder, world)
+    rollout = build_rollout(config, Path(model), encoder, world, config.validation.micro_batch_size)
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     order = step_order(dataset, config)
     loader = StepLoader(

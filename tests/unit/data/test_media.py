@@ -171,6 +171,18 @@ def test_seeking_finds_the_exact_frames(tmp_path, first):
     assert numbers(load_video(path, wanted)) == wanted
 
 
+@pytest.mark.parametrize("wanted", [[0, 59], list(range(0, 60, 7)), [30, 31, 58], list(range(60))])
+def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tmp_path, wanted):
+    noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+    frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
+    path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
+    expected = media._frames_by_count(path, wanted, None)
+    assert np.array_equal(np.stack(media._frames_by_time(path, wanted, None)), np.stack(expected))
+    with media._opened_video(path) as (container, stream):
+        decoded = [frame.pts for frame in media._decoded(container, stream, chosen=set())]
+        assert 0 < len(decoded) < 60
+
+
 def test_seeking_without_usable_times_decodes_from_the_start(tmp_path):
     path = write_video(tmp_path / "a.avi", 150, codec="mpeg4")
     assert numbers(load_video(path, [130, 149])) == [130, 149]

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from dsreason.config.schema import MonitorConfig, SFTConfig
+from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.runtime.metrics import MetricsWriter
 from dsreason.runtime.world import World
-from dsreason.train.answers import Answer, ValidationResult, accuracies, is_correct, modality_of, reference_of
-from dsreason.train.contact_sheet import contact_sheet
+from dsreason.train.answers import Answer, ValidationResult, accuracies, modality_of
 from dsreason.train.validate import HeldOut, blank_sample
 
 
@@ -30,38 +30,6 @@ def sample(*parts: str, answer: str | None = None, reply: str | None = "left") -
 def answer(row: int, correct: bool, modality: str = "text", kind: str | None = None) -> Answer:
     reply = "left" if correct else "right"
     return Answer(row, str(row), modality, kind, "which way?", reply, "left", correct, "stop", [])
-
-
-@pytest.mark.parametrize(
-    ("completion", "reference", "correct"),
-    [
-        ("left", "left", True),
-        (" Left\n", "left", True),
-        ("A", "a", True),
-        ("A", "B", False),
-        ("(A)", "A", False),
-        ("left.", "left", False),
-        ("", "left", False),
-        ("STRASSE", "straße", True),
-    ],
-)
-def test_an_answer_is_right_when_it_matches_exactly_but_for_case_and_space(
-    completion: str, reference: str, correct: bool
-) -> None:
-    assert is_correct(completion, reference) is correct
-
-
-@pytest.mark.parametrize(
-    ("given", "reference"),
-    [
-        (sample("text", answer="A", reply="left"), "A"),
-        (sample("text", reply="left"), "left"),
-        (sample("text", answer="A", reply=None), "A"),
-        (sample("text", reply=None), None),
-    ],
-)
-def test_the_reference_is_the_answer_or_else_the_last_reply(given: Sample, reference: str | None) -> None:
-    assert reference_of(given) == reference
 
 
 @pytest.mark.parametrize(

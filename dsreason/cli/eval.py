@@ -1,0 +1,169 @@
+"""`dsreason eval`: a model's answers to questions, graded."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsreason.cli.job import ConfigOption, NprocOption, SetOption
+from dsreason.config.load import load_config
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import ConfigError
+from dsreason.runtime import launch
+
+RECIPE = "eval.toml"
+
+
+class AnswerType(StrEnum):
+    letter = "letter"
+    reasoning = "reasoning"
+
+
+def evaluate(
+    config: ConfigOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face folder, hub name, or a run or checkpoint of ours.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Address of an OpenAI-compatible server instead of a model.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="Benchmark folder, such as robovqa; may be repeated.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of the benchmark folders, a JSONL, or what --adapter reads.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter that reads --data, such as llava or builtin.")] = None,
+    answer_type: Annotated[
+        AnswerType | None, typer.Option(help="Ask for the answer alone, or for thoughts first.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that hold one copy of the model together.")
+    ] = None,
+    results_dir: Annotated[Path | None, typer.Option(help="Where the answers go; default: results.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each data set.")] = None,
+    compat: Annotated[
+        bool, typer.Option("--compat", help="Read and grade answers exactly as cosmos-reason1 does.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete stored answers of these data sets first.")
+    ] = False,
+    nproc: NprocOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Continues where it stopped."""
+    if config is None and not overrides:
+        check_complete(model or server, data or dataset or adapter)
+    given = {
+        "server.url": server,
+        "evaluation.answer_type": answer_type and answer_type.value,
+        "evaluation.limit": limit,
+        "evaluation.parser": "compat" if compat else None,
+        "evaluation.overwrite": overwrite or None,
+        "results_dir": results_dir and str(results_dir),
+    }
+    changes = [*questions_of(dataset or [], data, adapter), *named_models(model, server)]
+    if tensor_parallel_size is not None:
+        changes += ["model.tp_size=null", f"model.tensor_parallel_size={tensor_parallel_size}"]
+    changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    changes += overrides or ()  # last, as they may concern what the others set
+    loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
+    if launch.is_rank():
+        run(loaded)
+        return
+    launch.prepare_environment()
+    for note in loaded.notes(len(os.sched_getaffinity(0))):
+        typer.echo(f"note: {note}", err=True)
+    ranks = 1
+    if loaded.server.url is None:
+        ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
+    if ranks == 1:
+        run(loaded)
+        return
+    check(loaded)
+    folder = Path(loaded.results_dir)
+    launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
+
+
+def check_complete(who: object, what: object) -> None:
+    """ConfigError that says which options there are, where the command line alone has to say everything."""
+    missing = [] if who else ["who answers: --model D or --server URL"]
+    missing += [] if what else ["what is asked: --data D, --dataset NAME or --adapter NAME"]
+    if missing:
+        raise ConfigError("; ".join(missing) + " (or --config eval.toml)")
+
+
+def questions_of(datasets: list[str], data: str | None, adapter: str | None) -> list[str]:
+    """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's."""
+    changes = []
+    if adapter is not None or (data is not None and Path(data).is_file()):
+        if datasets:
+            raise ConfigError(
+                f"--dataset {datasets[0]} names a benchmark folder, and --data {data} is read as rows; leave one out"
+            )
+        rows = {"adapter": adapter or "jsonl"} | ({"path": data} if data is not None else {})
+        pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in rows.items())
+        return ["datasets=[]", f"sources=[{{{pairs}}}]"]
+    if data is not None:
+        if not Path(data).is_dir():
+            raise ConfigError(f"--data {data}: no such file or folder (working folder: {Path.cwd()})")
+        if not (datasets or benchmarks_in(Path(data))):
+            raise ConfigError(
+                f"--data {data}: has no <name>/<name>_benchmark_qa_pairs.json in it or in {data}/benchmark; give --adapter, "
+                "if these are rows of another kind"
+            )
+        changes.append(f"data_dir={json.dumps(data)}")
+        datasets = datasets or benchmarks_in(Path(data))
+    if datasets:
+        changes += [f"datasets={json.dumps(datasets)}", "sources=[]"]
+    return changes
+
+
+def benchmarks_in(folder: Path) -> list[str]:
+    """Names of the benchmark folders in `--data`."""
+    return sorted(
+        file.parent.name
+        for place in (folder, folder / "benchmark")
+        for file in place.glob("*/*_benchmark_qa_pairs.json")
+        if file.name == f"{file.parent.name}_benchmark_qa_pairs.json"
+    )
+
+
+def named_models(model: str | None, server: str | None) -> list[str]:
+    """The overrides that say who answers: what the command line names replaces what the file does."""
+    if model is not None and server is not None:
+        raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
+    changes = [] if model is None and server is None else ["model.model_name=null", "server.url=null"]
+    changes += [f"model.path={json.dumps(model)}"] if model is not None or server is not None else []
+    return changes
+
+
+def arguments(config: Path | None, changes: list[str]) -> list[str]:
+    """What python runs in a rank."""
+    given = [] if config is None else [f"--config={config}"]
+    return ["-m", "dsreason", "eval", *given, *(f"--set={change}" for change in changes)]
+
+
+def check(config: EvalConfig) -> None:
+    """Raise what a person can mend before ranks start."""
+    from dsreason.evaluation.answerers import check_model
+    from dsreason.evaluation.questions import load_questions
+
+    load_questions(config)
+    check_model(config)
+
+
+def run(config: EvalConfig) -> None:
+    from dsreason.cli.score import print_reports
+    from dsreason.evaluation.report import write_reports
+    from dsreason.evaluation.run import evaluate as run_evaluation
+
+    folder, throughput = run_evaluation(config)
+    if launch.is_first_rank():
+        typer.echo(str(throughput), err=True)
+        print_reports(write_reports(folder, None))

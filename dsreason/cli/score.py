@@ -1,0 +1,74 @@
+"""`dsreason score`: from result files to accuracies and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from dsreason.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsreason.evaluation.report import Report
+
+LOG_WIDTH = 120
+"""Columns of tables in a pipe or a file, where there is no terminal to ask."""
+
+
+def score(
+    results_dir: Annotated[Path, typer.Option(help="Results of one or several evaluations, at any level.")],
+    dataset: Annotated[list[str] | None, typer.Option(help="Only this data set; repeat it for several.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Results of a baseline on the same questions.")] = None,
+    compat: Annotated[bool, typer.Option("--compat", help="Print what cosmos-reason1's script prints.")] = False,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write summary.json and report.md only.")] = False,
+    frames: Annotated[
+        int | None,
+        typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: up to 50 MB."),
+    ] = None,
+) -> None:
+    """Print accuracies with their intervals; write summary.json, report.md and report.html beside the results."""
+    if compat:
+        if compare or no_html or frames is not None:
+            raise ConfigError("--compat: only prints three lines; leave out --compare, --no-html and --frames")
+        print_compat(results_dir, dataset)
+        return
+    from dsreason.evaluation.report import write_reports
+
+    print_reports(write_reports(results_dir, dataset, baseline=compare, with_html=not no_html, frames=frames))
+
+
+def print_reports(reports: list[Report]) -> None:
+    """The accuracies on stdout, a table for one run and a row each for several, and where the reports are."""
+    from dsreason.evaluation import tables
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    if len(reports) > 1:
+        console.print(tables.runs_table([report.summary for report in reports]))
+    for report in reports:
+        if len(reports) == 1:
+            console.print(tables.accuracy_table(report.summary))
+            for name, text in tables.facts(report.summary).items():
+                typer.echo(f"{name}: {text}")
+        if report.comparison:
+            console.print(tables.comparison_table(report.comparison))
+            if report.comparison.warning:
+                console.print(f"attention: {report.comparison.warning}", style="bold yellow", markup=False)
+        for file in report.files:
+            typer.echo(file)
+
+
+def print_compat(results_dir: Path, dataset: list[str] | None) -> None:
+    from dsreason.evaluation.calculate_accuracy import calculate_accuracy
+
+    count = calculate_accuracy(results_dir, dataset)
+    if count.files == 0:
+        typer.echo(f"No JSON files found in directory: {results_dir}", err=True)
+        raise typer.Exit(1)
+    for complaint in count.complaints:
+        typer.echo(complaint, err=True)
+    for line in count.lines():
+        typer.echo(line)

@@ -1,0 +1,261 @@
+"""Who answers: a server, or an engine on this job's ranks; and what a job of several ranks agrees on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from dsreason.config.cache import cache_dir
+from dsreason.config.output import CHECKPOINTS
+from dsreason.config.schema import ModelConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.chat import Encoder
+from dsreason.errors import ConfigError
+from dsreason.evaluation.asking import Answerer
+from dsreason.evaluation.engine import EngineAnswerer, build_encoder, load_weights
+from dsreason.evaluation.sampling import max_tokens
+from dsreason.evaluation.server import ServerAnswerer
+from dsreason.evaluation.settings import model_fingerprint
+from dsreason.evaluation.types import Kind
+from dsreason.export import export_checkpoint
+from dsreason.models.load import model_config, resolve_model
+from dsreason.rollout.protocol import RolloutEngine
+from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.runtime.checkpoint import MARKER, find_checkpoint
+from dsreason.runtime.progress import Advance, open_progress
+from dsreason.runtime.world import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Answering:
+    """An answerer, and the ranks that have one each (a server is asked by one process)."""
+
+    answerer: Answerer
+    batch_size: int | None
+    """Questions that are given to it at a time; None: all, as it makes its own batches."""
+    model: dict[str, str]
+    """Its name in the results, and what tells it from others."""
+    world: World | None = None
+    together: bool = False
+    """Whether ranks hold a model together and have to ask as often."""
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank if self.world else 0
+
+    @property
+    def size(self) -> int:
+        return self.world.size if self.world else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value. Collective."""
+        return gather_objects(value) if self.world else [value]
+
+    def on_first_rank(self, call: Callable[[], None]) -> None:
+        """Collective; an error there is raised everywhere."""
+        if self.world:
+            on_rank_zero(call)
+        else:
+            call()
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether it is true on any rank that has to ask as often as this one."""
+        return any(self.gather(flag)) if self.together else flag
+
+    def largest(self, count: int) -> int:
+        return max(self.gather(count)) if self.together else count
+
+    @contextmanager
+    def progress(self, num_questions: int) -> Iterator[Advance]:
+        """Counts questions on the first rank, as many as all ranks have; it sees its own share and speaks for all."""
+        with (
+            open_progress(rank=self.rank, total_steps=1) as progress,
+            progress.phase("questions", num_questions, "questions") as advance,
+        ):
+            yield lambda count: advance(count * self.size)
+
+
+@contextmanager
+def open_answering(config: EvalConfig) -> Iterator[Answering]:
+    """Join the job, and start the engine or find the server; on the way out close what was opened."""
+    if config.server.url is not None:
+        answerer = ServerAnswerer(config.server)
+        try:
+            yield Answering(answerer, None, {"name": answerer.model, "server": str(config.server.url)})
+        finally:
+            answerer.close()
+        return
+    world = init_world()
+    with ExitStack() as stack:
+        stack.callback(shutdown)
+        yield build_answering(config, world, stack)
+
+
+def build_answering(config: EvalConfig, world: World, stack: ExitStack) -> Answering:
+    """An engine with the model's weights on every rank, until `stack` closes. Collective."""
+    if world.size % config.model.tensor_parallel_size:
+        raise ConfigError(
+            f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the {world.size} ranks; "
+            "start a multiple of it"
+        )
+    path, name = find_model(config, world, stack)
+    dtype, length = dtype_of(config, path), max_length(config, path)
+    encoder = build_encoder(
+        path,
+        dtype=dtype,
+        max_length=prompt_room(config, length),
+        max_length_key=f"model.max_length ({length}) without the longest answer",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    engine = build_engine(config, path, encoder, dtype, length, world, stack)
+    load_weights(engine, path)
+    together = config.model.tensor_parallel_size > 1
+    answerer = EngineAnswerer(
+        engine,
+        encoder,
+        length,
+        workers=config.workers(available_cores(world)),
+        with_pixels=isinstance(engine, TransformersEngine),
+        together=together,
+    )
+    stack.callback(answerer.close)
+    model = {"name": name, "path": str(config.model.path), "fingerprint": model_fingerprint(path)}
+    return Answering(answerer, config.evaluation.batch_size, model, world, together)
+
+
+def check_model(config: EvalConfig) -> None:
+    """Raise what is wrong with a model folder before ranks start; a checkpoint of ours is not exported yet."""
+    if config.server.url is not None or own_checkpoint(Path(str(config.model.path)).expanduser()) is not None:
+        return
+    path = resolve_model(model_settings(config), cache_dir() / "models")
+    model_config(path, trust_remote_code=config.model.trust_remote_code)
+    prompt_room(config, max_length(config, path))
+
+
+def model_settings(config: EvalConfig) -> ModelConfig:
+    model = config.model
+    return ModelConfig(path=str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def prompt_room(config: EvalConfig, length: int) -> int:
+    """Tokens for a prompt, so that the longest first answer fits behind it."""
+    longest = max(max_tokens(config, kind) for kind in get_args(Kind))
+    if longest >= length:
+        raise ConfigError(
+            f"generation.max_tokens ({longest}) leaves no room for a prompt in model.max_length ({length}); "
+            "raise that or lower it"
+        )
+    return length - longest
+
+
+def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
+    """The Hugging Face folder that `model.path` means, and the model's name in the results.
+
+    Of a checkpoint of ours an export, which lasts until `stack` closes.
+    """
+    given = str(config.model.path)
+    checkpoint = own_checkpoint(Path(given).expanduser())
+    if checkpoint is None:
+        model = ModelConfig(
+            path=given, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+        with first_rank_first(world):
+            return resolve_model(model, cache_dir() / "models"), given.rstrip("/").rpartition("/")[2].replace(":", "-")
+    name = f"{checkpoint.absolute().parents[1].name}-{checkpoint.name}"
+    folder = Path(config.results_dir).expanduser().absolute() / f".{name}"  # every rank can read it
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    on_rank_zero(lambda: export(checkpoint, folder, config))
+    return folder, name
+
+
+def own_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest of a run's folder; None for what is no training's."""
+    if (path / "config.json").is_file() and not (path / CHECKPOINTS).is_dir():
+        return None  # a model folder
+    if (path / MARKER).is_file():
+        return path
+    return find_checkpoint(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
+
+
+def export(checkpoint: Path, folder: Path, config: EvalConfig) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    dtype = {"float32": "fp32", "auto": "auto"}.get(config.model.dtype, "bf16")
+    export_checkpoint(checkpoint, folder, dtype=dtype)
+
+
+def dtype_of(config: EvalConfig, path: Path) -> torch.dtype:
+    if config.model.dtype != "auto":
+        return DTYPES[config.model.dtype]
+    dtype = model_config(path, trust_remote_code=config.model.trust_remote_code).dtype
+    return torch.float32 if dtype is None else dtype
+
+
+def max_length(config: EvalConfig, path: Path) -> int:
+    """Longest prompt and answer together: what is asked for, at most what the model can take."""
+    model = model_config(path, trust_remote_code=config.model.trust_remote_code)
+    longest = int(model.text_config.max_position_embeddings)
+    return min(config.model.max_length or longest, longest)
+
+
+def choose_engine(config: EvalConfig, world: World) -> str:
+    """On a CPU plain transformers is done with a tiny model before vLLM has started."""
+    asked, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
+    installed = importlib.util.find_spec("vllm") is not None
+    if asked == "vllm" and not installed:
+        raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
+    if asked == "transformers" and tensor_parallel_size > 1:
+        raise ConfigError(
+            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1'
+        )
+    if asked != "auto":
+        return asked
+    wanted = world.device.type == "cuda" or tensor_parallel_size > 1
+    return "vllm" if wanted and installed else "transformers"
+
+
+def build_engine(
+    config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
+) -> RolloutEngine:
+    """Without weights, until `stack` closes. Collective."""
+    tokenizer, model = encoder.processor.tokenizer, config.model
+    if choose_engine(config, world) == "transformers":
+        return TransformersEngine(
+            path,
+            tokenizer,
+            dtype=dtype,
+            device=world.device,
+            attention=model.attention,
+            batch_size=config.evaluation.batch_size,
+            trust_remote_code=model.trust_remote_code,
+        )
+    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
+
+    engine = VLLMEngine(
+        path,
+        tokenizer,
+        world,
+        dtype=dtype,
+        max_model_len=length,
+        tensor_parallel_size=model.tensor_parallel_size,
+        gpu_memory_utilization=model.gpu_memory_utilization,
+        enforce_eager=model.enforce_eager,
+        trust_remote_code=model.trust_remote_code,
+    )
+    stack.callback(engine.shutdown)
+    return engine
+
+
+def available_cores(world: World) -> int:
+    """Of this rank, where those of its host share them."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))

@@ -1,0 +1,44 @@
+"""What answers questions: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsreason.evaluation.types import Question
+from dsreason.rollout.protocol import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question, asked for the first time (`attempt` 0) or again."""
+
+    question: Question
+    sampling: Sampling
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back; `error` says why nothing did, and the other fields are then empty."""
+
+    text: str = ""
+    finish_reason: str = ""
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class Answerer(Protocol):
+    def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
+        """The same batches, each once its media are there; only questions of the last one given may be asked."""
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+        """Each request with its reply, as they come, in any order.
+
+        What concerns one question (an unreadable clip, a request that fails) is a `Reply` with an `error`; what concerns
+        all of them (a server that is down or refuses the key) is raised.
+        """
+
+    def close(self) -> None: ...

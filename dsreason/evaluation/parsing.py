@@ -1,0 +1,133 @@
+"""Reading a response: its thoughts, its answer, and the rule that found the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+from dsreason.evaluation.choices import UNREAD, VERDICT, last_boxed, read_option, unwrapped, verdicts
+from dsreason.evaluation.compat import parse_compat
+from dsreason.evaluation.types import AnswerType, Kind, Parsed
+
+Parser = Literal["default", "compat"]
+
+TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
+YES_NO = re.compile(
+    r"[\W_]*(yes|no)(?!\W+(?!\1)(?:yes|no)\b)"
+    r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
+    re.IGNORECASE,
+)
+"""A text that begins with one of them and does not take it back: not "no one", "yes or no"."""
+NUMBER = r"([+-]?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*[0-9]+|\s+out\s+of\s+[0-9]+)?"
+SCORE = re.compile(
+    rf"{VERDICT.pattern}|\b(?:score|rating|rate)\b(?:\s+(?:it|is|of|a|this|as))*\s*[:=]?\s*", re.IGNORECASE
+)
+
+
+def parse(
+    text: str,
+    answer_type: AnswerType,
+    parser: Parser = "default",
+    *,
+    kind: Kind = "multiple_choice",
+    options: dict[str, str] | None = None,
+) -> Parsed:
+    """What a response answers, why, and by which rule that was read.
+
+    `default` reads what follows the thoughts: the last `<answer>` block, closed or cut off, else all of it (of `reasoning`,
+    which asks for the tags, the rule then ends in "without answer tags"). There it looks for, by `kind`:
+      - multiple_choice: the one option that is named, as its key in `options`; see `choices` for the rules.
+      - yes_no: `yes` or `no`.
+      - ordinal: a number on a line of its own, or after "score", "rating" or "the answer is"; as it is written.
+      - open, free_text: the text.
+    `compat` is cosmos-reason1's parser, for every kind: the first capital letter, see `compat`.
+
+    Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
+    `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
+
+    Raises:
+        ValueError: there is no such answer type, parser or kind; the text names those that there are.
+    """
+    _check("answer_type", answer_type, get_args(AnswerType))
+    _check("parser", parser, get_args(Parser))
+    _check("kind", kind, get_args(Kind))
+    if parser == "compat":
+        return parse_compat(text, answer_type)
+    response = split_response(text)
+    answer, rule = _read(response, kind, options)
+    if answer and answer_type == "reasoning" and not response.tagged:
+        rule += ", without answer tags"
+    return Parsed(answer, response.thoughts, rule)
+
+
+def _check(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+class Response(NamedTuple):
+    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
+
+    thoughts: str
+    answer: str
+    tagged: bool
+    """Whether the answer stood in `<answer>` tags."""
+
+
+def split_response(text: str) -> Response:
+    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
+
+    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
+    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
+    follows the thoughts.
+    """
+    text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
+    thoughts, closed, said = text.rpartition("</think>")
+    if not closed:
+        said, _, thoughts = text.partition("<think>")
+    if not said.strip() and "<answer>" in thoughts:  # thoughts that hold the answer, or that nothing closes
+        thoughts, tag, said = thoughts.partition("<answer>")
+        said = tag + said
+    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
+    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
+    return Response(TAG.sub("", thoughts).strip(), _without_tags(answer), bool(blocks))
+
+
+def _without_tags(text: str) -> str:
+    """Closing tags that stand alone, one that was cut off included."""
+    return re.sub(r"</[a-z]*\Z", "", TAG.sub("", text)).strip()
+
+
+def _read(response: Response, kind: Kind, options: dict[str, str] | None) -> tuple[str, str]:
+    if kind == "multiple_choice":
+        return read_option(response.answer, options)
+    if kind == "yes_no":
+        return read_yes_no(response.answer)
+    if kind == "ordinal":
+        return read_number(response.answer)
+    return (response.answer, "tagged text" if response.tagged else "whole text") if response.answer else UNREAD
+
+
+def read_yes_no(text: str) -> tuple[str, str]:
+    """(`yes` or `no`, the rule); the last verdict ("the answer is no"), else what the lines begin with, if they agree."""
+    boxed = last_boxed(text)
+    plain = unwrapped(text if boxed is None else boxed)
+    chosen = [found[1].lower() for _, line in verdicts(plain) if (found := YES_NO.match(line))]
+    if chosen:
+        return chosen[-1], "answer is"
+    begun = {found[1].lower() for line in plain.splitlines() if (found := YES_NO.match(line))}
+    return (begun.pop(), "yes or no") if len(begun) == 1 else UNREAD
+
+
+def read_number(text: str) -> tuple[str, str]:
+    """(a number as it is written, the rule): the first line that is one (`4`, `4.`, `4/5`), else the last "score: 4"."""
+    boxed = last_boxed(text)
+    plain = unwrapped(text if boxed is None else boxed)
+    for line in plain.splitlines():
+        if alone := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
+            return alone[1], "only number"
+    scores = [
+        found[1] for _, line in verdicts(plain, SCORE) if (found := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
+    ]
+    return (scores[-1], "score is") if scores else UNREAD

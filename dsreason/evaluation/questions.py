@@ -1,0 +1,308 @@
+"""The questions of an evaluation: benchmark folders as cosmos-reason1 lays them out, and the rows of any adapter.
+
+    <ds>/<ds>_benchmark_qa_pairs.json    [{"video": "clips/7.mp4", "qa_pairs": {"question": "Which way?",
+                                           "index2ans": {"A": "left", "B": "right"}, "answer": "A"}}, …]
+    <ds>/clips/7.mp4
+
+`qa_pairs` may be a list; a question without `index2ans` is answered by yes, no or a text. What is wrong in a file is a
+DataError; a clip that is missing is a question with a `problem`, which counts as unanswered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from dsreason.config.problems import nearest
+from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
+from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
+from dsreason.data.chat import prompt_messages
+from dsreason.data.rows import ListRows, read_rows, text_field
+from dsreason.data.sources import Source, check_text, open_source, vision_settings
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+from dsreason.evaluation.grading import kind_of
+from dsreason.evaluation.types import Kind, Question
+from dsreason.rewards.text import final_answer
+
+ANNOTATIONS = "{}_benchmark_qa_pairs.json"
+PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
+SYSTEM_PROMPT = "Answer the questions."
+REQUESTS = {
+    "multiple_choice": "Answer with the option's letter from the given choices directly.",
+    "yes_no": "Answer with yes or no directly.",
+    "open": "Answer the question using a single word or phrase.",
+}
+"""Last line of a benchmark question, by its kind; the first is cosmos-reason1's."""
+REASONING_REQUEST = (
+    "Please answer the question in the following format: <think> your reasoning </think> <answer> your {} </answer>."
+)
+STAND_IN = str(Path(__file__).absolute())
+"""A file that exists."""
+
+
+def load_questions(config: EvalConfig) -> list[Question]:
+    """All questions, in the order of the configuration and of the files; `evaluation.limit` of each data set.
+
+    Raises:
+        ConfigError, DataError: no such data set or adapter, no questions, a row that cannot be read, an answer that is not
+            among its options. The text names file, row and both values.
+    """
+    questions: list[Question] = []
+    for name in config.datasets:
+        questions += islice(benchmark_questions(name, config), config.evaluation.limit)
+    for source in config.sources:
+        questions += islice(row_questions(source, config), config.evaluation.limit)
+    return questions
+
+
+# ---------------------------------------------------------------- benchmark folders
+
+
+def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
+    folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
+    numbers: Counter[str] = Counter()
+    for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
+        try:
+            clip, problem = find_clip(folder, video)
+            sample, kind = benchmark_sample(clip, pair, config)
+        except KeyError as error:
+            raise DataError(f"{where}: field {error} is missing") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        yield numbered(name, clip.stem, kind, sample, problem, numbers)
+
+
+def find_benchmark(name: str, data_dir: Path) -> Path:
+    """`<data_dir>/<name>` or `<data_dir>/benchmark/<name>`, whichever holds the questions."""
+    places = [data_dir, data_dir / "benchmark"]
+    for place in places:
+        if (place / name / ANNOTATIONS.format(name)).is_file():
+            return place / name
+    there = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
+    if name in PUBLISHED and name not in there:
+        advice = "`dsreason data fetch` downloads it"
+    elif meant := nearest(name, [*there, *PUBLISHED]):
+        advice = f"did you mean {meant}?"
+    else:
+        advice = "check datasets and data_dir"
+    raise DataError(
+        f"dataset {name}: no {name}/{ANNOTATIONS.format(name)} in {places[0]} or {places[1]}; {advice} "
+        f"(there: {', '.join(there) or 'no benchmark'})"
+    )
+
+
+def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each question: where it stands, its video and its entry in `qa_pairs`."""
+    rows = read_rows(SourceConfig(path=str(file)))
+    if not len(rows):
+        raise DataError(f"{file}: holds no questions")
+    for index in range(len(rows)):
+        item, where = rows[index], rows.location(index)
+        if not isinstance(item, dict) or not isinstance(item.get("video"), str) or "qa_pairs" not in item:
+            raise DataError(f"{where}: must have video and qa_pairs, is {item!r:.200}")
+        pairs = item["qa_pairs"] if isinstance(item["qa_pairs"], list) else [item["qa_pairs"]]
+        if not pairs:
+            raise DataError(f"{where} ({item['video']}): qa_pairs is empty; remove the row or give it a question")
+        for number, pair in enumerate(pairs, start=1):
+            place = f"{where}, question {number} ({item['video']})" if len(pairs) > 1 else f"{where} ({item['video']})"
+            if not isinstance(pair, dict):
+                raise DataError(f"{place}: qa_pairs is {pair!r:.100}; it must have question, index2ans and answer")
+            yield place, item["video"], pair
+
+
+def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
+    """The clip's path, and why it cannot be shown."""
+    clip = Path(os.path.normpath(folder / video))
+    if not video or clip == folder or not clip.is_relative_to(folder):
+        raise DataError(f"field 'video': {video!r} must be a file in {folder}")
+    if clip.is_file():
+        return clip, None
+    packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
+    hint = f"; {packed[0]} there is not unpacked: `dsreason data fetch` does that" if packed else ""
+    return clip, f"video: no file {clip}{hint}"
+
+
+def benchmark_sample(clip: Path, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
+    options = read_options(pair.get("index2ans"))
+    answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
+        raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
+    meta = {key: pair[key] for key in ("question_kind",) if key in pair}
+    sample = with_checked_answer(Sample(clip.stem, [], str(answer).strip(), options, meta))
+    kind = checked_kind(sample)
+    lines = [text_field(pair, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
+    lines += [REQUESTS[kind]] if kind in REQUESTS else []
+    text = "\n".join(lines)
+    check_text(text)
+    video = {"type": "video", "video": str(clip), **vision_settings({}, config.vision_of(), "video")}
+    messages: list[Message] = [{"role": "user", "content": [video, {"type": "text", "text": text}]}]
+    system = SYSTEM_PROMPT if config.evaluation.system_prompt is None else config.evaluation.system_prompt
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return replace(sample, messages=as_asked(messages, kind, config)), kind
+
+
+def read_options(given: Any) -> dict[str, str] | None:
+    """Without the None entries that Arrow fills in so that all rows have the same letters."""
+    if given is None:
+        return None
+    options = {letter: text for letter, text in given.items() if text is not None} if isinstance(given, dict) else {}
+    if not options or not all(isinstance(text, str | int | float) for text in options.values()):
+        raise DataError(f"field 'index2ans' is {given!r:.100}; it must have a text for each letter")
+    return {letter: str(text) for letter, text in options.items()}
+
+
+# ---------------------------------------------------------------- rows of an adapter
+
+
+def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
+    system = config.system_prompt or evaluation.evaluation.system_prompt or ""
+    shown = evaluation.vision_of(config.vision)
+    source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
+    numbers: Counter[str] = Counter()
+    for index in indices.tolist():
+        sample, problem = read_row(source, index)
+        try:
+            sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
+            kind = config.kind or checked_kind(sample)
+            sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
+        except DataError as error:
+            raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
+        yield numbered(config.dataset, sample.id or f"row {index + 1}", kind, sample, problem, numbers)
+
+
+def read_row(source: Source, index: int) -> tuple[Sample, str | None]:
+    """The sample, and what is wrong with its media. What else is wrong with a row is raised.
+
+    Only its media are wrong where the row can be read with another file in their place.
+    """
+    row = source.rows[index]
+    try:
+        return source.sample(index), None
+    except DataError as error:
+        media: dict[str, list[str]] = {"image": [], "video": []}
+        try:
+            sample = replace(source, rows=ListRows([with_stand_ins(row, media)], "")).sample(0)
+        except DataError:
+            raise error from None
+        return with_media(sample, media), str(error)
+
+
+def with_stand_ins(row: Any, media: dict[str, list[str]]) -> Any:
+    """The row with `STAND_IN` for each path of a medium; the paths are added to `media`."""
+
+    def walk(value: Any, kind: str | None) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(inner, kind_of_key.get(key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [walk(inner, kind) for inner in value]
+        if kind is None or not isinstance(value, str) or "://" in value or ".." in Path(value).parts:
+            return value
+        media[kind].append(value)
+        return STAND_IN
+
+    kind_of_key = {"image": "image", "images": "image", "video": "video", "videos": "video"}
+    changed = walk(row, None)
+    if isinstance(row, dict) and "id" not in row and (paths := media["video"] + media["image"]):
+        changed["id"] = paths[0]  # which adapters else take from the medium
+    return changed
+
+
+def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
+    """The row's own paths back in the parts that have `STAND_IN`."""
+    waiting = {kind: iter(paths) for kind, paths in media.items()}
+
+    def back(part: dict[str, Any]) -> dict[str, Any]:
+        kind = part["type"]
+        return part if part.get(kind) != STAND_IN else {**part, kind: next(waiting[kind], STAND_IN)}
+
+    messages = [
+        m if isinstance(m["content"], str) else {**m, "content": [back(part) for part in m["content"]]}
+        for m in sample.messages
+    ]
+    return replace(sample, messages=messages)
+
+
+def reference_answer(sample: Sample) -> str:
+    """What is inside `<answer>` in the sample's answer or its last turn, or all of that where there are no tags."""
+    answer = sample.answer
+    if answer is None and (last := sample.messages[-1])["role"] == "assistant":
+        answer = text_of(last)
+    if answer is None or not final_answer(answer):
+        raise DataError("there is no answer to grade by; give the row one, or end it with the assistant's message")
+    return final_answer(answer)
+
+
+# ---------------------------------------------------------------- both
+
+
+def with_checked_answer(sample: Sample) -> Sample:
+    """With the answer written as the option's letter is. DataError where it is none of them."""
+    if not sample.options:
+        return sample
+    found = [letter for letter in sample.options if letter.lower() == (sample.answer or "").lower()]
+    if not found:
+        raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
+    return replace(sample, answer=found[0])
+
+
+def as_asked(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:
+    """With the request for thoughts, where the answer type is `reasoning` and no message asks for a format."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "user":
+        raise DataError("the last message before the answer must be the user's; there is no question")
+    if config.evaluation.answer_type != "reasoning" or any("<answer>" in text_of(message) for message in messages):
+        return messages
+    what = "single letter answer" if kind == "multiple_choice" else "answer"
+    return [*messages[:-1], with_line(last, REASONING_REQUEST.format(what))]
+
+
+def with_line(message: Message, line: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n{line}"}
+    texts = [place for place, part in enumerate(content) if part["type"] == "text"]
+    if not texts:
+        return {**message, "content": [*content, {"type": "text", "text": line}]}
+    last = content[texts[-1]]
+    extended = {**last, "text": f"{last['text']}\n{line}"}
+    return {**message, "content": [*content[: texts[-1]], extended, *content[texts[-1] + 1 :]]}
+
+
+def text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
+
+
+def numbered(
+    dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, numbers: Counter[str]
+) -> Question:
+    """The question, with its place among those of its `video_id`."""
+    number = numbers[video_id]
+    numbers[video_id] += 1
+    return Question(
+        id=f"{dataset}/{video_id}/{number}",
+        dataset=dataset,
+        video_id=video_id,
+        number=number,
+        kind=kind,
+        sample=sample,
+        answer=sample.answer or "",
+        options=sample.options,
+        problem=problem,
+    )
+
+
+def checked_kind(sample: Sample) -> Kind:
+    """DataError where the row names a kind that there is none of; it would else be graded as another."""
+    given = sample.meta.get("question_kind")
+    if given is not None and given not in get_args(Kind):
+        raise DataError(f"question_kind is {given!r}; it must be one of {', '.join(get_args(Kind))}")
+    return kind_of(sample)

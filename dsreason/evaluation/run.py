@@ -1,0 +1,213 @@
+"""`dsreason eval`: ask every question, grade what comes back, and keep each answer as soon as it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import DataError
+from dsreason.evaluation.answerers import Answering, open_answering
+from dsreason.evaluation.asking import Reply, Request
+from dsreason.evaluation.grading import Graded, Grader
+from dsreason.evaluation.parsing import parse
+from dsreason.evaluation.questions import load_questions, text_of
+from dsreason.evaluation.results import read_file, result_file, write_results
+from dsreason.evaluation.sampling import sampling
+from dsreason.evaluation.settings import open_run_folder, run_folder
+from dsreason.evaluation.types import AnswerType, Parsed, Question, Result
+from dsreason.runtime.progress import Advance
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What this job has asked and got, over all its ranks."""
+
+    questions: int
+    completion_tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.questions:
+            return "nothing was left to ask"
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"{self.questions} questions in {self.seconds:.1f} s: {self.questions / seconds:.2f} questions/s, "
+            f"{self.completion_tokens / seconds:,.0f} tokens/s"
+        )
+
+
+def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
+    """Answer and grade all questions of the configuration; every rank calls it.
+
+    Answers that are stored already are kept, so that an evaluation which was killed goes on where it was; those that
+    ended in an error are asked again. Returns the folder of the results, `<results_dir>/<model>/<answer_type>`.
+
+    Raises:
+        DsReasonError: no such data set, model or server; a folder that holds results of other settings.
+    """
+    questions = load_questions(config)
+    with ExitStack() as stack:
+        answering = stack.enter_context(open_answering(config))
+        folder = run_folder(config, answering.model["name"])
+        answering.on_first_rank(lambda: open_run_folder(folder, config, answering.model))
+        share = Share(answering.rank, answering.size)
+        grader = stack.enter_context(build_grader(config))
+        evaluation = Evaluation(config, folder, grader, answering)
+        own = share.of(questions)
+        with answering.progress(len(questions)) as advance:
+            started = time.perf_counter()
+            results = list(evaluation.run(own, advance))
+            seconds = time.perf_counter() - started
+        asked = answering.gather((len(results), sum(result.completion_tokens for result in results), seconds))
+    return folder, Throughput(sum(a for a, *_ in asked), sum(b for _, b, _ in asked), max(c for *_, c in asked))
+
+
+def build_grader(config: EvalConfig) -> Grader:
+    given = config.evaluation
+    return Grader(given.answer_type, given.parser, similarity_model=given.similarity_model, scorer=given.scorer)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part: whole clips, so that no two ranks write to one file."""
+
+    rank: int
+    size: int
+
+    def of(self, questions: Sequence[Question]) -> list[Question]:
+        clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
+        own = set(list(clips)[self.rank :: self.size])
+        return [question for question in questions if (question.dataset, question.video_id) in own]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One rank's questions on their way to stored results."""
+
+    config: EvalConfig
+    folder: Path
+    grader: Grader
+    answering: Answering
+
+    def run(self, questions: Sequence[Question], advance: Advance) -> Iterator[Result]:
+        """The results that were not there before, each once it is stored.
+
+        A batch of which anything is missing is asked as a whole: what is computed together rounds alike, so that an
+        evaluation gives the same answers however often it was interrupted. Clips that are missing are noted first.
+        """
+        kept = self.read_kept(questions)
+        absent = [question for question in questions if question.problem and question.id not in kept]
+        advance(sum(question.id in kept for question in questions) + len(absent))
+        for question in absent:
+            yield self.store(question, Reply(error=question.problem), attempts=0)
+        for batch in self.answering.answerer.batches(self.batches(questions, kept)):
+            for question, reply, attempts in self.answers(batch):
+                if question.id not in kept:
+                    yield self.store(question, reply, attempts)
+                    advance(1)
+
+    def read_kept(self, questions: Sequence[Question]) -> dict[str, Result]:
+        """What is stored and stays, by question id."""
+        kept = {}
+        asked = {question.id: question for question in questions}
+        for dataset, video_id in dict.fromkeys((question.dataset, question.video_id) for question in questions):
+            for result in self.stored(dataset, video_id):
+                if result.error is None and result.id in asked:
+                    check_same(asked[result.id], result, result_file(self.folder, dataset, video_id))
+                    kept[result.id] = result
+        return kept
+
+    def stored(self, dataset: str, video_id: str) -> list[Result]:
+        file = result_file(self.folder, dataset, video_id)
+        return read_file(file) if file.exists() else []
+
+    def batches(self, questions: Sequence[Question], kept: dict[str, Result]) -> list[list[Question]]:
+        """What has to be asked, cut into batches that do not depend on what is there already."""
+        size = self.answering.batch_size
+        if size is None:  # a server makes its own batches, so only what is missing is asked
+            missing = [question for question in questions if not question.problem and question.id not in kept]
+            return [missing] if missing else []
+        cut = [questions[i : i + size] for i in range(0, len(questions), size)]
+        usable = [[question for question in batch if not question.problem] for batch in cut]
+        missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
+        return missing + [[]] * (self.answering.largest(len(missing)) - len(missing))
+
+    def answers(self, batch: Sequence[Question]) -> Iterator[tuple[Question, Reply, int]]:
+        """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
+        settings, last = self.config.evaluation, self.config.generation.max_retries
+        place = {question.id: i for i, question in enumerate(batch)}
+        pending = list(batch)
+        for attempt in range(last + 1):
+            if not self.answering.anyone(bool(pending)):
+                return
+            unread = []
+            requests = [
+                Request(question, sampling(self.config, question.kind, attempt), attempt) for question in pending
+            ]
+            for request, reply in self.answering.answerer.ask(requests):
+                question = request.question
+                is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
+                if is_read or attempt == last:
+                    yield question, reply, attempt + (reply.error is None)
+                else:
+                    unread.append(question)
+            pending = sorted(unread, key=lambda question: place[question.id])  # replies come in any order
+
+    def store(self, question: Question, reply: Reply, attempts: int) -> Result:
+        """Grade a reply, and write it into the file of its clip. One with an error is a wrong answer that says why."""
+        result = self.graded(question, reply, attempts)
+        others = [other for other in self.stored(question.dataset, question.video_id) if other.id != question.id]
+        ordered = sorted([*others, result], key=lambda result: result.number)
+        write_results(self.folder, question.dataset, question.video_id, ordered)
+        return result
+
+    def graded(self, question: Question, reply: Reply, attempts: int) -> Result:
+        unread = Graded(Parsed("", "", "none"), False, {})
+        grade = self.grader.grade(question, reply.text) if reply.error is None else unread
+        return Result(
+            datasource=question.dataset,
+            video_id=question.video_id,
+            prompt=[text_of(message) for message in question.sample.messages],
+            correct_answer=question.answer,
+            reasoning=grade.parsed.reasoning,
+            answer=grade.parsed.answer,
+            full_response=reply.text,
+            is_correct=grade.is_correct,
+            id=question.id,
+            number=question.number,
+            kind=question.kind,
+            options=question.options,
+            media=media_of(question),
+            rule=grade.parsed.rule,
+            attempts=attempts,
+            finish_reason=reply.finish_reason,
+            completion_tokens=reply.completion_tokens,
+            seconds=round(reply.seconds, 3),
+            error=reply.error,
+            scores=grade.scores,
+        )
+
+
+def read(question: Question, text: str, answer_type: AnswerType, parser: str) -> bool:
+    """Whether the parser finds an answer in a response."""
+    return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
+
+
+def media_of(question: Question) -> list[str]:
+    contents = [message["content"] for message in question.sample.messages if not isinstance(message["content"], str)]
+    return [str(part[part["type"]]) for content in contents for part in content if part["type"] in ("image", "video")]
+
+
+def check_same(question: Question, stored: Result, file: Path) -> None:
+    """DataError where a stored answer is to another question."""
+    asked = [text_of(message) for message in question.sample.messages]
+    for what, old, new in (("asks", stored.prompt, asked), ("has the answer", stored.correct_answer, question.answer)):
+        if old != new:
+            raise DataError(
+                f"{file}: {question.id} {what} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "
+                "evaluation.overwrite = true to replace what is there"
+            )

@@ -1,0 +1,253 @@
+"""From results to numbers: accuracies with their intervals, and what else tells how a model answered."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import sacrebleu
+from scipy.stats import binomtest, pearsonr
+from scipy.stats import t as student_t
+
+from dsreason.evaluation.types import Result
+
+CONFIDENCE = 0.95
+NO_LETTER, NOT_A_LETTER = "none", "other"
+
+Interval = tuple[float, float]
+Verdict = Literal["right", "wrong", "unparsed", "unanswered"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """`count` of `total`. `share` and its 95 % interval (Wilson's) are None of nothing."""
+
+    count: int
+    total: int
+    share: float | None
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    over_all: Share
+    """Of all questions; those without an answer count as wrong."""
+    over_answered: Share
+    clips: int
+    """How many different media (or rows, of questions about text) the questions are about."""
+    clustered: Interval | None
+    """95 % interval of `over_all` that allows for questions about one clip being alike; see `clustered_interval`."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Multiple choice. A letter that is answered far more often than it is right is a position bias."""
+
+    confusion: dict[str, dict[str, int]]
+    """Reference letter → answered letter → count; "none" where no letter was read or nothing was answered."""
+    references: dict[str, Share]
+    """How often each letter is right."""
+    answers: dict[str, Share]
+    """How often each letter was answered, of the answers in which a letter was read."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """`value` is None where it is not defined."""
+
+    value: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary.json` holds; each part as its class says."""
+
+    run: str
+    """`<model>/<answer_type>`, from the names of the folders."""
+    accuracy: Accuracy
+    datasets: dict[str, Accuracy]
+    kinds: dict[str, Accuracy]
+    """By question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
+    unparsed: Share
+    """Answers in which nothing was read, of the answers."""
+    truncated: Share
+    """Answers that ended at the token limit, of the answers."""
+    rules: dict[str, Share]
+    """How often an answer read by each rule of the parser was right."""
+    letters: Letters | None
+    """None without multiple choice."""
+    scores: dict[str, Mean]
+    """Means of the scores of answers: `bleu`, `rougeL`, `similarity`, and a user's own."""
+    corpus_bleu: Mean | None
+    """sacrebleu's, 0 to 100, over all free texts together; None without free texts."""
+    pearson: Mean | None
+    """Pearson's r of the ordinal answers that are numbers with their references; None without ordinal questions."""
+    unanswered: dict[str, str]
+    """Question id → why there is no answer."""
+    left_out: tuple[str, ...] = ()
+    """Data sets of the run that were not asked for."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> Summary:
+    """The numbers of a run, from at least one result."""
+    answered = [result for result in results if result.error is None]
+    free_text = [result for result in answered if result.kind == "free_text"]
+    return Summary(
+        run=run,
+        accuracy=accuracy(results),
+        datasets={name: accuracy(part) for name, part in grouped(results, lambda result: result.datasource).items()},
+        kinds={name: accuracy(part) for name, part in grouped(results, lambda result: result.kind).items()},
+        unparsed=share(sum(result.answer == "" for result in answered), len(answered)),
+        truncated=share(sum(result.finish_reason == "length" for result in answered), len(answered)),
+        rules={
+            rule: share(sum(map(is_right, part)), len(part))
+            for rule, part in grouped(answered, lambda result: result.rule).items()
+        },
+        letters=letters([result for result in results if result.kind == "multiple_choice"]),
+        scores=mean_scores(answered),
+        corpus_bleu=corpus_bleu(free_text) if free_text else None,
+        pearson=pearson([result for result in answered if result.kind == "ordinal"]),
+        unanswered={result.id: result.error for result in results if result.error is not None},
+        left_out=left_out,
+    )
+
+
+def is_right(result: Result) -> bool:
+    """Right over all questions: what has no answer is wrong."""
+    return result.is_correct and result.error is None
+
+
+def verdict(result: Result) -> Verdict:
+    """`unparsed`: there is an answer, in which nothing was read; `unanswered`: there is none."""
+    if result.error is not None:
+        return "unanswered"
+    if result.is_correct:
+        return "right"
+    return "wrong" if result.answer else "unparsed"
+
+
+def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
+    """By key, in the keys' order."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return dict(sorted(groups.items()))
+
+
+# ---------------------------------------------------------------- accuracy
+
+
+def accuracy(results: Sequence[Result]) -> Accuracy:
+    right = [is_right(result) for result in results]
+    clips = [clip_of(result) for result in results]
+    answered = sum(result.error is None for result in results)
+    return Accuracy(
+        over_all=share(sum(right), len(right)),
+        over_answered=share(sum(right), answered),
+        clips=len(set(clips)),
+        clustered=clustered_interval(right, clips, bounds=(0.0, 1.0)),
+    )
+
+
+def clip_of(result: Result) -> tuple[str, ...]:
+    """What tells the clip of a question: its media, or without any the row."""
+    return tuple(result.media) or (result.datasource, result.video_id)
+
+
+def share(count: int, total: int) -> Share:
+    if total == 0:
+        return Share(count, total, None, None)
+    return Share(count, total, count / total, wilson(count, total))
+
+
+def wilson(count: int, total: int) -> Interval:
+    """95 % interval of a proportion."""
+    low, high = binomtest(count, total).proportion_ci(CONFIDENCE, method="wilson")
+    return float(low), float(high)
+
+
+def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, bounds: Interval) -> Interval | None:
+    """95 % interval of the mean of values that are alike within a cluster: t distribution, cluster-robust error.
+
+    `bounds` are the lowest and the highest possible mean. Source: Miller, "Adding Error Bars to Evals"
+    (arXiv:2411.00640), clustered standard errors, with the usual factor C / (C - 1) for C clusters.
+    None where it cannot be told: a single cluster, or no spread between clusters.
+    """
+    mean = sum(values) / len(values)
+    residuals: dict[object, float] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        residuals[cluster] = residuals.get(cluster, 0.0) + value - mean
+    count, squares = len(residuals), sum(residual**2 for residual in residuals.values())
+    if count < 2 or squares < 1e-12:
+        return None
+    error = math.sqrt(count / (count - 1) * squares) / len(values)
+    reach = float(student_t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+    return max(bounds[0], mean - reach), min(bounds[1], mean + reach)
+
+
+# ---------------------------------------------------------------- kinds of their own
+
+
+def letters(results: Sequence[Result]) -> Letters | None:
+    if not results:
+        return None
+    pairs = Counter((_letter(result.correct_answer), _letter(result.answer)) for result in results)
+    rows = sorted({reference for reference, _ in pairs}, key=_last_the_rest)
+    columns = sorted({letter for pair in pairs for letter in pair}, key=_last_the_rest)
+    said = [column for column in columns if len(column) == 1]
+    read = sum(count for (_, answer), count in pairs.items() if answer in said)
+    return Letters(
+        confusion={row: {column: pairs[row, column] for column in columns} for row in rows},
+        references={row: share(sum(pairs[row, column] for column in columns), len(results)) for row in rows},
+        answers={column: share(sum(pairs[row, column] for row in rows), read) for column in said},
+    )
+
+
+def _letter(text: str) -> str:
+    text = text.strip().upper()
+    return text if len(text) == 1 else NOT_A_LETTER if text else NO_LETTER
+
+
+def _last_the_rest(letter: str) -> tuple[int, str]:
+    return (len(letter) > 1) + (letter == NO_LETTER), letter
+
+
+def mean_scores(results: Sequence[Result]) -> dict[str, Mean]:
+    """Of each score, over the results that have it."""
+    names = sorted({name for result in results for name in result.scores})
+    values = {name: [result.scores[name] for result in results if name in result.scores] for name in names}
+    return {name: Mean(_finite(sum(found) / len(found)), len(found)) for name, found in values.items()}
+
+
+def corpus_bleu(results: Sequence[Result]) -> Mean:
+    answers, references = [r.answer for r in results], [r.correct_answer for r in results]
+    return Mean(sacrebleu.corpus_bleu(answers, [references]).score, len(results))
+
+
+def pearson(results: Sequence[Result]) -> Mean | None:
+    """None of nothing. r is not defined for fewer than two pairs, nor where either side is always the same."""
+    if not results:
+        return None
+    pairs = [(_number(result.answer), _number(result.correct_answer)) for result in results]
+    pairs = [pair for pair in pairs if None not in pair]
+    if any(len(set(side)) < 2 for side in zip(*pairs, strict=True)) or not pairs:
+        return Mean(None, len(pairs))
+    return Mean(_finite(pearsonr(*zip(*pairs, strict=True)).statistic), len(pairs))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return _finite(float(text))
+    except ValueError:
+        return None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,74 @@
+"""How alike an answer and its reference are: BLEU, ROUGE, and the cosine of their sentence embeddings.
+
+The packages are imported by what needs them: rouge-score and sentence-transformers take seconds to load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsreason.errors import ConfigError
+
+ADVICE = "give the folder of a sentence-transformers model, one with a modules.json"
+ROUGES = ("rouge1", "rouge2", "rougeL")
+
+
+class Overlap:
+    """sacrebleu's sentence BLEU and rouge-score's ROUGE, with their own settings.
+
+    `bleu` is 0 to 100 (effective order: a text of two words can reach 100, as with `sacrebleu.sentence_bleu`); `rouge1`,
+    `rouge2` and `rougeL` are F-measures, 0 to 1, without stemming.
+    """
+
+    def __init__(self) -> None:
+        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+        from sacrebleu import BLEU
+
+        self._bleu = BLEU(effective_order=True)
+        self._rouge = RougeScorer(list(ROUGES))
+
+    def scores(self, answer: str, reference: str) -> dict[str, float]:
+        rouge = self._rouge.score(reference, answer)
+        bleu = self._bleu.sentence_score(answer, [reference]).score
+        return {"bleu": bleu, **{name: float(rouge[name].fmeasure) for name in ROUGES}}
+
+
+class Similarity:
+    """Compares meanings with the sentence-embedding model in a folder; it runs on the CPU.
+
+    Raises:
+        ConfigError: sentence-transformers is not installed, or the folder is missing or cannot be loaded.
+    """
+
+    def __init__(self, folder: str) -> None:
+        where = f"evaluation.similarity_model {folder}"
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"{where}: no such folder (working folder: {Path.cwd()}); {ADVICE}")
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{where} needs a package: pip install 'dsreason[similarity]'") from error
+        try:
+            self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be loaded: {error}; {ADVICE}") from error
+
+    def cosines(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """For each (answer, reference) the cosine of the angle between their embeddings, -1 to 1; 0 for an empty text."""
+        if not pairs:
+            return []
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors = self._model.encode(texts, show_progress_bar=False, convert_to_numpy=True)
+        units = dict(zip(texts, map(_unit, vectors), strict=True))
+        return [float(units[one] @ units[other]) if one and other else 0.0 for one, other in pairs]
+
+
+def _unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    length = np.linalg.norm(vector.astype(np.float64))
+    return vector / length if length else vector

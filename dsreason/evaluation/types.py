@@ -1,0 +1,89 @@
+"""What crosses between asking, grading and reporting: a question, what was read in an answer, and a stored result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from dsreason.data.types import Sample
+
+AnswerType = Literal["letter", "reasoning"]
+Kind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
+"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
+
+
+class Parsed(NamedTuple):
+    """What was read in a response. `answer` is "" where nothing was, and `rule` then "none".
+
+    Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
+    """
+
+    answer: str
+    reasoning: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, with everything that asking and grading it takes.
+
+    Example: `Question(id="robovqa/0123/0", dataset="robovqa", video_id="0123", number=0, kind="multiple_choice",
+    sample=Sample(…), answer="A", options={"A": "left", "B": "right"})`.
+    """
+
+    id: str
+    """Unique in an evaluation: `<dataset>/<video_id>/<number>`."""
+    dataset: str
+    video_id: str
+    """Names the result file: a clip's name without its ending, or a row's id."""
+    number: int
+    """Its place among the questions of its `video_id`, from 0."""
+    kind: Kind
+    sample: Sample
+    """As it is asked: `messages` end with the user's, media paths are absolute."""
+    answer: str
+    options: dict[str, str] | None = None
+    problem: str | None = None
+    """Why it cannot be asked: a clip that is missing, say. It then counts as unanswered."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One graded answer, as it stands in `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`.
+
+    The first eight fields are cosmos-reason1's.
+    """
+
+    datasource: str
+    video_id: str
+    prompt: list[str]
+    """The texts of the messages asked, in order: system (where there is one), user."""
+    correct_answer: str
+    reasoning: str
+    answer: str
+    """As parsed; "" where nothing was read, or nothing was answered."""
+    full_response: str
+    is_correct: bool
+    id: str
+    """Of the question."""
+    number: int
+    kind: Kind
+    options: dict[str, str] | None
+    media: list[str]
+    """Paths, in the order in which they are shown."""
+    rule: str
+    """Which rule of the parser matched; "none" where none did."""
+    attempts: int
+    """How often the question was asked; 0 where it could not be."""
+    finish_reason: str
+    """`stop`, `length`, or "" where nothing was answered."""
+    completion_tokens: int
+    seconds: float
+    """From the question's (last) request to its answer, those of its batch included."""
+    error: str | None = None
+    """Why there is no answer: a missing or unreadable clip, a server that failed. Asked again by the next evaluation."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """`bleu`, `rougeL`, `similarity` of free texts, and a user's own."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

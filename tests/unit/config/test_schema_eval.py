@@ -1,0 +1,239 @@
+"""The configuration of an evaluation: cosmos-reason1's YAML, our TOML, and what contradicts itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.load import dump_config, load_config
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.shipped import shipped_names
+from dsreason.errors import ConfigError
+
+COSMOS_YAML = """\
+datasets:
+  - robovqa
+  - av
+model:
+  model_name: nvidia/Cosmos-Reason1-7B
+  tokenizer_model_name: qwen2.5-vl-7b
+  dtype: bfloat16
+  tp_size: 4
+  max_length: 128000
+evaluation:
+  answer_type: reasoning
+  num_processes: 80
+  skip_saved: false
+  fps: 4
+  seed: 1
+generation:
+  max_retries: 10
+  max_tokens: 1024
+  temperature: 0.6
+  repetition_penalty: 1.0
+  presence_penalty: 0.0
+  frequency_penalty: 0.0
+"""
+MINIMAL = 'datasets = ["robovqa"]\nmodel.path = "m"\n'
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str, *overrides: str, name: str = "eval.toml") -> EvalConfig:
+    Path(name).write_text(text)
+    return load_config(EvalConfig, Path(name), overrides, default_recipe="eval_cosmos_reason1.toml")
+
+
+def load_cosmos(*overrides: str) -> EvalConfig:
+    return load(COSMOS_YAML, *overrides, name="evaluate.yaml")
+
+
+def error(text: str, *overrides: str, name: str = "eval.toml") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides, name=name)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- cosmos-reason1's file
+
+
+def test_cosmos_reason1s_yaml_loads_unchanged() -> None:
+    config = load_cosmos()
+    assert config.datasets == ("robovqa", "av")
+    assert (config.model.path, config.model.tensor_parallel_size) == ("nvidia/Cosmos-Reason1-7B", 4)
+    assert (config.model.dtype, config.model.max_length) == ("bfloat16", 128000)
+    assert (config.evaluation.answer_type, config.evaluation.fps, config.evaluation.seed) == ("reasoning", 4.0, 1)
+    assert (config.generation.max_retries, config.generation.max_tokens) == (10, 1024)
+    assert config.generation.temperature == 0.6
+
+
+def test_what_is_accepted_but_not_used_is_noted() -> None:
+    assert load_cosmos().notes(num_cores=16) == [
+        "model.tokenizer_model_name (qwen2.5-vl-7b) is not used: the tokenizer is the model's own",
+        "evaluation.num_processes is 80; 16 are used, one a core",
+        "evaluation.skip_saved (False) is not used: saved answers are kept",
+    ]
+    assert load(MINIMAL).notes(num_cores=2) == []
+    assert load_cosmos("evaluation.overwrite=true", "evaluation.skip_saved=true").notes(num_cores=80)[1:] == [
+        "evaluation.skip_saved (True) is not used: saved answers are deleted, because evaluation.overwrite is set"
+    ]
+
+
+def test_letter_notes_that_it_does_not_use_the_temperature() -> None:
+    assert load_cosmos("evaluation.answer_type=letter").notes(num_cores=80)[-1] == (
+        "generation.temperature (0.6): used by answer_type reasoning only; letter takes the most probable token"
+    )
+
+
+@pytest.mark.parametrize(("asked", "cores", "used"), [("80", 16, 16), ("3", 16, 3), ("null", 16, 16), ("8", 1, 1)])
+def test_there_is_at_most_one_decoding_worker_a_core(asked: str, cores: int, used: int) -> None:
+    assert load(MINIMAL, f"evaluation.num_processes={asked}").workers(cores) == used
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.model_name"])
+def test_a_set_replaces_the_model_whichever_name_it_has_in_the_file(key: str) -> None:
+    assert load_cosmos(f"{key}=mine").model.path == "mine"
+    assert load(MINIMAL, f"{key}=mine").model.path == "mine"
+
+
+def test_one_setting_under_two_names_is_an_error_unless_both_say_the_same() -> None:
+    text = 'datasets = ["a"]\n[model]\npath = "a"\nmodel_name = "{}"'
+    assert error(text.format("b")) == (
+        "eval.toml: model: path ('a') and model_name ('b') are two names of one setting; remove one"
+    )
+    assert load(text.format("a")).model.path == "a"
+
+
+def test_errors_name_the_key_as_the_file_has_it() -> None:
+    text = COSMOS_YAML.replace("tp_size: 4", "tp_size: 0")
+    assert error(text, name="evaluate.yaml") == "evaluate.yaml: model.tp_size: 0 is less than 1; raise it"
+
+
+def test_a_resolved_configuration_loads_again() -> None:
+    config = load_cosmos()
+    assert EvalConfig.model_validate(dump_config(config)) == config
+
+
+def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
+    names = [name for name in shipped_names("launch/recipes") if name.startswith("eval_")]
+    assert names
+    for name in names:
+        load_config(EvalConfig, Path(name), default_recipe=name)
+
+
+# ---------------------------------------------------------------- contradictions and unknown keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model.pth=x"], "--set model.pth=x: model.pth: unknown key; did you mean model.path?"),
+        (
+            ["evaluation.answer_typ=letter"],
+            "--set evaluation.answer_typ=letter: evaluation.answer_typ: unknown key; "
+            "did you mean evaluation.answer_type?",
+        ),
+        (
+            ["evaluation.temperature=1"],
+            "--set evaluation.temperature=1: evaluation.temperature: unknown key; did you mean generation.temperature?",
+        ),
+        (["evaluation.limit=0"], "--set evaluation.limit=0: evaluation.limit: 0 is less than 1; raise it"),
+        (
+            ["evaluation.answer_type=reason"],
+            "--set evaluation.answer_type=reason: evaluation.answer_type: 'reason' is not one of letter, reasoning; "
+            "did you mean reasoning?",
+        ),
+        (
+            ["datasets=[]"],
+            "eval.toml: neither datasets nor sources name any questions; set datasets to a list such as [robovqa]",
+        ),
+        (["model.path=null"], "eval.toml: neither model.path nor server.url says who answers; set one"),
+        (
+            ["server.url=http://s:1"],
+            "eval.toml: server.url (http://s:1) and model.path (m) exclude each other: the server has its own model; "
+            "remove one (server.model names the model there)",
+        ),
+        (
+            ["server.url=http://s:1", "model.path=null", "model.engine=vllm"],
+            "eval.toml: server.url (http://s:1) and model.engine (vllm) exclude each other; remove one",
+        ),
+        (
+            ["datasets=['a', 'a']"],
+            "eval.toml: a: named twice; remove one, or give a source another name",
+        ),
+        (
+            ["datasets=['x/../y']"],
+            "eval.toml: 'x/../y' becomes a folder of the results; give the data set a name without slashes, not hidden",
+        ),
+        (
+            ["datasets=['..']"],
+            "eval.toml: '..' becomes a folder of the results; give the data set a name without slashes, not hidden",
+        ),
+        (
+            ["vision.min_frames=8", "sources=[{path='r.jsonl', vision.max_frames=4}]"],
+            "eval.toml: the vision of source r together with [vision]: min_frames (8) is greater than max_frames (4)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: str) -> None:
+    assert error(MINIMAL, *overrides) == text
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("localhost:8000", "'localhost:8000' is not the address of a server; write one such as http://localhost:8000/v1"),
+        ("http://", "'http://' is not the address of a server; write one such as http://localhost:8000/v1"),
+        ("http://me:secret@s:1", "holds a password, which would be written to the results; give it by api_key_env"),
+    ],
+)  # fmt: skip
+def test_an_address_that_is_none_is_an_error(url: str, text: str) -> None:
+    found = error(f'datasets = ["a"]\nserver.url = "{url}"')
+    assert found == f"eval.toml: server.url: {text}"
+    assert "secret" not in found
+
+
+# ---------------------------------------------------------------- what is derived
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ({"path": "some/questions.jsonl"}, "questions"),
+        ({"path": "some/questions.jsonl", "name": "mine"}, "mine"),
+        ({"path": "hub/Cosmos-Reason1-Benchmark", "subset": "agibot"}, "agibot"),
+        ({"adapter": "builtin"}, "builtin"),
+        ({"adapter": "own/adapter.py:Rows"}, "adapter"),
+    ],
+)
+def test_a_source_is_named_after_its_subset_its_file_or_its_adapter(source: dict[str, Any], name: str) -> None:
+    config = EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}})
+    assert config.sources[0].dataset == name
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "expected"),
+    [
+        ({}, {}, {"fps": 4.0}),
+        ({"fps": 2}, {}, {"fps": 2.0}),
+        ({"nframes": 8}, {}, {"nframes": 8}),
+        ({"fps": 2}, {"nframes": 8}, {"nframes": 8}),
+        ({"nframes": 8, "max_pixels": 100}, {"fps": 1}, {"fps": 1.0, "max_pixels": 100}),
+        ({"max_pixels": 100}, {"max_pixels": 50}, {"fps": 4.0, "max_pixels": 50}),
+    ],
+)
+def test_a_sources_own_vision_wins_and_the_rate_is_the_evaluations_where_none_is_set(
+    common: dict[str, Any], own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    document = {"sources": [{"path": "r.jsonl", "vision": own}], "model": {"path": "m"}, "vision": common}
+    config = EvalConfig.model_validate(document)
+    assert config.vision_of(config.sources[0].vision).model_dump(exclude_none=True) == expected
+
+
+def test_one_data_set_may_be_given_without_a_list() -> None:
+    assert load(MINIMAL, "datasets=av").datasets == ("av",)

@@ -1,0 +1,110 @@
+"""A stand-in for the Hugging Face Hub: one data set repository, served on this machine."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+COMMIT = "a" * 40
+
+
+@dataclass
+class Hub:
+    """Files by path; those above `large` bytes have a SHA-256, as files in Git LFS do."""
+
+    repo: str
+    files: dict[str, bytes]
+    large: int = 1000
+    gated: bool = False
+    token: str | None = None
+    """Which a request must have to get a gated file."""
+    cut_at: int | None = None
+    """The next answer with a file's content ends after so many bytes."""
+    refuse: int | None = None
+    """The status that every request for a file's content gets from now on, once an answer was cut."""
+    ranges: list[tuple[str, str | None]] = field(default_factory=list)
+    """Path and Range header of every request for a file's content."""
+
+    def __enter__(self) -> "Hub":
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                answer(hub, self)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def answer(hub: Hub, request: BaseHTTPRequestHandler) -> None:
+    path = request.path.partition("?")[0]
+    if match := re.fullmatch(f"/api/datasets/{hub.repo}(?:/revision/([^/]+))?", path):
+        if match[1] not in (None, "main", COMMIT):
+            return fail(request, 404, "RevisionNotFound")
+        return reply(request, {"id": hub.repo, "sha": COMMIT, "siblings": [], "tags": [], "private": False})
+    if path == f"/api/datasets/{hub.repo}/tree/{COMMIT}":
+        return reply(request, [entry(hub, name, content) for name, content in hub.files.items()])
+    if match := re.fullmatch(f"/datasets/{hub.repo}/resolve/{COMMIT}/(.+)", path):
+        return send_file(hub, request, match[1])
+    return fail(request, 404, "RepoNotFound")
+
+
+def entry(hub: Hub, name: str, content: bytes) -> dict[str, Any]:
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    found: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
+    if len(content) > hub.large:
+        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return found
+
+
+def send_file(hub: Hub, request: BaseHTTPRequestHandler, name: str) -> None:
+    hub.ranges.append((name, request.headers["Range"]))
+    if hub.gated and request.headers["Authorization"] != f"Bearer {hub.token}":
+        return fail(request, 403 if request.headers["Authorization"] else 401, "GatedRepo")
+    if hub.refuse and hub.cut_at is None:
+        return fail(request, hub.refuse, "")
+    content = hub.files[name]
+    start = int(re.findall(r"\d+", request.headers["Range"])[0]) if request.headers["Range"] else 0
+    request.send_response(206 if start else 200)
+    if start:
+        request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+    request.send_header("Content-Length", str(len(content) - start))
+    request.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+    request.send_header("X-Repo-Commit", COMMIT)
+    request.end_headers()
+    if hub.cut_at is None:
+        request.wfile.write(content[start:])
+    else:
+        request.wfile.write(content[start : start + hub.cut_at])
+        hub.cut_at = None
+        request.close_connection = True
+    return None
+
+
+def reply(request: BaseHTTPRequestHandler, document: Any) -> None:
+    body = json.dumps(document).encode()
+    request.send_response(200)
+    request.send_header("Content-Type", "application/json")
+    request.send_header("Content-Length", str(len(body)))
+    request.end_headers()
+    request.wfile.write(body)
+
+
+def fail(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+    request.send_response(status)
+    request.send_header("X-Error-Code", code)
+    request.send_header("Content-Length", "0")
+    request.end_headers()

@@ -1,0 +1,312 @@
+"""The default parser: the answer of a response, its thoughts, and the rule that read it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dsreason.evaluation import Parsed, parse
+from dsreason.evaluation.parsing import split_response
+
+OPTIONS = {"A": "to the left", "B": "to the right", "C": "a car", "D": "A car and B"}
+
+
+def read(text, options=OPTIONS, **arguments):
+    parsed = parse(text, "letter", options=options, **arguments)
+    return parsed.answer, parsed.rule
+
+
+# ---------------------------------------------------------------- where the answer stands
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer", "tagged"),
+    [
+        ("<think>r</think>\n\n<answer>A</answer>", "r", "A", True),
+        ("<think>\nr\n\ns\n</think> <answer>\nA\n</answer>\n", "r\n\ns", "A", True),
+        ("<think>r</think> A", "r", "A", False),
+        ("r</think>A", "r", "A", False),
+        ("A", "", "A", False),
+        ("<answer>A", "", "A", True),
+        ("<answer>A</ans", "", "A", True),
+        ("A</answer>", "", "A", False),
+        ("<think>r <answer>A", "r", "A", True),
+        ("<think>r. The answer is A", "r. The answer is A", "", False),
+        ("<think>r <answer>A</answer></think>", "r", "A", True),
+        ("<answer>A</answer><answer>B</answer>", "", "B", True),
+        ("<answer>A</answer> Wait. <answer>B</answer> <answer>", "", "B", True),
+        ("<answer>A <answer>B</answer>", "", "B", True),
+        ("<think>not <answer>A</answer></think><answer>B</answer>", "not A", "B", True),
+        ("<think>a</think> b <think>c</think> D", "a b c", "D", False),
+        ("<answer></answer>", "", "", True),
+        ("Sure: <answer>A</answer>, not B", "", "A", True),
+        ("< Think >r</ THINK ><ANSWER>A</Answer>", "r", "A", True),
+        ("x < 3", "", "x < 3", False),
+        ("", "", "", False),
+    ],
+)
+def test_thoughts_and_answer_are_told_apart(text, thoughts, answer, tagged):
+    assert split_response(text) == (thoughts, answer, tagged)
+
+
+@pytest.mark.parametrize("answer_type", ["letter", "reasoning"])
+def test_thoughts_are_given_and_not_read_as_an_answer(answer_type):
+    text = "<think>Is it A? The answer is A.</think> <answer>C. left</answer>"
+    assert parse(text, answer_type) == Parsed("C", "Is it A? The answer is A.", "letter and text")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "rule"),
+    [
+        ("<think>r</think> B", "multiple_choice", "only letter, without answer tags"),
+        ("The answer is B", "multiple_choice", "answer is, without answer tags"),
+        ("B", "open", "whole text, without answer tags"),
+        ("<answer>B", "multiple_choice", "only letter"),
+        ("<answer>B</answer>", "open", "tagged text"),
+        ("no idea", "multiple_choice", "none"),
+    ],
+)
+def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule):
+    assert parse(text, "reasoning", kind=kind).rule == rule
+    assert "without" not in parse(text, "letter", kind=kind).rule
+
+
+# ---------------------------------------------------------------- multiple choice
+
+
+@pytest.mark.parametrize(
+    ("text", "letter", "rule"),
+    [
+        ("B", "B", "only letter"),
+        ("b", "B", "only letter"),
+        ("(b)", "B", "only letter"),
+        ("**C**", "C", "only letter"),
+        ('"B".', "B", "only letter"),
+        ("<b>B</b>", "B", "only letter"),
+        ("（Ｂ）", "B", "only letter"),
+        ("option c", "C", "only letter"),
+        ("Choice (C)", "C", "only letter"),
+        (r"\boxed{B}", "B", "boxed"),
+        (r"I tried \boxed{A}, so \[ \boxed{\text{(B)}} \]", "B", "boxed"),
+        (r"$\boxed{\text{The answer is B}}$", "B", "boxed"),
+        ("to the left", "A", "option text"),
+        ("A car.", "C", "option text"),
+        ("a car and b", "D", "option text"),
+        ("Answer: C", "C", "answer is"),
+        ("### Final Answer: **C**", "C", "answer is"),
+        ("**Answer:**\n\n**C. a car**", "C", "answer is"),
+        ("Answer – (B)", "B", "answer is"),
+        ('{"answer": "B"}', "B", "answer is"),
+        ("The answer is B", "B", "answer is"),
+        ("The answer is most likely (b).", "B", "answer is"),
+        ("The correct answer to the question is option D.", "D", "answer is"),
+        ("The best answer would be D: A car and B", "D", "answer is"),
+        ("The answer is a car", "C", "answer is"),
+        ("So the answer is: to the left.", "A", "answer is"),
+        ("The answer is B, not A.", "B", "answer is"),
+        ("The answer is B because A is too slow.", "B", "answer is"),
+        ("The answer is B. A is wrong.", "B", "answer is"),
+        ("Answer: B. to the right\n\nA is wrong, and the answer is not C.", "B", "answer is"),
+        ("The answer is A. Wait, no, the answer is B.", "B", "answer is"),
+        ("If the answer is A, it moves. The answer must be C", "C", "answer is"),
+        ("I am not sure, but the answer is B.", "B", "answer is"),
+        ("A. to the left, B. to the right, C. a car. The answer is B.", "B", "answer is"),
+        ("I'd go with option A.", "A", "answer is"),
+        ("Option B is correct.", "B", "answer is"),
+        ("It turns, so B is the best choice.", "B", "answer is"),
+        ("C is the answer", "C", "answer is"),
+        ("C. a car", "C", "letter and text"),
+        ("Option C: a car", "C", "letter and text"),
+        ("D. A car and B", "D", "letter and text"),
+        ("A to the left", "A", "letter and text"),
+        ("B, because A is too slow", "B", "letter and text"),
+        ("C. move left", "C", "letter and text"),
+        ("C) It does not move.", "C", "letter and text"),
+        ("B - the other way", "B", "letter and text"),
+        ("C\n\nThe shape is a car, unlike option A.", "C", "own line"),
+        ("It turns.\n\n- **B.**", "B", "own line"),
+        ("A and D are wrong.\nB. to the right", "B", "own line"),
+        ("Based on the video, (b).", "B", "only option named"),
+        ("I'd pick the other one, option B", "B", "only option named"),
+    ],
+)
+def test_an_option_is_read_however_it_is_named(text, letter, rule):
+    assert read(text) == (letter, rule)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no idea",
+        "Answer:",
+        "E",
+        "Answer: E",
+        r"\boxed{5}",
+        "A bird",
+        "A robot turns to the left",
+        "A or B",
+        "A/B",
+        "A, B",
+        "(A) (B)",
+        "A. to the left\nB. to the right",
+        "A. to the left B. to the right",
+        "A) to the right",
+        "The answer is A. to the right",
+        "The answer is A or B",
+        "The answer is A or the answer is B",
+        "The answer is A, no, B.",
+        "The answer is a slow car",
+        "The answer is not A",
+        "I don't think the answer is A.",
+        "I would not choose B.",
+        "Is the answer B?",
+        "B?",
+        "Not A.",
+        "(A) is wrong",
+        "I rule out option A.",
+        "I think A is wrong, so B",
+        "Neither A nor B is correct",
+        "A. to the left\nNo, it is B",
+        "B because it turns. No wait, it is A",
+        "The answer is clearly visible (A or B)",
+        "Pick up the object(s)",
+        "e.g. the car",
+        "İ",
+    ],
+)
+def test_nothing_is_read_where_no_single_option_is_chosen(text):
+    assert read(text) == ("", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("E", "E"), ("C. Does not move", "C"), ("A. to the right", "A"), ("U.S. troops", ""), ("I think so", "")],
+)
+def test_without_options_any_letter_is_one(text, letter):
+    assert read(text, None)[0] == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "key"),
+    [
+        ("B", {"a": "left", "b": "right"}, "b"),
+        ("2", {"1": "two", "2": "one"}, "2"),
+        ("(2) one", {"1": "two", "2": "one"}, "2"),
+        ("two", {"1": "two", "2": "one"}, "1"),
+        ("2", {"A": "1", "B": "2"}, "B"),
+        ("-2", {"A": "2", "B": "-2"}, "B"),
+        ("$5", {"A": "$5", "B": "$6"}, "A"),
+        ("A", {"A": "B", "B": "A"}, "A"),
+        ("left", {"A": "left", "B": "left"}, ""),
+        ("C. Wait for the car", {"A": "Go", "C": "Wait for the car"}, "C"),
+        ("...", {"A": "", "B": "x"}, ""),
+    ],
+)
+def test_the_answer_is_a_key_of_the_options(text, options, key):
+    assert read(text, options)[0] == key
+
+
+# ---------------------------------------------------------------- other kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Yes", "yes"),
+        ("no.", "no"),
+        ("**No**", "no"),
+        ("Yes, it does.", "yes"),
+        ("No it does not", "no"),
+        ("Yes, there is no obstacle.", "yes"),
+        ("The arm moves.\n\nYes.", "yes"),
+        ("It moves. So the answer is yes", "yes"),
+        ("No, wait. The answer is yes.", "yes"),
+        (r"\boxed{No}", "no"),
+        ("<think>No.</think><answer>YES</answer>", "yes"),
+        ("", ""),
+        ("No idea", ""),
+        ("No one is there", ""),
+        ("There is no obstacle", ""),
+        ("yes or no", ""),
+        ("Yes/No", ""),
+        ("Yes\nNo", ""),
+        ("I don't think the answer is yes", ""),
+        ("Noah", ""),
+    ],
+)
+def test_yes_or_no(text, answer):
+    assert read(text, None, kind="yes_no")[0] == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("3", "3"),
+        ("4.", "4"),
+        ("**4**", "4"),
+        ("-1", "-1"),
+        ("3.5", "3.5"),
+        ("4/5", "4"),
+        ("[Score between 1 and 5.]\n\n3", "3"),
+        ("3\n\nOkay", "3"),
+        ("Score: 3", "3"),
+        ("The score is 4.", "4"),
+        ("I'd rate it 4 out of 5", "4"),
+        ("The answer is 3", "3"),
+        ("Score: 1. On second thought, score: 2.", "2"),
+        (r"\boxed{2}", "2"),
+        ("<think>1</think><answer> 5 </answer>", "5"),
+        ("", ""),
+        ("four", ""),
+        ("I counted 2 cars", ""),
+        ("Score: 3-4", ""),
+        ("Score: 10%", ""),
+        ("1. It moves\n2. It stops", ""),
+        (".5", ""),
+    ],
+)
+def test_a_number(text, answer):
+    assert read(text, None, kind="ordinal")[0] == answer
+
+
+@pytest.mark.parametrize("kind", ["open", "free_text"])
+@pytest.mark.parametrize(
+    ("text", "answer", "rule"),
+    [
+        ("<think>r</think>\n<answer> The arm\nturns. </answer>", "The arm\nturns.", "tagged text"),
+        ("<think>r</think>\nThe arm turns.\n", "The arm turns.", "whole text"),
+        ("<think>The arm turns", "", "none"),
+        (" \n", "", "none"),
+    ],
+)
+def test_a_text_is_all_of_the_answer(kind, text, answer, rule):
+    assert read(text, None, kind=kind) == (answer, rule)
+
+
+# ---------------------------------------------------------------- the function itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("A", "letters"), "answer_type is 'letters'; it must be one of letter, reasoning"),
+        (("A", "letter", "strict"), "parser is 'strict'; it must be one of default, compat"),
+    ],
+)
+def test_an_unknown_choice_is_an_error_that_names_the_known_ones(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*arguments)
+
+
+def test_an_unknown_kind_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match="kind is 'essay'; it must be one of multiple_choice, yes_no, open"):
+        parse("A", "letter", kind="essay")
+
+
+def test_importing_the_parser_loads_no_heavy_package():
+    code = "import sys, dsreason.evaluation; print(sorted({'torch', 'vllm', 'transformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,353 @@
+"""The questions of benchmark folders and of adapters' rows: as they are asked, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import DataError
+from dsreason.evaluation.questions import load_questions
+from dsreason.evaluation.types import Question
+from tests.unit.data.videos import write_video
+
+CHOICE = {"question": "Which way?", "index2ans": {"A": "left", "B": "right"}, "answer": "B"}
+CHOICE_TEXT = "Which way?\n(A) left\n(B) right\nAnswer with the option's letter from the given choices directly."
+REASONING = (
+    "\nPlease answer the question in the following format: "
+    "<think> your reasoning </think> <answer> your single letter answer </answer>."
+)
+OPEN_REASONING = REASONING.replace("single letter answer", "answer")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A `data` folder with the clips 1 and 2 of robovqa, and no questions yet."""
+    clips = tmp_path / "data" / "robovqa" / "clips"
+    clips.mkdir(parents=True)
+    write_video(clips / "1.mp4")
+    (clips / "2.mp4").write_bytes((clips / "1.mp4").read_bytes())
+    return tmp_path / "data"
+
+
+def item(video: str, *pairs: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"video": f"clips/{video}.mp4", "qa_pairs": list(pairs) if pairs else CHOICE | changes}
+
+
+def load(folder: Path, items: Any, **sections: Any) -> list[Question]:
+    text = items if isinstance(items, str) else json.dumps(items)
+    (folder / "robovqa" / "robovqa_benchmark_qa_pairs.json").write_text(text)
+    given = {"datasets": ["robovqa"], "data_dir": str(folder), "model": {"path": "m"}} | sections
+    return load_questions(EvalConfig.model_validate(given))
+
+
+def load_rows(folder: Path, rows: list[Any], answer_type: str = "letter", **source: Any) -> list[Question]:
+    file = folder / "robovqa" / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "sources": [{"path": str(file)} | source],
+        "model": {"path": "m"},
+        "evaluation": {"answer_type": answer_type},
+    }
+    return load_questions(EvalConfig.model_validate(given))
+
+
+def text_asked(question: Question) -> str:
+    content = question.sample.messages[-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+# ---------------------------------------------------------------- benchmark folders
+
+
+def test_a_benchmark_question_is_asked_as_cosmos_reason1_asks_it(folder: Path) -> None:
+    [question] = load(folder, [item("1")])
+    clip = str(folder / "robovqa" / "clips" / "1.mp4")
+    assert question.sample.messages == [
+        {"role": "system", "content": "Answer the questions."},
+        {
+            "role": "user",
+            "content": [{"type": "video", "video": clip, "fps": 4.0}, {"type": "text", "text": CHOICE_TEXT}],
+        },
+    ]
+    assert (question.id, question.dataset, question.video_id, question.number) == ("robovqa/1/0", "robovqa", "1", 0)
+    assert (question.kind, question.answer, question.options) == ("multiple_choice", "B", CHOICE["index2ans"])
+    assert question.problem is None
+
+
+def test_reasoning_asks_for_thoughts_and_answer(folder: Path) -> None:
+    [question] = load(folder, [item("1")], evaluation={"answer_type": "reasoning"})
+    assert text_asked(question) == CHOICE_TEXT + REASONING
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        ("yes", "yes_no", "Which way?\nAnswer with yes or no directly."),
+        ("No", "yes_no", "Which way?\nAnswer with yes or no directly."),
+        ("to the left", "open", "Which way?\nAnswer the question using a single word or phrase."),
+        (3, "open", "Which way?\nAnswer the question using a single word or phrase."),
+    ],
+)
+def test_a_question_without_options_is_answered_by_yes_no_or_a_text(
+    folder: Path, answer: Any, kind: str, text: str
+) -> None:
+    pair = {"question": "Which way?", "answer": answer}
+    [question] = load(folder, [item("1", pair)])
+    assert (question.kind, question.answer, question.options) == (kind, str(answer), None)
+    assert text_asked(question) == text
+    [question] = load(folder, [item("1", pair)], evaluation={"answer_type": "reasoning"})
+    assert text_asked(question) == text + OPEN_REASONING
+
+
+def test_a_question_may_say_its_kind(folder: Path) -> None:
+    [question] = load(folder, [item("1", {"question": "What?", "answer": "yes", "question_kind": "free_text"})])
+    assert (question.kind, text_asked(question)) == ("free_text", "What?")
+
+
+@pytest.mark.parametrize("place", ["", "benchmark"])
+def test_the_folder_is_found_with_and_without_benchmark_above_it(folder: Path, place: str) -> None:
+    if place:
+        (folder / place).mkdir()
+        (folder / "robovqa").rename(folder / place / "robovqa")
+    file = folder / place / "robovqa" / "robovqa_benchmark_qa_pairs.json"
+    file.write_text(json.dumps([item("1")]))
+    config = EvalConfig.model_validate({"datasets": ["robovqa"], "data_dir": str(folder), "model": {"path": "m"}})
+    assert [question.problem for question in load_questions(config)] == [None]
+
+
+def test_questions_of_one_clip_are_numbered_also_where_it_has_several_rows(folder: Path) -> None:
+    questions = load(folder, [item("1", CHOICE, CHOICE), item("2"), item("1")])
+    assert [question.id for question in questions] == ["robovqa/1/0", "robovqa/1/1", "robovqa/2/0", "robovqa/1/2"]
+
+
+def test_the_ids_of_other_clips_do_not_change_when_one_is_removed(folder: Path) -> None:
+    rows = [item("1", CHOICE, CHOICE), item("2"), item("3")]
+    before = {question.id for question in load(folder, rows)}
+    assert {question.id for question in load(folder, rows[1:])} == {i for i in before if "/1/" not in i}
+
+
+def test_correct_answer_is_the_older_name_of_answer(folder: Path) -> None:
+    pair = {key: value for key, value in CHOICE.items() if key != "answer"} | {"correct_answer": "A"}
+    assert load(folder, [item("1", pair)])[0].answer == "A"
+
+
+@pytest.mark.parametrize("written", ["b", " B ", "B"])
+def test_the_answer_is_written_as_the_options_letter(folder: Path, written: str) -> None:
+    assert load(folder, [item("1", answer=written)])[0].answer == "B"
+
+
+def test_options_that_are_none_do_not_count(folder: Path) -> None:
+    options = {"A": "left", "B": "right", "C": None}
+    assert load(folder, [item("1", index2ans=options)])[0].options == {"A": "left", "B": "right"}
+
+
+def test_limit_counts_each_data_set_for_itself(folder: Path) -> None:
+    rows = [item("1", CHOICE, CHOICE), item("2")]
+    own = folder / "rows.jsonl"
+    own.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
+    questions = load(folder, rows, evaluation={"limit": 2}, sources=[{"path": str(own)}])
+    assert [question.id for question in questions] == ["robovqa/1/0", "robovqa/1/1", "rows/0/0", "rows/1/0"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages"), [("", []), ("Be brief.", [{"role": "system", "content": "Be brief."}])]
+)
+def test_the_system_prompt_can_be_replaced_or_left_out(folder: Path, prompt: str, messages: list[Any]) -> None:
+    [question] = load(folder, [item("1")], evaluation={"system_prompt": prompt})
+    assert question.sample.messages[:-1] == messages
+
+
+def test_vision_settings_go_with_the_clip(folder: Path) -> None:
+    [question] = load(folder, [item("1")], vision={"nframes": 8, "max_pixels": 5000})
+    shown = question.sample.messages[-1]["content"][0]
+    assert {key: shown[key] for key in shown.keys() - {"type", "video"}} == {"nframes": 8, "max_pixels": 5000}
+
+
+# ---------------------------------------------------------------- what is wrong with them
+
+
+def test_a_missing_clip_is_a_problem_of_its_question_and_changes_no_other(folder: Path) -> None:
+    rows = [item("1"), item("9"), item("2")]
+    questions = load(folder, rows)
+    clip = folder / "robovqa" / "clips" / "9.mp4"
+    assert [question.problem for question in questions] == [None, f"video: no file {clip}", None]
+    assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
+    assert [questions[0], questions[2]] == load(folder, [rows[0], rows[2]])
+
+
+def test_clips_that_are_not_unpacked_are_a_problem_that_says_so(folder: Path) -> None:
+    (folder / "robovqa" / "clips.tar.gz").write_bytes(b"")
+    [question] = load(folder, [item("9")])
+    assert question.problem is not None
+    assert question.problem.endswith("; clips.tar.gz there is not unpacked: `dsreason data fetch` does that")
+
+
+@pytest.mark.parametrize("video", ["../../secret.mp4", "/etc/secret.mp4", "", ".", "clips/../.."])
+def test_a_clip_outside_of_its_folder_is_an_error(folder: Path, video: str) -> None:
+    with pytest.raises(DataError, match=r"row 1 \(.*\): field 'video': '.*' must be a file in .*robovqa$"):
+        load(folder, [{"video": video, "qa_pairs": CHOICE}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"answer": "C"}, "the answer is 'C'; it must be one of the options A, B"),
+        ({"answer": "left"}, "the answer is 'left'; it must be one of the options A, B"),
+        ({"answer": None}, "field 'answer' is None; it must be a text"),
+        ({"answer": True}, "field 'answer' is True; it must be a text"),
+        ({"answer": " "}, "field 'answer' is ' '; it must be a text"),
+        ({"question": 3}, "field 'question' is 3; it must be a text"),
+        ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a text for each letter"),
+        ({"index2ans": {}}, "field 'index2ans' is {}; it must have a text for each letter"),
+        ({"question": "<|video_pad|>"}, "the text contains the model's own token <|video_pad|>"),
+        ({"question_kind": "essay"}, "question_kind is 'essay'; it must be one of multiple_choice, yes_no, open"),
+    ],
+)
+def test_a_malformed_question_stops_and_names_file_row_and_clip(folder: Path, changes: Any, text: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load(folder, [item("1"), item("2", **changes)])
+    file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
+    assert str(caught.value).startswith(f"{file}, row 2 (clips/2.mp4): {text}")
+
+
+def test_of_several_questions_the_malformed_one_is_named(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"row 1, question 2 \(clips/1.mp4\): field 'question' is missing"):
+        load(folder, [item("1", CHOICE, {"answer": "yes"})])
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([], "holds no questions"),
+        ([item("1") | {"qa_pairs": []}], r"row 1 \(clips/1.mp4\): qa_pairs is empty"),
+        ([{"video": "clips/1.mp4"}], "row 1: must have video and qa_pairs"),
+        ([3], "row 1: must have video and qa_pairs, is 3"),
+        ([{"video": "clips/1.mp4", "qa_pairs": "x"}], "qa_pairs is 'x'; it must have question, index2ans and answer"),
+        ("[{", "not valid JSON|cannot be|Expecting"),
+    ],
+)
+def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        load(folder, items)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("robovqua", r"did you mean robovqa\? \(there: robovqa\)"),
+        ("holoassist", r"`dsreason data fetch` downloads it \(there: robovqa\)"),
+        ("xyz", r"check datasets and data_dir \(there: robovqa\)"),
+    ],
+)
+def test_an_unknown_data_set_is_an_error_that_lists_what_is_there(folder: Path, name: str, advice: str) -> None:
+    with pytest.raises(DataError, match=rf"^dataset {name}: no {name}/{name}_benchmark_qa_pairs.json in .*; {advice}"):
+        load(folder, [item("1")], datasets=[name])
+
+
+# ---------------------------------------------------------------- rows of an adapter
+
+
+ROW = {"id": "a/1", "video": "clips/1.mp4", "question": "Which way?", "options": ["left", "right"], "answer": "B"}
+
+
+def test_a_row_is_asked_without_its_answer(folder: Path) -> None:
+    [question] = load_rows(folder, [ROW])
+    clip = str(folder / "robovqa" / "clips" / "1.mp4")
+    assert question.sample.messages == [
+        {
+            "role": "user",
+            "content": [
+                {"fps": 4.0, "type": "video", "video": clip},
+                {"type": "text", "text": "Which way?\n(A) left\n(B) right"},
+            ],
+        }
+    ]
+    assert (question.id, question.video_id) == ("rows/a/1/0", "a/1")
+    assert (question.kind, question.answer, question.options) == ("multiple_choice", "B", {"A": "left", "B": "right"})
+
+
+def test_reasoning_is_asked_of_a_row_unless_it_asks_for_a_format_itself(folder: Path) -> None:
+    [question] = load_rows(folder, [ROW], "reasoning")
+    assert text_asked(question) == "Which way?\n(A) left\n(B) right" + REASONING
+    system = "Think in <think></think>, answer in <answer></answer>."
+    [question] = load_rows(folder, [ROW | {"system": system}], "reasoning")
+    assert text_asked(question) == "Which way?\n(A) left\n(B) right"
+
+
+def test_the_reference_of_a_row_is_what_its_last_turn_has_in_answer_tags(folder: Path) -> None:
+    reply = {"role": "assistant", "content": "<think>It moves.</think> <answer>left</answer>"}
+    messages = [{"role": "user", "content": "Which way?"}, reply]
+    [question] = load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
+    assert (question.answer, question.kind) == ("left", "open")
+    assert question.sample.messages == messages[:1]
+
+
+def test_a_source_may_say_the_kind_of_its_questions(folder: Path) -> None:
+    row = {"id": "1", "question": "How many?", "answer": "3"}
+    assert load_rows(folder, [row])[0].kind == "open"
+    assert load_rows(folder, [row | {"question_kind": "ordinal"}])[0].kind == "ordinal"
+    assert load_rows(folder, [row], kind="free_text")[0].kind == "free_text"
+
+
+def test_rows_of_the_same_name_are_numbered(folder: Path) -> None:
+    rows = [ROW, ROW | {"id": "b"}, ROW, ROW | {"id": "a_1"}]
+    assert [q.id for q in load_rows(folder, rows)] == ["rows/a/1/0", "rows/b/0", "rows/a/1/1", "rows/a_1/0"]
+
+
+@pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])
+def test_a_rows_missing_clip_is_a_problem_and_the_question_stays(folder: Path, path: str) -> None:
+    questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
+    assert questions[0].problem is None
+    assert questions[1].problem is not None
+    assert questions[1].problem.startswith(f"{folder}/robovqa/rows.jsonl, row 2 (sample 'x'): video: no file ")
+    assert (text_asked(questions[1]), questions[1].answer) == ("Which way?\n(A) left\n(B) right", "B")
+    assert questions[1].sample.messages[0]["content"][0]["video"] == path
+
+
+def test_a_clip_that_an_adapter_does_not_find_is_a_problem_too(folder: Path) -> None:
+    """Its adapter looks for the clips itself, and fails before there is a sample."""
+    file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
+    file.write_text(json.dumps([item("1"), item("9")]))
+    source = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": "benchmark"}
+    questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
+    assert [question.id for question in questions] == ["robovqa/clips/1.mp4/0", "robovqa/clips/9.mp4/0"]
+    assert questions[0].problem is None
+    assert questions[1].problem is not None
+    assert "field 'video': no clip named 9.mp4" in questions[1].problem
+    assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
+    assert questions[1].sample.messages[0]["content"][0]["video"] == "clips/9.mp4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"answer": "C"}, "row 2 (sample 'x'): the answer is 'C'; it must be one of the options A, B"),
+        ({"question": 3}, "row 2: field 'question' is 3; it must be a text"),
+        ({"video": 3}, "row 2"),
+        ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
+        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is an address"),
+        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a text"),
+        ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
+    ],
+)
+def test_a_malformed_row_stops_and_is_named_also_where_its_clip_is_missing(
+    folder: Path, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        load_rows(folder, [ROW, ROW | {"id": "x"} | changes])
+    assert str(caught.value).startswith(f"{folder}/robovqa/rows.jsonl, {text}")
+
+
+def test_a_row_without_an_answer_is_an_error(folder: Path) -> None:
+    messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": " "}]
+    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): there is no answer to grade by"):
+        load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
+
+
+def test_no_rows_are_an_error(folder: Path) -> None:
+    with pytest.raises(DataError, match="the data set is empty"):
+        load_rows(folder, [])

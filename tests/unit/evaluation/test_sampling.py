@@ -1,0 +1,80 @@
+"""How answers are drawn, by answer type, kind and attempt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.evaluation.sampling import sampling
+from dsreason.evaluation.types import Kind
+from dsreason.rollout.protocol import Sampling
+
+
+def config(answer_type: str, **generation: Any) -> EvalConfig:
+    return EvalConfig.model_validate(
+        {
+            "datasets": ["robovqa"],
+            "model": {"path": "m"},
+            "evaluation": {"answer_type": answer_type, "seed": 7},
+            "generation": generation,
+        }
+    )
+
+
+def test_a_letter_is_the_most_probable_of_ten_tokens() -> None:
+    found = sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
+    assert found == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
+
+
+def test_reasoning_is_drawn_as_cosmos_reason1_does() -> None:
+    found = sampling(config("reasoning"), "multiple_choice")
+    assert found == Sampling(temperature=0.6, top_p=0.95, top_k=0, max_completion_length=1024, seed=7000)
+
+
+def test_what_is_set_is_used() -> None:
+    given = {"temperature": 1.0, "top_p": 0.5, "top_k": 20, "max_tokens": 50}
+    penalties = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    assert sampling(config("reasoning", **given, **penalties), "open") == Sampling(
+        temperature=1.0, top_p=0.5, top_k=20, max_completion_length=50, seed=7000, **penalties
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "tokens"),
+    [
+        ("multiple_choice", {}, 10),
+        ("yes_no", {}, 10),
+        ("ordinal", {}, 10),
+        ("open", {}, 256),
+        ("free_text", {}, 256),
+        ("free_text", {"max_tokens": 400}, 400),
+        ("multiple_choice", {"max_tokens": 400}, 10),
+        ("multiple_choice", {"letter_max_tokens": 400}, 400),
+    ],
+)
+def test_texts_have_more_room_than_letters(kind: Kind, given: dict[str, int], tokens: int) -> None:
+    assert sampling(config("letter", **given), kind).max_completion_length == tokens
+
+
+@pytest.mark.parametrize(
+    ("answer_type", "attempt", "temperature", "tokens"),
+    [
+        ("reasoning", 1, 0.65, 1280),
+        ("reasoning", 3, 0.75, 1792),
+        ("reasoning", 6, 0.9, 2560),
+        ("reasoning", 10, 0.9, 3584),
+        ("letter", 1, 0.05, 266),
+        ("letter", 10, 0.5, 2570),
+    ],
+)
+def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, temperature: float, tokens: int) -> None:
+    found = sampling(config(answer_type), "yes_no", attempt)
+    assert found.temperature == pytest.approx(temperature)
+    assert found.max_completion_length == tokens
+    assert found.seed == 7000 + attempt
+
+
+def test_a_retry_is_never_cooler() -> None:
+    assert sampling(config("reasoning", temperature=1.2), "open", attempt=1).temperature == 1.2

@@ -1,0 +1,485 @@
+"""Asking a server: what is sent, and what becomes of everything that a server can do wrong. The server here is a stand-in."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, DsReasonError
+from dsreason.evaluation.asking import Reply, Request
+from dsreason.evaluation.server import ServerAnswerer, base_url
+from dsreason.evaluation.types import Question
+from dsreason.rollout.protocol import Sampling
+from tests.unit.data.videos import read_number, write_video
+
+SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_completion_length=64, seed=3)
+KEY = "sk-very-secret"
+
+
+# ---------------------------------------------------------------- the stand-in
+
+
+@dataclass
+class StandIn:
+    """A server whose answers a test decides. `respond(path, body)` returns (status, body) or (status, body, headers)."""
+
+    respond: Callable[[str, Any], tuple[Any, ...] | None]
+    models: Any = field(default_factory=lambda: {"data": [{"id": "stand-in"}]})
+    models_status: int = 200
+    requests: list[Any] = field(default_factory=list)
+    headers: list[Any] = field(default_factory=list)
+    url: str = ""
+    most_at_once: int = 0
+
+
+def chat(text: Any, finish_reason: str = "stop", **message: Any) -> tuple[int, Any]:
+    choice = {"message": {"role": "assistant", "content": text} | message, "finish_reason": finish_reason}
+    return 200, {"choices": [choice], "usage": {"completion_tokens": 5}}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    state = StandIn(lambda path, body: chat("(A)"))
+    now = 0
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(state.models_status, state.models, {})
+
+        def do_POST(self) -> None:
+            nonlocal now
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                now += 1
+                state.most_at_once = max(state.most_at_once, now)
+                state.requests.append(body)
+                state.headers.append({name.lower(): value for name, value in self.headers.items()})
+            found = state.respond(self.path, body)
+            with lock:
+                now -= 1
+            if found is None:  # the connection is dropped
+                self.close_connection = True
+                return
+            self.reply(found[0], found[1], found[2] if len(found) > 2 else {})
+
+        def reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
+            content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {"content-type": "application/json", **headers}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def answerer(url: str, **server: Any) -> ServerAnswerer:
+    given = {"url": url, "max_retries": 0, "time_limit": 10} | server
+    return ServerAnswerer(EvalConfig.model_validate({"datasets": ["d"], "server": given}))
+
+
+def ask(server: ServerAnswerer, *samples: Sample, sampling: Sampling = SAMPLING) -> list[Reply]:
+    """The replies in the order of the samples."""
+    replies = {request.question.id: reply for request, reply in server.ask(requests_of(samples, sampling))}
+    return [replies[f"d/{place}/0"] for place in range(len(samples))]
+
+
+def requests_of(samples: Sequence[Sample], sampling: Sampling = SAMPLING) -> list[Request]:
+    return [
+        Request(Question(f"d/{place}/0", "d", str(place), 0, "multiple_choice", sample, "A", {"A": "a"}), sampling)
+        for place, sample in enumerate(samples)
+    ]
+
+
+def text_sample(text: str = "Which?") -> Sample:
+    return Sample("s", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}])
+
+
+def media_sample(*parts: dict[str, Any]) -> Sample:
+    return Sample("s", [{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}])
+
+
+# ---------------------------------------------------------------- what is sent and read
+
+
+def test_a_question_is_sent_and_its_answer_is_read(stand_in: StandIn) -> None:
+    [reply] = ask(answerer(stand_in.url), text_sample())
+    assert (reply.text, reply.finish_reason, reply.completion_tokens, reply.error) == ("(A)", "stop", 5, None)
+    assert reply.seconds > 0
+    [sent] = stand_in.requests
+    assert isinstance(sent.pop("seed"), int)
+    assert sent == {
+        "model": "stand-in",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which?"}],
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "max_tokens": 64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields"),
+    [
+        (Sampling(temperature=0.0, top_k=1, max_completion_length=10), {"temperature": 0.0}),
+        (Sampling(temperature=0.05, top_k=1, max_completion_length=10), {"temperature": 0.0}),
+        (Sampling(temperature=0.9, top_k=20, max_completion_length=10), {"temperature": 0.9, "top_k": 20}),
+        (
+            Sampling(
+                temperature=1.0,
+                max_completion_length=10,
+                repetition_penalty=1.05,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+            ),
+            {"temperature": 1.0, "repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        ),
+    ],
+)
+def test_only_sampling_settings_that_differ_from_the_defaults_are_sent(
+    stand_in: StandIn, sampling: Sampling, fields: dict[str, float]
+) -> None:
+    ask(answerer(stand_in.url), text_sample(), sampling=sampling)
+    [sent] = stand_in.requests
+    assert {k: v for k, v in sent.items() if k not in ("model", "messages", "seed", "max_tokens")} == fields
+
+
+def test_the_seed_differs_by_question_and_attempt_and_by_nothing_else(stand_in: StandIn) -> None:
+    server = answerer(stand_in.url, concurrency=1)
+    ask(server, text_sample(), text_sample())
+    ask(server, text_sample())
+    ask(server, text_sample(), sampling=Sampling(max_completion_length=64, seed=4))
+    first, second, again, retry = (request["seed"] for request in stand_in.requests)
+    assert first == again
+    assert len({first, second, retry}) == 3
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thoughts_that_the_server_took_out_are_put_back(stand_in: StandIn, name: str) -> None:
+    stand_in.respond = lambda path, body: chat("<answer>A</answer>", **{name: "It turns left."})
+    assert ask(answerer(stand_in.url), text_sample())[0].text == "<think>It turns left.</think>\n<answer>A</answer>"
+
+
+def test_an_answer_that_was_cut_within_its_thoughts_is_no_error(stand_in: StandIn) -> None:
+    stand_in.respond = lambda path, body: chat(None, "length", reasoning="It turns")
+    [reply] = ask(answerer(stand_in.url), text_sample())
+    assert (reply.text, reply.finish_reason, reply.error) == ("<think>It turns</think>\n", "length", None)
+
+
+def test_each_reply_comes_with_its_own_request_in_whichever_order(stand_in: StandIn) -> None:
+    def respond(path: str, body: Any) -> tuple[int, Any]:
+        question = body["messages"][-1]["content"]
+        time.sleep(0.05 if question == "0" else 0)
+        return chat(f"answer {question}")
+
+    stand_in.respond = respond
+    replies = ask(answerer(stand_in.url, concurrency=4), *(text_sample(str(i)) for i in range(12)))
+    assert [reply.text for reply in replies] == [f"answer {i}" for i in range(12)]
+
+
+def test_as_many_requests_are_under_way_as_asked_for(stand_in: StandIn) -> None:
+    barrier = threading.Barrier(3, timeout=10)
+
+    def respond(path: str, body: Any) -> tuple[int, Any]:
+        barrier.wait()  # breaks, unless three come at a time
+        return chat("(A)")
+
+    stand_in.respond = respond
+    assert {reply.error for reply in ask(answerer(stand_in.url, concurrency=3), *[text_sample()] * 9)} == {None}
+    assert stand_in.most_at_once == 3
+
+
+# ---------------------------------------------------------------- media
+
+
+def decoded(part: dict[str, Any]) -> tuple[str, bytes]:
+    kind, _, content = part[part["type"]]["url"].removeprefix("data:").partition(";base64,")
+    return kind, base64.b64decode(content)
+
+
+def test_an_image_is_sent_with_its_exact_pixels(stand_in: StandIn, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "i.png")
+    ask(answerer(stand_in.url), media_sample({"type": "image", "image": str(tmp_path / "i.png")}))
+    part, text = stand_in.requests[0]["messages"][0]["content"]
+    kind, content = decoded(part)
+    assert (part["type"], kind) == ("image_url", "image/png")
+    assert (np.asarray(Image.open(io.BytesIO(content))) == pixels).all()
+    assert text == {"type": "text", "text": "Which?"}
+    assert "media_io_kwargs" not in stand_in.requests[0]
+
+
+def test_an_image_is_resized_where_its_settings_say_so(stand_in: StandIn, tmp_path: Path) -> None:
+    Image.new("RGB", (560, 280)).save(tmp_path / "i.png")
+    part = {"type": "image", "image": str(tmp_path / "i.png"), "max_pixels": 280 * 140}
+    ask(answerer(stand_in.url), media_sample(part))
+    _, content = decoded(stand_in.requests[0]["messages"][0]["content"][0])
+    assert Image.open(io.BytesIO(content)).size == (280, 140)
+
+
+@pytest.mark.parametrize(("settings", "count"), [({"fps": 5}, 6), ({"fps": 100}, 12), ({"nframes": 8}, 8)])
+def test_a_clip_is_sent_as_the_file_with_the_number_of_frames_to_take(
+    stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], count: int
+) -> None:
+    clip = write_video(tmp_path / "v.mp4")  # 12 frames, 10 a second
+    ask(answerer(stand_in.url), media_sample({"type": "video", "video": str(clip), **settings}))
+    [sent] = stand_in.requests
+    part = sent["messages"][0]["content"][0]
+    assert part["type"] == "video_url"
+    assert decoded(part) == ("video/mp4", clip.read_bytes())
+    assert sent["media_io_kwargs"]["video"] == {
+        "num_frames": count,
+        "fps": -1,
+        "min_frames": count,
+        "max_frames": count,
+    }
+    assert sent["mm_processor_kwargs"] == {"do_sample_frames": False}
+
+
+def test_a_clip_can_be_sent_as_its_sampled_frames(stand_in: StandIn, tmp_path: Path) -> None:
+    clip = write_video(tmp_path / "v.mp4")
+    part = {"type": "video", "video": str(clip), "nframes": 4, "video_start": 0.2}
+    ask(answerer(stand_in.url, video="frames"), media_sample(part))
+    [sent] = stand_in.requests
+    frames = [decoded(part) for part in sent["messages"][0]["content"][:-1]]
+    assert {kind for kind, _ in frames} == {"image/jpeg"}
+    # Frames 2 to 11, first and last included: 2, 5, 8, 11.
+    assert [read_number(np.asarray(Image.open(io.BytesIO(content)))) for _, content in frames] == [2, 5, 8, 11]
+    assert "media_io_kwargs" not in sent
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"video_start": 0.2}, "video_start cannot be told to the server when it gets the file"),
+        ({"max_pixels": 5000}, "max_pixels cannot be told to the server when it gets the file"),
+        ({"nframes": 50}, "nframes is 50, but the video (or its chosen range) has 12 frames"),
+    ],
+)
+def test_a_setting_that_cannot_be_met_is_the_questions_error(
+    stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], text: str
+) -> None:
+    clip = write_video(tmp_path / "v.mp4")
+    bad = media_sample({"type": "video", "video": str(clip), **settings})
+    error, good = ask(answerer(stand_in.url), bad, text_sample())
+    assert str(error.error).startswith(f"{clip}: {text}")
+    assert good.text == "(A)"
+    assert len(stand_in.requests) == 1
+
+
+def test_clips_that_need_different_numbers_of_frames_are_the_questions_error(stand_in: StandIn, tmp_path: Path) -> None:
+    clips = [write_video(tmp_path / "v.mp4", 12), write_video(tmp_path / "w.mp4", 24)]
+    parts = [{"type": "video", "video": str(clip), "fps": 5} for clip in clips]
+    [reply] = ask(answerer(stand_in.url), media_sample(*parts))
+    assert str(reply.error).startswith(
+        f"the clips need different numbers of frames (6 of {clips[0]}, 12 of {clips[1]})"
+    )
+
+
+@pytest.mark.parametrize("form", ["file", "frames"])
+def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: Path, form: str) -> None:
+    (tmp_path / "v.mp4").write_bytes(b"no video")
+    bad = media_sample({"type": "video", "video": str(tmp_path / "v.mp4")})
+    error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
+    assert "v.mp4: not a usable video" in str(error.error)
+    assert (error.text, good.text) == ("", "(A)")
+
+
+# ---------------------------------------------------------------- what goes wrong with one question
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ((400, {"error": {"message": "the prompt is too long"}}), "the server answers 400: "),
+        ((500, "a page"), "the server answers 500: "),
+        ((200, "{not json"), "the server's response is no chat completion: Invalid JSON"),
+        ((200, "<html>", {"content-type": "text/html"}), "the server's response is no chat completion: Invalid JSON"),
+        ((200, {"choices": []}), "the server's response is no chat completion: choices: List should have at least 1"),
+        ((200, {"object": "error"}), "the server's response is no chat completion: choices: Field required"),
+        ((200, {"choices": [{"message": {"content": 3}}]}), "the server's response is no chat completion: choices.0.m"),
+        (None, "no answer from the server: "),
+    ],
+)  # fmt: skip
+def test_a_failed_request_is_the_error_of_its_question_only(
+    stand_in: StandIn, response: tuple[Any, ...] | None, error: str
+) -> None:
+    stand_in.respond = lambda path, body: response if body["messages"][-1]["content"] == "bad" else chat("(A)")
+    bad, good = ask(answerer(stand_in.url), text_sample("bad"), text_sample())
+    assert str(bad.error).startswith(error)
+    assert (bad.text, bad.finish_reason, bad.completion_tokens) == ("", "", 0)
+    assert (good.text, good.error) == ("(A)", None)
+
+
+def test_a_server_that_takes_too_long_is_the_error_of_its_question_only(stand_in: StandIn) -> None:
+    released = threading.Event()
+
+    def respond(path: str, body: Any) -> tuple[int, Any]:
+        if body["messages"][-1]["content"] == "slow":
+            released.wait(10)
+        return chat("(A)")
+
+    stand_in.respond = respond
+    slow, good = ask(answerer(stand_in.url, time_limit=0.3), text_sample("slow"), text_sample())
+    released.set()
+    assert slow.error == "no answer from the server: it takes too long; see server.time_limit"
+    assert good.text == "(A)"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        (429, {"error": {"message": "slow down"}}, {"retry-after": "0.01"}),
+        (503, "loading", {"retry-after": "0.01"}),
+        None,
+    ],
+)
+def test_what_may_pass_is_tried_again(stand_in: StandIn, response: tuple[Any, ...] | None) -> None:
+    stand_in.respond = lambda path, body: response if len(stand_in.requests) < 3 else chat("(B)")
+    [reply] = ask(answerer(stand_in.url, max_retries=2), text_sample())
+    assert (reply.text, reply.error, len(stand_in.requests)) == ("(B)", None, 3)
+
+
+def test_after_the_last_retry_it_is_an_error(stand_in: StandIn) -> None:
+    stand_in.respond = lambda path, body: (429, {"error": {"message": "slow down"}}, {"retry-after": "0.01"})
+    [reply] = ask(answerer(stand_in.url, max_retries=2), text_sample())
+    assert str(reply.error).startswith("the server answers 429: ")
+    assert "slow down" in str(reply.error)
+    assert len(stand_in.requests) == 3
+
+
+# ---------------------------------------------------------------- what concerns all questions
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_is_refused_is_told_once_and_never_shown(
+    stand_in: StandIn, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    refused = (status, {"error": {"message": f"no access with {KEY}"}})
+    stand_in.respond = lambda path, body: refused
+    with pytest.raises(ConfigError) as caught:
+        ask(answerer(stand_in.url, api_key_env="MY_KEY"), *[text_sample()] * 3)
+    assert f"server.url ({stand_in.url}/v1): the server refuses the key in the environment variable MY_KEY" in str(
+        caught.value
+    )
+    assert KEY not in str(caught.value)
+    assert stand_in.headers[0]["authorization"] == f"Bearer {KEY}"
+
+    stand_in.models_status, stand_in.models = refused
+    with pytest.raises(ConfigError, match="refuses the key in the environment variable MY_KEY") as caught:
+        answerer(stand_in.url, api_key_env="MY_KEY")
+    assert KEY not in str(caught.value)
+
+
+def test_a_server_that_wants_a_key_says_where_it_comes_from(stand_in: StandIn) -> None:
+    stand_in.models_status, stand_in.models = 401, {"error": {"message": "no key"}}
+    with pytest.raises(ConfigError, match="wants a key, and none is in the environment variable OPENAI_API_KEY"):
+        answerer(stand_in.url)
+
+
+def test_a_key_with_a_line_break_is_refused_before_it_is_sent(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nx")
+    with pytest.raises(ConfigError, match="^the key in OPENAI_API_KEY has characters that cannot stand in a header"):
+        answerer(stand_in.url)
+
+
+def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(stand_in: StandIn) -> None:
+    stand_in.respond = lambda path, body: (404, {"error": {"message": "unknown model"}})
+    with pytest.raises(ConfigError) as caught:
+        ask(answerer(stand_in.url, model="stand-im"), text_sample())
+    assert "the server has no model 'stand-im'" in str(caught.value)
+    assert "It has stand-in; did you mean stand-in?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [
+        ({"data": [{"id": "a"}, {"id": "b"}]}, "name the model that shall answer as server.model; it has a, b$"),
+        ({"data": []}, "it does not say which models it has$"),
+        ("a page", "it does not say which models it has$"),
+    ],
+)
+def test_a_model_must_be_named_where_the_server_does_not_have_just_one(
+    stand_in: StandIn, models: Any, text: str
+) -> None:
+    stand_in.models = models
+    with pytest.raises(ConfigError, match=text):
+        answerer(stand_in.url)
+    assert answerer(stand_in.url, model="b").model == "b"
+
+
+def test_a_server_that_is_not_there_is_told_with_its_address(stand_in: StandIn) -> None:
+    with pytest.raises(ConfigError) as caught:
+        answerer("http://127.0.0.1:9")
+    assert str(caught.value).startswith("server.url (http://127.0.0.1:9/v1): no server answers there (")
+    assert "refused" in str(caught.value)
+
+
+def test_a_server_that_fails_at_the_start_is_told_with_its_status(stand_in: StandIn) -> None:
+    stand_in.models_status, stand_in.models = 400, {"error": {"message": "not here"}}
+    with pytest.raises(ConfigError, match=r"the server answers 400: .*not here"):
+        answerer(stand_in.url)
+
+
+def test_a_server_that_goes_away_ends_the_evaluation(stand_in: StandIn) -> None:
+    server = answerer(stand_in.url)
+
+    def respond(path: str, body: Any) -> None:
+        stand_in.models_status = 500
+
+    stand_in.respond = respond
+    with pytest.raises(DsReasonError, match=r"the server went away .* and the same command continues$"):
+        ask(server, *[text_sample()] * 5)
+
+
+def test_replies_that_nobody_waits_for_are_not_asked(stand_in: StandIn) -> None:
+    server = answerer(stand_in.url, concurrency=1)
+    replies = server.ask(requests_of([text_sample()] * 50))
+    next(replies)
+    replies.close()
+    server.close()
+    assert len(stand_in.requests) < 10
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/v1", "http://h:1/v1"),
+        ("https://h/api/v3/", "https://h/api/v3"),
+    ],
+)
+def test_v1_is_meant_where_the_address_has_no_path(given: str, used: str) -> None:
+    assert base_url(given) == used
