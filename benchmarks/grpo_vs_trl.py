@@ -57,14 +57,13 @@ def dsreason_config(engine: str, task: dict[str, Any]) -> dict[str, Any]:
             "micro_batch_size": task["micro_batch"],
         },
         "grpo": {"prompts_per_step": task["prompts"], "num_generations": task["generations"], "kl_coef": 0.0},
-        "rollout": {"engine": engine, "max_completion_length": task["length"]},
-        "reward": {"functions": {f"{Path(task['rows']).parent / 'rewards.py'}:vowels": 1.0}},
-        # The transformers engine samples as many together as validation would: here all, as TRL does.
-        "validation": {
-            "before_training": False,
-            "generate": False,
-            "micro_batch_size": task["prompts"] * task["generations"],
+        "rollout": {
+            "engine": engine,
+            "max_completion_length": task["length"],
+            "batch_size": task["prompts"] * task["generations"],  # all together, as TRL does
         },
+        "reward": {"functions": {f"{Path(task['rows']).parent / 'rewards.py'}:vowels": 1.0}},
+        "validation": {"before_training": False, "generate": False},
         "checkpoint": {"every": 0, "export": "none"},
     }
 

@@ -5,6 +5,8 @@ class DsReasonError(Exception):
     """Base class: `exit_code` is what the command returns when started plainly."""
 
     exit_code = 1
+    label = "error: "
+    """Stands before the text on the screen."""
 
 
 class ConfigError(DsReasonError):
@@ -27,3 +29,25 @@ class CheckpointError(DsReasonError):
 
 class RewardError(DsReasonError):
     """A reward that raised, gave no number, took too long or could not be reached; the text names function and sample."""
+
+
+class SaveError(DsReasonError):
+    """What a run made could not be written."""
+
+
+class Stopped(DsReasonError):
+    """A job that was asked to end has saved what it had; the code is that of a temporary failure (sysexits.h)."""
+
+    exit_code = 75
+    label = ""
+
+
+class StorageError(DsReasonError):
+    """Storage (S3, the Hub) that refused or could not be reached; the text names the address and the answer.
+
+    `status` is that of the answer where one came, `passing` says whether the same request may succeed later.
+    """
+
+    def __init__(self, text: str, *, status: int | None = None, passing: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.passing = status, passing

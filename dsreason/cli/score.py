@@ -25,7 +25,7 @@ def score(
     no_html: Annotated[bool, typer.Option("--no-html", help="Write summary.json and report.md only.")] = False,
     frames: Annotated[
         int | None,
-        typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: up to 50 MB."),
+        typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: 30 MB of them."),
     ] = None,
 ) -> None:
     """Print accuracies with their intervals; write summary.json, report.md and report.html beside the results."""

@@ -244,6 +244,8 @@ class ValidationConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(500, ge=0)
     """Steps between checkpoints; 0: only the last."""
+    background: bool = True
+    """Write a checkpoint from a copy in host memory while training goes on; off: training waits."""
     keep: int = Field(2, ge=-1)
     """How many of the newest to keep; -1 keeps all."""
 

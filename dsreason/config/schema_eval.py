@@ -91,7 +91,7 @@ class ServerConfig(Section):
     max_retries: int = Field(5, ge=0)
     """Further attempts of a request that failed, after pauses that double (or as long as the server says)."""
     video: Literal["file", "frames"] = "file"
-    """Send a clip as the file, which vLLM samples, or as the sampled frames, for servers that take images only."""
+    """Send a clip as a video, or its frames as pictures. vLLM takes videos when started with `--trust-request-mm-kwargs`."""
 
     @field_validator("url")
     @classmethod
@@ -187,7 +187,9 @@ class EvalConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)}: named twice; remove one, or give a source another name")
         if bad := [name for name in names if not re.fullmatch(r"[^./\\][^/\\]*", name)]:
-            raise ValueError(f"{bad[0]!r} becomes a folder of the results; give the data set a name without slashes, not hidden")
+            raise ValueError(
+                f"{bad[0]!r} becomes a folder of the results; give the data set a name without slashes, not hidden"
+            )
         return self
 
     @model_validator(mode="after")

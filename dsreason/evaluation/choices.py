@@ -116,7 +116,7 @@ class _Reader:
         return self._key(found[1]) if found else None
 
     def option_text(self, text: str) -> str | None:
-        letter = option_with_text(text, self.texts) if text.strip() else None
+        letter = option_with_text(text, self.texts) if text.strip(" .!;,") else None
         return self._key(letter) if letter else None
 
     def verdict(self, text: str) -> str | None:
@@ -133,7 +133,7 @@ class _Reader:
             return None
         reason = REASON.search(line)
         clause = line[: reason.start()] if reason and not SECOND_THOUGHT.search(line[reason.start() :]) else ""
-        for text in (line.strip(), clause if clause not in ("a", "i") else ""):  # "a rather slow car" has no letter
+        for text in (line.strip(), clause if clause != "a" else ""):  # "a not so slow car" names no letter
             key = self.only_letter(text) or self.option_text(text)
             if key is not None:
                 return key
@@ -185,10 +185,7 @@ class _Reader:
 
     def _named(self, text: str) -> set[str]:
         """All options that the text may mean, bare capitals included; not the "A" and "I" of ordinary sentences."""
-        words = re.sub(
-            r"(?:^|(?<=\n)|(?<=[.!?:] ))A (?!(?:is|are|was|and|or|has|does|would|seems)\b)(?=[a-z])", "", text
-        )
-        if not self.texts:
-            words = re.sub(r"\bI\b", "", words)
+        article = r"(?:^|(?<=\n)|(?<=[.!?:] ))A (?!(?:is|are|was|and|or|has|does|would|seems)\b)(?=[a-z])"
+        words = re.sub(rf"{article}|\bI\b", "", text)
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._marked(text) | {self.keys[letter] for letter in bare}

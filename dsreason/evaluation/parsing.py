@@ -14,7 +14,7 @@ Parser = Literal["default", "compat"]
 
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 YES_NO = re.compile(
-    r"[\W_]*(yes|no)(?!\W+(?!\1)(?:yes|no)\b)"
+    r"[\W_]*(yes|no)"
     r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
@@ -86,7 +86,7 @@ def split_response(text: str) -> Response:
     thoughts, closed, said = text.rpartition("</think>")
     if not closed:
         said, _, thoughts = text.partition("<think>")
-    if not said.strip() and "<answer>" in thoughts:  # thoughts that hold the answer, or that nothing closes
+    if not said.strip():  # thoughts that hold the answer, or that nothing closes
         thoughts, tag, said = thoughts.partition("<answer>")
         said = tag + said
     blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]

@@ -20,8 +20,8 @@ FRAMES = 6
 """Of a video, evenly spaced, the first and the last included."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
-MAX_BYTES = 36_000_000
-"""Of all pictures together when no number is given: with the texts a report then stays below about 50 MB."""
+MAX_BYTES = 30_000_000
+"""Of all pictures together when no number is given: with the texts of 5000 questions a report then has some 50 MB."""
 VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"))
 
 
@@ -67,7 +67,7 @@ def draw_sheet(media: Sequence[str]) -> Sheet:
     for path in media:
         try:
             pictures += _pictures(path)
-        except DataError as error:
+        except (DataError, OSError) as error:  # OSError: a path that is too long, say
             notes.append(str(error))
     return Sheet(tuple(pictures), tuple(notes))
 

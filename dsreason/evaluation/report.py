@@ -95,8 +95,8 @@ def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = Tru
 
     Args:
         baseline: compare with this run.
-        frames: show pictures of at most this many questions, the wrong ones first; without it until the report nears
-            50 MB. What is left out is said in the report.
+        frames: show pictures of at most this many questions, the wrong ones first; without it until they take
+            30 MB, which makes a report of at most some 50 MB. What is left out is said in it.
 
     Raises:
         DataError: a result or `run.json` is malformed, the runs cannot be compared, or the folder cannot be written.

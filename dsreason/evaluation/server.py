@@ -113,6 +113,7 @@ class ServerAnswerer:
 
     def _ask(self, request: Request) -> Reply:
         started = time.perf_counter()
+        fields: dict[str, Any] = {}
         try:
             messages, fields = as_request(request.question.sample, self.config.video)
             drawn, more = sampling_fields(request)
@@ -127,6 +128,8 @@ class ServerAnswerer:
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:
+            if fields and any(name in error.message for name in fields):
+                raise self._unread_fields(error) from None
             return Reply(error=self._without_key(f"the server answers {error.status_code}: {error.message:.500}"))
         except openai.APIConnectionError as error:
             self._check_alive(error)
@@ -180,6 +183,13 @@ class ServerAnswerer:
         return ConfigError(
             f"{where}: the server has no model {self.model!r}, or no chat at this address (404: {text}); correct "
             f"server.model or server.url.{has}"
+        )
+
+    def _unread_fields(self, error: openai.APIStatusError) -> ConfigError:
+        return ConfigError(
+            f"server.url ({self.url}): the server cannot be told how to read a clip ({error.status_code}: "
+            f"{self._without_key(error.message):.300}); start vLLM with --trust-request-mm-kwargs, or set "
+            'server.video = "frames"'
         )
 
     def _check_alive(self, error: openai.APIConnectionError) -> None:

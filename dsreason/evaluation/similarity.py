@@ -5,7 +5,6 @@ The packages are imported by what needs them: rouge-score and sentence-transform
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class Similarity:
             raise ConfigError(f"{where} needs a package: pip install 'dsreason[similarity]'") from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+        except Exception as error:  # whatever somebody's folder may hold
             raise ConfigError(f"{where}: cannot be loaded: {error}; {ADVICE}") from error
 
     def cosines(self, pairs: Sequence[tuple[str, str]]) -> list[float]:

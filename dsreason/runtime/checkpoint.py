@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 
-from dsreason.errors import CheckpointError
+from dsreason.errors import CheckpointError, SaveError
 from dsreason.runtime.engine import full_shape
-from dsreason.runtime.rng import load_rng_state, save_rng_state
+from dsreason.runtime.rng import load_rng_state, take_rng_state
 from dsreason.runtime.shards import UNREADABLE, load_model_file, load_optimizer_file, safe_loading
 from dsreason.runtime.world import World, agree, barrier, on_rank_zero
 
@@ -53,31 +54,49 @@ class TrainerState:
     """What else the run wants back; JSON values only."""
 
 
-def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:
-    """Write `<folder>/step_<step>` (all ranks together) and return it.
+def begin(folder: Path, step: int, world: World) -> Path:
+    """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
+    partial = folder / f"{SAVING}step_{step}"
 
-    It is written under a temporary name and renamed when complete, replacing an older one of the same step.
-    """
-    final, partial = folder / f"step_{step}", folder / f"{SAVING}step_{step}"
+    def make() -> None:
+        with as_save_error(partial):
+            delete_folder(partial)
+            partial.mkdir(parents=True)
+
+    on_rank_zero(make)
+    return partial
+
+
+def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> list[Callable[[], None]]:
+    """What writes a checkpoint's files beside DeepSpeed's: random numbers and the trainer's state, as they are now."""
+    write_rng_state = take_rng_state(world.device)
+    writes = [lambda: write_rng_state(partial / rng_file(world.rank))]
     if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        delete_folder(partial)
+        described = describe(engine, state, world)
+        writes.append(lambda: write_json(partial / STATE_FILE, described))
+    return writes
+
+
+def complete(partial: Path, final: Path, world: World) -> None:
+    """Make what all ranks have written a checkpoint, in place of an older one of that name. Collective."""
     barrier()
-    engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
-    save_rng_state(partial / rng_file(world.rank), world.device)
-    if world.is_main:
-        for script in (
-            "zero_to_fp32.py",
-            "zero_to_torch.py",
-        ):  # DeepSpeed puts copies of its own code there
-            (folder / script).unlink(missing_ok=True)
-        write_json(partial / STATE_FILE, describe(engine, state, world))
-    barrier()
+    error = None
     if world.local_rank == 0:  # one rank of each host flushes what this host has written
-        flush_files(partial)
-    barrier()
+        try:
+            with as_save_error(final):
+                flush_files(partial)
+        except SaveError as found:
+            error = found
+    agree(error)
     on_rank_zero(lambda: finish(partial, final, world))
-    return final
+
+
+@contextlib.contextmanager
+def as_save_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
 
 
 def finish(partial: Path, final: Path, world: World) -> None:
@@ -88,14 +107,15 @@ def finish(partial: Path, final: Path, world: World) -> None:
             f"{partial.parent}: {', '.join(missing)} not visible on the first host; "
             "the output folder must be on a file system that all hosts share"
         )
-    write_json(
-        partial / MARKER,
-        {"files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())}},
-    )
-    flush_files(partial)
-    delete_folder(final)
-    partial.rename(final)
-    flush(final.parent)
+    with as_save_error(final):
+        for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts copies of its own code there
+            (partial.parent / script).unlink(missing_ok=True)
+        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        write_json(partial / MARKER, {"files": sizes})
+        flush_files(partial)
+        delete_folder(final)
+        partial.rename(final)
+        flush(final.parent)
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:

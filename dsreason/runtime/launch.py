@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from dsreason.errors import ConfigError, DsReasonError
+import psutil
+
+from dsreason.errors import ConfigError, DsReasonError, Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -115,9 +118,9 @@ def report(error: DsReasonError) -> int:
     if started_by_us():
         leave_error(str(error), exit_code=error.exit_code, mendable=True)
         if not is_first_rank():
-            print(f"error: {error}", file=sys.stderr)  # into this rank's log; the parent shows it on the screen
+            print(f"{error.label}{error}", file=sys.stderr)  # into this rank's log; the parent shows it on the screen
     elif not is_rank() or _is_first_to_tell(str(error)):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{error.label}{error}", file=sys.stderr)
     return error.exit_code
 
 
@@ -200,6 +203,7 @@ class RankError(DsReasonError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.exit_code = failure.exit_code
+        self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
 def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
@@ -243,20 +247,55 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         local_addr="127.0.0.1",  # the host's name need not resolve
         max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others go on to the ranks, which save before they end
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
         _environment(_rank_environment(ranks, log_dir, error_dir)),
         _quiet_agent(),
+        forwarded_signals() as received,
     ):
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            return first_failure(_left_errors(Path(error_dir)), exit_codes(error.failures))
+            failure = first_failure(_left_errors(Path(error_dir)), exit_codes(error.failures))
+            return _as_stopped(failure, received[0]) if received else failure
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
     return None
+
+
+def _as_stopped(failure: Failure, name: str) -> Failure:
+    """How ranks end that were told to by signal `name`: they say so, or had not come to their first step."""
+    if failure.exit_code == Stopped.exit_code:
+        return replace(failure, text=failure.text.replace("SIGUSR1", name))
+    if failure.mendable:
+        return failure
+    return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, mendable=True)
+
+
+@contextmanager
+def forwarded_signals() -> Iterator[list[str]]:
+    """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
+
+    They get SIGUSR1, which lets them save first. SIGTERM, which a second signal becomes, ends them at once: the agent too
+    sends it, to the peers of a rank that failed.
+    """
+    received: list[str] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 
-def save_rng_state(path: Path, device: torch.device) -> None:
-    """Write the states of python, numpy, torch and `device`."""
+def take_rng_state(device: torch.device) -> Callable[[Path], None]:
+    """What writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
     version, python_words, python_gauss = random.getstate()
     _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state()
     tensors = {
@@ -27,11 +28,11 @@ def save_rng_state(path: Path, device: torch.device) -> None:
         "python": [version, python_gauss],
         "numpy": [position, has_gauss, numpy_gauss],
     }
-    save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
+    return lambda path: save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
 
 
 def load_rng_state(path: Path, device: torch.device) -> None:
-    """Restore what `save_rng_state` wrote; a device state is skipped where the device is another."""
+    """Restore what `take_rng_state` wrote; a device state is skipped where the device is another."""
     with safe_open(path, "pt") as file:
         scalars = json.loads(file.metadata()["scalars"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

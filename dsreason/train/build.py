@@ -32,6 +32,7 @@ from dsreason.runtime.checkpoint import (
     remove_leftovers,
     set_aside_newer,
 )
+from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.engine import build_engine
 from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
 from dsreason.runtime.logs import setup_logs
@@ -40,6 +41,7 @@ from dsreason.runtime.metrics import Metrics, open_metrics
 from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
+from dsreason.runtime.stop import StopRequest
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
@@ -75,6 +77,8 @@ class SFTRun:
     progress: Progress
     memory: MemoryLedger
     watchdog: Watchdog
+    writer: CheckpointWriter
+    stop: StopRequest
     flops: ModelFlops
     peak_flops: float | None
     """Of all devices together; None where the device's peak is not known."""
@@ -98,6 +102,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
     world = init_world()
     with ExitStack() as stack:
         stack.callback(shutdown)
+        stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("sft"))
         config = config.model_copy(update={"output_dir": str(output_dir)})
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
@@ -131,6 +136,8 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         log.info(offload.describe())
         stack.enter_context(metrics)
         stack.enter_context(progress)
+        writer = CheckpointWriter(engine, output_dir / "checkpoints", world, background=config.checkpoint.background)
+        stack.callback(writer.close)
         stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
         rollout = build_rollout(config, model_path, encoder, world, config.validation.micro_batch_size)
         yield SFTRun(
@@ -156,6 +163,8 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             progress=progress,
             memory=memory,
             watchdog=watchdog,
+            writer=writer,
+            stop=stop,
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,

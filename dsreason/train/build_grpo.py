@@ -25,6 +25,7 @@ from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
 from dsreason.runtime.checkpoint import TrainerState
+from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.metrics import Metrics, open_metrics
@@ -32,6 +33,7 @@ from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.reference import ReferencePolicy
+from dsreason.runtime.stop import StopRequest
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
@@ -84,6 +86,8 @@ class GRPORun:
     progress: Progress
     memory: MemoryLedger
     watchdog: Watchdog
+    writer: CheckpointWriter
+    stop: StopRequest
     total_steps: int
     batches_per_epoch: float
     """Of prompts."""
@@ -111,6 +115,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
     world = init_world()
     with ExitStack() as stack:
         stack.callback(shutdown)
+        stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("grpo"))
         config = config.model_copy(update={"output_dir": str(output_dir)})
         checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
@@ -158,6 +163,8 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         scorer, metrics = stack.enter_context(open_scorer(config)), stack.enter_context(metrics)
         progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
         stack.enter_context(progress)
+        writer = CheckpointWriter(engine, output_dir / "checkpoints", world, background=config.checkpoint.background)
+        stack.callback(writer.close)
         stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
         yield GRPORun(
             config=config,
@@ -179,6 +186,8 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             progress=progress,
             memory=sampler.memory,
             watchdog=watchdog,
+            writer=writer,
+            stop=stop,
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,

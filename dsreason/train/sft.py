@@ -16,10 +16,11 @@ from dsreason.data.loader import StepBatches
 from dsreason.errors import DsReasonError
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import MARKER, delete_folder, prune_checkpoints, save_checkpoint
+from dsreason.runtime.checkpoint import MARKER, delete_folder
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
+from dsreason.runtime.stop import stopped
 from dsreason.runtime.world import World, all_sum, on_rank_zero
 from dsreason.train.build import SFTRun, build_sft
 from dsreason.train.validate import validate
@@ -38,6 +39,7 @@ def train(sft: SFTRun) -> None:
     if sft.state.step == 0 and config.validation.before_training:
         run_validation(sft)
     for batches in watched(sft):
+        prune(sft, sft.writer.poll())
         started = time.perf_counter()
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
         with sft.watchdog.phase("step"), sft.memory.phase("train"):
@@ -48,6 +50,7 @@ def train(sft: SFTRun) -> None:
         improved = run_validation(sft) if last or is_due(step, config.validation.every) else False
         if last or improved or is_due(step, config.checkpoint.every):
             save(sft, last=last)
+        stop_if_asked(sft)
     finish(sft)
 
 
@@ -170,16 +173,38 @@ def run_validation(sft: SFTRun) -> bool:
 
 
 def save(sft: SFTRun, *, last: bool) -> None:
-    """Checkpoint, delete what `checkpoint.keep` no longer covers, and export where the configuration asks for it."""
+    """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it."""
     config, step = sft.config.checkpoint, sft.state.step
     started = time.perf_counter()
     with sft.watchdog.phase("saving checkpoint"), sft.progress.phase("saving checkpoint"):
-        save_checkpoint(sft.engine, sft.checkpoints, step, sft.state, sft.world)
-    best = sft.checkpoints / f"step_{sft.state.best_step}" if config.keep_best and sft.state.best_step else None
-    on_rank_zero(lambda: prune_checkpoints(sft.checkpoints, config.keep, best))
+        prune(sft, sft.writer.wait())
+        sft.writer.start(step, sft.state)
+        if last:
+            prune(sft, sft.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
         export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"))
     sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+
+
+def stop_if_asked(sft: SFTRun) -> None:
+    """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
+    step, name = sft.state.step, sft.stop.asked()
+    if not name or step == sft.total_steps:
+        return
+    with sft.watchdog.phase("saving checkpoint"), sft.progress.phase(f"{name}: saving checkpoint"):
+        written = sft.writer.wait()
+        if written != sft.checkpoints / f"step_{step}":
+            sft.writer.start(step, sft.state)
+            written = sft.writer.wait()
+        prune(sft, written)
+    raise stopped(name, step)
+
+
+def prune(sft: SFTRun, written: Path | None) -> None:
+    """Once a checkpoint is complete, delete those that `checkpoint.keep` no longer covers."""
+    config, best = sft.config.checkpoint, sft.state.best_step
+    if written is not None and sft.world.is_main:
+        sft.writer.prune(config.keep, sft.checkpoints / f"step_{best}" if config.keep_best and best else None)
 
 
 def finish(sft: SFTRun) -> None:

@@ -72,7 +72,8 @@ def everything(engine: Any) -> dict[str, Any]:
 
 def save_run(folder: str, bf16: bool) -> dict[str, Any]:
     """Three steps, a checkpoint, three more, for every stage."""
-    from dsreason.runtime.checkpoint import TrainerState, save_checkpoint
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_writer import save_checkpoint
 
     results = {}
     for stage in STAGES:
@@ -145,8 +146,8 @@ def damage_run(folder: str) -> dict[str, str]:
     from dsreason.runtime.checkpoint import (
         TrainerState,
         load_checkpoint,
-        save_checkpoint,
     )
+    from dsreason.runtime.checkpoint_writer import save_checkpoint
 
     engine, world = build("zero3")
     train(engine, world, range(1))

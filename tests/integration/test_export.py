@@ -41,7 +41,8 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
     """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
     from dsreason.export import export_engine
     from dsreason.models.load import load_processor
-    from dsreason.runtime.checkpoint import TrainerState, save_checkpoint
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_writer import save_checkpoint
     from dsreason.runtime.engine import set_learning_rate
     from dsreason.runtime.world import init_world
     from dsreason.train.sft import accumulate_gradients

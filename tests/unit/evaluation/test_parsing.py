@@ -108,6 +108,7 @@ def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule
         ("The answer is B, not A.", "B", "answer is"),
         ("The answer is B because A is too slow.", "B", "answer is"),
         ("The answer is B. A is wrong.", "B", "answer is"),
+        ("The answer is B, the robot turns.", "B", "answer is"),
         ("Answer: B. to the right\n\nA is wrong, and the answer is not C.", "B", "answer is"),
         ("The answer is A. Wait, no, the answer is B.", "B", "answer is"),
         ("If the answer is A, it moves. The answer must be C", "C", "answer is"),
@@ -123,6 +124,7 @@ def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule
         ("A to the left", "A", "letter and text"),
         ("B, because A is too slow", "B", "letter and text"),
         ("C. move left", "C", "letter and text"),
+        ("C.move left", "C", "letter and text"),
         ("C) It does not move.", "C", "letter and text"),
         ("B - the other way", "B", "letter and text"),
         ("C\n\nThe shape is a car, unlike option A.", "C", "own line"),
@@ -159,6 +161,7 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "The answer is A or the answer is B",
         "The answer is A, no, B.",
         "The answer is a slow car",
+        "The answer is a not so slow car",
         "The answer is not A",
         "I don't think the answer is A.",
         "I would not choose B.",
@@ -169,12 +172,15 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "I rule out option A.",
         "I think A is wrong, so B",
         "Neither A nor B is correct",
+        "Would you say that B is correct?",
+        "It may be (B), and yet A turns too",
+        "A) to the right\nA",
+        "B because it turns\nA. to the left",
         "A. to the left\nNo, it is B",
         "B because it turns. No wait, it is A",
         "The answer is clearly visible (A or B)",
         "Pick up the object(s)",
         "e.g. the car",
-        "İ",
     ],
 )
 def test_nothing_is_read_where_no_single_option_is_chosen(text):
@@ -183,7 +189,16 @@ def test_nothing_is_read_where_no_single_option_is_chosen(text):
 
 @pytest.mark.parametrize(
     ("text", "letter"),
-    [("E", "E"), ("C. Does not move", "C"), ("A. to the right", "A"), ("U.S. troops", ""), ("I think so", "")],
+    [
+        ("E", "E"),
+        ("C. Does not move", "C"),
+        ("A. to the right", "A"),
+        ("U.S. troops", ""),
+        ("I think so", ""),
+        ("C. does not move", "C"),
+        ("C. I think", "C"),
+        ("İ", ""),
+    ],
 )
 def test_without_options_any_letter_is_one(text, letter):
     assert read(text, None)[0] == letter
@@ -201,6 +216,7 @@ def test_without_options_any_letter_is_one(text, letter):
         ("$5", {"A": "$5", "B": "$6"}, "A"),
         ("A", {"A": "B", "B": "A"}, "A"),
         ("left", {"A": "left", "B": "left"}, ""),
+        ("The answer is a car", {"A": "dog", "B": "a car", "C": "car"}, "B"),
         ("C. Wait for the car", {"A": "Go", "C": "Wait for the car"}, "C"),
         ("...", {"A": "", "B": "x"}, ""),
     ],
@@ -224,6 +240,8 @@ def test_the_answer_is_a_key_of_the_options(text, options, key):
         ("The arm moves.\n\nYes.", "yes"),
         ("It moves. So the answer is yes", "yes"),
         ("No, wait. The answer is yes.", "yes"),
+        ("The answer is no. Sorry, the answer is yes.", "yes"),
+        ("Yes, no doubt", "yes"),
         (r"\boxed{No}", "no"),
         ("<think>No.</think><answer>YES</answer>", "yes"),
         ("", ""),

@@ -245,7 +245,7 @@ def test_an_image_is_resized_where_its_settings_say_so(stand_in: StandIn, tmp_pa
     assert Image.open(io.BytesIO(content)).size == (280, 140)
 
 
-@pytest.mark.parametrize(("settings", "count"), [({"fps": 5}, 6), ({"fps": 100}, 12), ({"nframes": 8}, 8)])
+@pytest.mark.parametrize(("settings", "count"), [({"fps": 5}, 6), ({"nframes": 8}, 8)])
 def test_a_clip_is_sent_as_the_file_with_the_number_of_frames_to_take(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], count: int
 ) -> None:
@@ -255,13 +255,38 @@ def test_a_clip_is_sent_as_the_file_with_the_number_of_frames_to_take(
     part = sent["messages"][0]["content"][0]
     assert part["type"] == "video_url"
     assert decoded(part) == ("video/mp4", clip.read_bytes())
+    reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
+    assert sent["media_io_kwargs"] == {"video": reading}
+    assert "mm_processor_kwargs" not in sent  # vLLM refuses it, unless it was started to trust requests
+
+
+@pytest.mark.parametrize(
+    ("settings", "frames", "among"),
+    [
+        ({"nframes": 12}, list(range(12)), 12),
+        ({"nframes": 4, "video_start": 0.2}, [2, 5, 8, 11], 10),
+        ({"nframes": 2, "max_pixels": 128 * 28**2}, [0, 11], 12),
+    ],
+)
+def test_frames_that_vllm_would_not_take_by_itself_are_sent_as_a_video_of_jpegs(
+    stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], frames: list[int], among: int
+) -> None:
+    clip = write_video(tmp_path / "v.mp4")
+    ask(answerer(stand_in.url), media_sample({"type": "video", "video": str(clip), **settings}))
+    [sent] = stand_in.requests
+    part = sent["messages"][0]["content"][0]
+    start, _, content = part["video_url"]["url"].partition(",")
+    assert (part["type"], start) == ("video_url", "data:video/jpeg;base64")
+    images = [Image.open(io.BytesIO(base64.b64decode(frame))) for frame in content.split(",")]
+    assert [read_number(np.asarray(image)) for image in images] == frames
     assert sent["media_io_kwargs"]["video"] == {
-        "num_frames": count,
-        "fps": -1,
-        "min_frames": count,
-        "max_frames": count,
+        "num_frames": -1,
+        "fps": 10.0,
+        "frames_indices": frames,
+        "total_num_frames": among,
+        "duration": 1.2,
+        "do_sample_frames": False,
     }
-    assert sent["mm_processor_kwargs"] == {"do_sample_frames": False}
 
 
 def test_a_clip_can_be_sent_as_its_sampled_frames(stand_in: StandIn, tmp_path: Path) -> None:
@@ -276,21 +301,12 @@ def test_a_clip_can_be_sent_as_its_sampled_frames(stand_in: StandIn, tmp_path: P
     assert "media_io_kwargs" not in sent
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"video_start": 0.2}, "video_start cannot be told to the server when it gets the file"),
-        ({"max_pixels": 5000}, "max_pixels cannot be told to the server when it gets the file"),
-        ({"nframes": 50}, "nframes is 50, but the video (or its chosen range) has 12 frames"),
-    ],
-)
-def test_a_setting_that_cannot_be_met_is_the_questions_error(
-    stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], text: str
-) -> None:
+@pytest.mark.parametrize("form", ["file", "frames"])
+def test_a_setting_that_cannot_be_met_is_the_questions_error(stand_in: StandIn, tmp_path: Path, form: str) -> None:
     clip = write_video(tmp_path / "v.mp4")
-    bad = media_sample({"type": "video", "video": str(clip), **settings})
-    error, good = ask(answerer(stand_in.url), bad, text_sample())
-    assert str(error.error).startswith(f"{clip}: {text}")
+    bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
+    error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
+    assert str(error.error).startswith(f"{clip}: nframes is 50, but the video (or its chosen range) has 12 frames")
     assert good.text == "(A)"
     assert len(stand_in.requests) == 1
 
@@ -299,9 +315,9 @@ def test_clips_that_need_different_numbers_of_frames_are_the_questions_error(sta
     clips = [write_video(tmp_path / "v.mp4", 12), write_video(tmp_path / "w.mp4", 24)]
     parts = [{"type": "video", "video": str(clip), "fps": 5} for clip in clips]
     [reply] = ask(answerer(stand_in.url), media_sample(*parts))
-    assert str(reply.error).startswith(
-        f"the clips need different numbers of frames (6 of {clips[0]}, 12 of {clips[1]})"
-    )
+    assert str(reply.error).startswith("the clips of this question differ in the frames to take")
+    parts = [{"type": "video", "video": str(clip), "nframes": 6} for clip in clips]
+    assert ask(answerer(stand_in.url), media_sample(*parts))[0].error is None
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
@@ -437,6 +453,18 @@ def test_a_model_must_be_named_where_the_server_does_not_have_just_one(
     with pytest.raises(ConfigError, match=text):
         answerer(stand_in.url)
     assert answerer(stand_in.url, model="b").model == "b"
+
+
+def test_a_server_that_will_not_be_told_how_to_read_clips_is_told_once(stand_in: StandIn, tmp_path: Path) -> None:
+    text = "Per-request media_io_kwargs are disabled by default"
+    stand_in.respond = lambda path, body: (400, {"error": {"message": text}})
+    clip = {"type": "video", "video": str(write_video(tmp_path / "v.mp4")), "nframes": 4}
+    with pytest.raises(ConfigError) as caught:
+        ask(answerer(stand_in.url), media_sample(clip))
+    assert text in str(caught.value)
+    assert str(caught.value).endswith('start vLLM with --trust-request-mm-kwargs, or set server.video = "frames"')
+    [reply] = ask(answerer(stand_in.url, video="frames"), media_sample(clip))
+    assert str(reply.error).startswith("the server answers 400: ")
 
 
 def test_a_server_that_is_not_there_is_told_with_its_address(stand_in: StandIn) -> None:

@@ -23,7 +23,7 @@ from dsreason.runtime.checkpoint import (
     set_aside_newer,
 )
 from dsreason.runtime.memory import status_bytes
-from dsreason.runtime.rng import load_rng_state, save_rng_state
+from dsreason.runtime.rng import load_rng_state, take_rng_state
 
 
 def write_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
@@ -135,7 +135,7 @@ def test_random_numbers_continue_where_they_were_saved(tmp_path: Path) -> None:
     random.gauss(0, 1)  # leaves a second value in the state
     np.random.standard_normal()
     device = torch.device("cpu")
-    save_rng_state(tmp_path / "rng", device)
+    take_rng_state(device)(tmp_path / "rng")
 
     def draw() -> list[float]:
         return [random.gauss(0, 1), random.random(), float(np.random.standard_normal()), float(torch.rand(()))]

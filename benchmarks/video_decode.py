@@ -1,0 +1,259 @@
+"""A video file to the model's pixels: this package against qwen-vl-utils and the Hugging Face processor, clips a second.
+
+    python benchmarks/video_decode.py [--media F]... [--seconds 30 120] [--fps 2 4] [--max-pixels 81920 default]
+                                      [--readers decord torchcodec] [--rounds 5] [--threads 1]
+
+Both sides turn the same conversation into token ids and pixels: ours by `Encoder.encode_prompt`, theirs by
+`process_vision_info` and the processor of Qwen2.5-VL (resizing off, as its authors advise). Each runs in a process of its
+own on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. What
+we remember of a file's header is forgotten before every round. Videos of `--seconds` at 1280x720 and 30 frames a second
+are made first: H.264, a texture that moves.
+
+`frames` says whether both chose the same frames and size. The pixels are normalised; one step of an 8-bit pixel is 0.0145
+to 0.0153, as the colours' deviations differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+GOAL = 1.5
+OURS = "dsreason"
+HEIGHT, WIDTH, RATE = 720, 1280, 30
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+FRAME_LIMITS = {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}
+"""Of Qwen2.5-VL's frames, in qwen-vl-utils and as its video processor has them by default."""
+
+
+class Encoded(NamedTuple):
+    """What one side makes of a clip."""
+
+    indices: list[int]
+    grid: list[int]
+    pixels: np.ndarray
+
+
+def make_video(path: Path, seconds: float) -> Path:
+    """A texture on which the window of the camera wanders."""
+    import av
+    from PIL import Image
+
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 160, 3), np.uint8))
+    texture = np.asarray(noise.resize((1920, 1080), Image.Resampling.BICUBIC))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=RATE, options={"preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for number in range(round(seconds * RATE)):
+            x, y = round(320 + 300 * math.sin(number / 50)), round(180 + 170 * math.cos(number / 70))
+            window = np.ascontiguousarray(texture[y : y + HEIGHT, x : x + WIDTH])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(window, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+# ---------------------------------------------------------------- in each side's process
+
+side: Any = None
+
+
+def start(name: str, threads: int) -> None:
+    """Settings that libraries read at their import, then the side itself."""
+    global side
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    os.environ |= {"FORCE_QWENVL_VIDEO_READER": name, "TORCHCODEC_NUM_THREADS": str(threads)}
+    import torch
+
+    torch.set_num_threads(threads)
+    side = Ours() if name == OURS else Theirs()
+
+
+def load_processor() -> tuple[Any, Path]:
+    """Qwen2.5-VL's, with its limits, and the folder of the tiny model that it comes from."""
+    from dsreason.config.cache import cache_dir
+    from dsreason.models import load
+
+    folder = load.tiny_model("qwen2_5_vl", cache_dir() / "models")
+    processor = load.load_processor(folder)
+    processor.video_processor.size = FRAME_LIMITS
+    return processor, folder
+
+
+class Ours:
+    def __init__(self) -> None:
+        from functools import partial
+
+        from dsreason.data.chat import Encoder
+        from dsreason.models.families import family_of
+        from dsreason.models.load import model_config
+
+        processor, folder = load_processor()
+        config = model_config(folder)
+        positions = partial(family_of(config.model_type).position_ids, config=config)
+        self.encoder = Encoder(processor, positions, max_length=10**9)
+
+    def encode(self, messages: list[dict[str, Any]]) -> Encoded:
+        from dsreason.data import media
+        from dsreason.data.types import Sample
+
+        media._probed.cache_clear()
+        prompt = self.encoder.encode_prompt(Sample("clip", messages))
+        inputs, (_, metadata) = prompt.encoded.mm_kwargs, prompt.media[0]
+        grid = inputs["video_grid_thw"][0].tolist()
+        return Encoded(metadata["frames_indices"], grid, inputs["pixel_values_videos"].numpy())
+
+
+class Theirs:
+    def __init__(self) -> None:
+        import qwen_vl_utils.vision_process as utils
+
+        def failed(*_: Any) -> None:
+            raise RuntimeError(f"the reader {utils.FORCE_QWENVL_VIDEO_READER} does not run here")
+
+        utils.VIDEO_READER_BACKENDS = {**utils.VIDEO_READER_BACKENDS}
+        if utils.FORCE_QWENVL_VIDEO_READER != "torchvision":  # which it falls back to without an error
+            utils.VIDEO_READER_BACKENDS["torchvision"] = failed
+        self.process_vision_info = utils.process_vision_info
+        self.processor, _ = load_processor()
+
+    def encode(self, messages: list[dict[str, Any]]) -> Encoded:
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        images, videos, options = self.process_vision_info(
+            messages, return_video_kwargs=True, return_video_metadata=True
+        )
+        frames, metadata = zip(*videos, strict=True)
+        inputs = self.processor(
+            text=[text],
+            images=images,
+            videos=list(frames),
+            video_metadata=list(metadata),
+            do_resize=False,
+            return_tensors="pt",
+            **options,
+        )
+        grid = inputs["video_grid_thw"][0].tolist()
+        return Encoded(list(map(int, metadata[0]["frames_indices"])), grid, inputs["pixel_values_videos"].numpy())
+
+
+def measure(messages: list[dict[str, Any]]) -> float:
+    started = time.perf_counter()
+    side.encode(messages)
+    return time.perf_counter() - started
+
+
+def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
+    """Frames and grid; the pixels go to `file`."""
+    encoded = side.encode(messages)
+    np.save(file, encoded.pixels)
+    return encoded.indices, encoded.grid
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+def differences(ours: Path, theirs: Path) -> tuple[float, float]:
+    """Mean and largest absolute difference of the normalised pixels, read piece by piece."""
+    a, b = np.load(ours, mmap_mode="r"), np.load(theirs, mmap_mode="r")
+    total, largest = 0.0, 0.0
+    for first in range(0, len(a), 4096):
+        apart = np.abs(a[first : first + 4096] - b[first : first + 4096])
+        total, largest = total + float(apart.sum(dtype=np.float64)), max(largest, float(apart.max()))
+    return total / a.size, largest
+
+
+def conversation(file: Path, fps: float, max_pixels: int | None) -> list[dict[str, Any]]:
+    part: dict[str, Any] = {"type": "video", "video": str(file), "fps": fps}
+    if max_pixels is not None:
+        part |= {"max_pixels": max_pixels, "min_pixels": min(max_pixels, FRAME_LIMITS["shortest_edge"])}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
+
+
+def compare(
+    sides: dict[str, ProcessPoolExecutor], messages: list[dict[str, Any]], rounds: int, scratch: Path
+) -> dict[str, tuple[float, str]]:
+    """Median seconds of each side, and what sets its result apart from ours. The first call, which warms up, compares."""
+    seconds: dict[str, list[float]] = {}
+    apart: dict[str, str] = {}
+    kept: dict[str, tuple[list[int], list[int]]] = {}
+    for name, process in sides.items():
+        try:
+            kept[name] = process.submit(keep, messages, scratch / f"{name}.npy").result()
+        except (RuntimeError, AttributeError, ImportError) as error:
+            print(f"  {name} left out: {str(error).splitlines()[0]}")
+            continue
+        seconds[name] = []
+        same = kept[name] == kept[OURS]
+        apart[name] = "other frames or size"
+        if same:
+            mean, largest = differences(scratch / f"{OURS}.npy", scratch / f"{name}.npy")
+            apart[name] = f"same    {mean:9.5f} {largest:9.4f}"
+    for _ in range(rounds):
+        for name in seconds:
+            taken: Future[float] = sides[name].submit(measure, messages)
+            seconds[name].append(taken.result())
+    return {name: (statistics.median(found), apart[name]) for name, found in seconds.items()}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    real = [SHARED / name for name in ("sample.mp4", "packer.mp4") if (SHARED / name).is_file()]
+    parser.add_argument("--media", type=Path, nargs="*", default=real, help="video files of your own")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[30, 120], help="lengths of the videos to make")
+    parser.add_argument("--fps", type=float, nargs="+", default=[2, 4])
+    parser.add_argument("--max-pixels", nargs="+", default=["81920", "default"])
+    parser.add_argument("--readers", nargs="+", default=["decord", "torchcodec"], help="of qwen-vl-utils")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="cores that each side may use")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("av", "torch", "torchvision", "transformers", "qwen-vl-utils", *arguments.readers)
+    )
+    print(f"{versions}; {arguments.threads} core(s) each, medians of {arguments.rounds}; load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}  frames  mean diff  max diff"
+    )
+    ratios: dict[str, list[float]] = {name: [] for name in arguments.readers}
+    spawn = multiprocessing.get_context("spawn")  # a fork would share what the libraries have read
+    sides = {
+        name: ProcessPoolExecutor(1, mp_context=spawn, initializer=start, initargs=(name, arguments.threads))
+        for name in (OURS, *arguments.readers)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        files = arguments.media + [make_video(scratch / f"{s:g} s.mp4", s) for s in arguments.seconds]
+        for file, fps, pixels in ((f, s, p) for f in files for s in arguments.fps for p in arguments.max_pixels):
+            limit = None if pixels == "default" else int(pixels)
+            found = compare(sides, conversation(file, fps, limit), arguments.rounds, scratch)
+            ours, _ = found[OURS]
+            for name, (seconds, apart) in found.items():
+                row = f"{file.name:14}{fps:4g} {pixels:>10}  {name:11}{1 / seconds:8.2f}{seconds / ours:7.2f}"
+                print(row if name == OURS else f"{row}  {apart}", flush=True)
+                if name != OURS:
+                    ratios[name].append(seconds / ours)
+    for process in sides.values():
+        process.shutdown()
+    for name, found in ratios.items():
+        if found:
+            print(f"clips/s, ours / {name}: {min(found):.2f} to {max(found):.2f}, median {statistics.median(found):.2f} "
+                  f"(goal {GOAL})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""One question after another about the same media, answered while one reads: `dsreason infer`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from tokenizers.decoders import DecodeStream
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from dsreason.config.cache import cache_dir
+from dsreason.config.output import CHECKPOINTS
+from dsreason.config.schema import ModelConfig
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.media import probe_image, probe_video
+from dsreason.data.prompts import PromptEncoder
+from dsreason.data.timestamps import TimestampEncoder, frame_times
+from dsreason.data.types import Sample
+from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.evaluation.answerers import own_checkpoint
+from dsreason.evaluation.engine import VERSION, build_encoder, load_weights
+from dsreason.evaluation.parsing import parse
+from dsreason.export import DTYPES, export_checkpoint
+from dsreason.models.load import load_model, model_config, resolve_model
+from dsreason.rewards.text import REQUEST
+from dsreason.rollout.protocol import Sampling, media_token_ids, random_streams
+from dsreason.rollout.transformers_engine import Penalties, draw, left_padded, stop_token_ids
+from dsreason.runtime.world import init_world, shutdown
+
+MANY_PROMPTS = 8
+"""From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
+
+Draw = Callable[[EncodedPrompt, Sampling, int], Iterator[int]]
+"""(prompt, settings, number of the random stream) → token ids, the stop token included."""
+
+
+@dataclass(frozen=True)
+class InferSettings:
+    """What all questions of one call share.
+
+    Example: `InferSettings(model="tiny:qwen3_vl", videos=("a.mp4",), vision={"fps": 4.0})`.
+    """
+
+    model: str
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours."""
+    images: tuple[str, ...] = ()
+    videos: tuple[str, ...] = ()
+    vision: dict[str, float] = field(default_factory=dict)
+    """`fps`, `nframes`, `max_pixels`, `total_pixels` of every medium."""
+    system: str = ""
+    """System message; empty: that of the chat template."""
+    reasoning: bool = False
+    """Whether the system message asks for `<think>…</think> <answer>…</answer>`."""
+    sampling: Sampling = Sampling()
+    timestamps: bool = False
+    """Whether the time is written on the frames of videos."""
+    save_frames: Path | None = None
+    """Folder for the pictures that the model is shown."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the weights; `auto`: what config.json says."""
+
+
+class Answering:
+    """An answer on its way: iterate to its end for the text as it is drawn, then ask for the `result`."""
+
+    def __init__(
+        self, model: str, prompt: EncodedPrompt, ids: Iterator[int], stop_ids: Sequence[int], tokenizer: Any
+    ) -> None:
+        self.model, self.prompt, self.stop_ids, self.tokenizer = model, prompt, stop_ids, tokenizer
+        self.ids: list[int] = []
+        self._drawn, self._started = ids, time.perf_counter()
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        yield from stream(self._recorded(), self.tokenizer)
+        self.seconds = time.perf_counter() - self._started
+
+    def _recorded(self) -> Iterator[int]:
+        for token in self._drawn:
+            self.ids.append(token)
+            yield token
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
+
+    def result(self) -> dict[str, Any]:
+        """JSON values; `prompt` is the question's text, `size` (width, height) as the model is shown it."""
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        parsed = parse(text, "reasoning", kind="open")
+        return {
+            "model": self.model,
+            "media": described(self.prompt),
+            "prompt": self.prompt.sample.meta["prompt"],
+            "prompt_tokens": len(self.prompt.encoded),
+            "reasoning": parsed.reasoning,
+            "answer": parsed.answer,
+            "full_response": text,
+            "finish_reason": self.finish_reason,
+            "completion_tokens": len(self.ids),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[Answering]:
+    """An `Answering` for each prompt, to be read to its end before the next.
+
+    Args:
+        say: is told what takes time, and what is done otherwise than asked.
+
+    Raises:
+        DsReasonError: unreadable media or model, or a prompt that is longer than the model takes; before any is answered.
+    """
+    for path in settings.images:
+        probe_image(path)
+    for path in settings.videos:
+        probe_video(path)
+    with ExitStack() as stack:
+        folder = find_model(settings, stack, say)
+        dtype = DTYPES.get(settings.dtype) or model_config(folder).dtype or torch.float32
+        encoder, longest = prompt_encoder(settings, folder, dtype)
+        samples = [sample_of(settings, number, prompt) for number, prompt in enumerate(prompts)]
+        rooms = [longest - check_length(encoder, sample, longest) for sample in samples]
+        first = encoder.encode_prompt(samples[0])
+        save_frames(first, settings.save_frames)
+        say("loading the weights …")
+        draw_ids = open_engine(settings, folder, dtype, encoder, longest, len(prompts), stack)
+        tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
+        for number, (sample, room) in enumerate(zip(samples, rooms, strict=True)):
+            encoded = encoder.encode_prompt(sample) if number else first
+            ids = draw_ids(encoded, shortened(settings.sampling, room, say), number)
+            yield Answering(settings.model, encoded, ids, stop_ids, tokenizer)
+
+
+# ---------------------------------------------------------------- the model
+
+
+def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
+    """The Hugging Face folder; of a run its final export, and of a checkpoint an export that lasts until `stack` closes."""
+    given = Path(settings.model).expanduser()
+    if (given / CHECKPOINTS).is_dir() and (given / "export" / "final" / "config.json").is_file():
+        return given / "export" / "final"
+    checkpoint = own_checkpoint(given)
+    if checkpoint is None:
+        try:
+            return resolve_model(ModelConfig(path=settings.model), cache_dir() / "models")
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
+    say(f"exporting {checkpoint} …")
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+    return export_checkpoint(checkpoint, folder, dtype=settings.dtype)
+
+
+def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
+    """The trainer's encoder, and how many tokens the model takes, prompt and answer together."""
+    longest = int(model_config(folder).text_config.max_position_embeddings)
+    encoder = build_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
+    kind = TimestampEncoder if settings.timestamps else PromptEncoder
+    return kind(encoder.processor, encoder.position_ids, longest), longest
+
+
+def open_engine(
+    settings: InferSettings,
+    folder: Path,
+    dtype: torch.dtype,
+    encoder: PromptEncoder,
+    longest: int,
+    num_prompts: int,
+    stack: ExitStack,
+) -> Draw:
+    """What draws tokens, with the weights loaded, until `stack` closes."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if settings.engine == "vllm" and not installed:
+        raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")
+    on_gpu = torch.cuda.is_available()
+    if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
+        return stack.enter_context(vllm_engine(folder, dtype, encoder, longest))
+    model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to("cuda" if on_gpu else "cpu")
+    banned_ids, stop_ids = media_token_ids(encoder.processor.tokenizer), stop_token_ids(folder)
+    return partial(draw_tokens, model, banned_ids=banned_ids, stop_ids=stop_ids)
+
+
+@contextmanager
+def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, longest: int) -> Iterator[Draw]:
+    """vLLM's answers come when they are complete: nothing is streamed."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
+
+    world = init_world()
+    engine = VLLMEngine(folder, encoder.processor.tokenizer, world, dtype=dtype, max_model_len=longest)
+    try:
+        load_weights(engine, folder)
+        yield lambda prompt, sampling, number: iter(
+            engine.generate([prompt], sampling, version=VERSION, streams=[number])[0].ids
+        )
+    finally:
+        engine.shutdown()
+        shutdown()
+
+
+@torch.no_grad()
+def draw_tokens(
+    model: nn.Module,
+    prompt: EncodedPrompt,
+    sampling: Sampling,
+    number: int = 0,
+    *,
+    banned_ids: Sequence[int],
+    stop_ids: Sequence[int],
+) -> Iterator[int]:
+    """Token ids as they are drawn, the stop token included: those that the transformers rollout engine draws."""
+    device = next(model.parameters()).device
+    inputs = left_padded([prompt.encoded], 0, device)
+    uniform = torch.from_numpy(random_streams(sampling, [number])).to(device)
+    penalties = Penalties(sampling, [prompt.encoded], model.lm_head.weight.shape[0], device)
+    width, next_position = len(prompt.encoded), int(inputs["position_ids"].max()) + 1
+    output = model.model(use_cache=True, **inputs)
+    for step in range(sampling.max_completion_length):
+        logits = model.lm_head(output.last_hidden_state[:, -1]).float()  # [1, V]
+        if sampling.has_penalties:
+            logits = penalties.apply(logits)
+        logits[:, banned_ids] = -torch.inf
+        token, _ = draw(logits, sampling, uniform[:, step])
+        yield int(token)
+        if int(token) in stop_ids or step == sampling.max_completion_length - 1:
+            return
+        penalties.count(token)
+        output = model.model(
+            input_ids=token[:, None],
+            position_ids=torch.full((3, 1, 1), next_position + step, device=device),
+            attention_mask=torch.ones(1, width + step + 1, dtype=torch.long, device=device),
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+
+
+def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The text of token ids in pieces of whole characters; joined, what decoding all ids at once gives."""
+    decoder, pending = DecodeStream(skip_special_tokens=True), []
+    for token in ids:
+        pending.append(token)
+        text = decoder.step(tokenizer.backend_tokenizer, token)
+        if text is not None:
+            pending = []
+            yield text
+    if rest := tokenizer.decode(pending, skip_special_tokens=True):  # half a character, where the answer was cut off
+        yield rest
+
+
+# ---------------------------------------------------------------- the prompt
+
+
+def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
+    """Images, then videos, then the text."""
+    media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
+    shown = {"image": ("max_pixels",), "video": tuple(settings.vision)}
+    parts = [
+        {"type": kind, kind: path, **{key: settings.vision[key] for key in shown[kind] if key in settings.vision}}
+        for kind, path in media
+    ]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+    system = settings.system
+    if settings.reasoning:
+        system = f"{system or 'You are a helpful assistant.'} {REQUEST}"
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Sample(id=f"prompt {number + 1}", messages=messages, meta={"prompt": prompt})
+
+
+def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
+    """Tokens of the prompt, told from the headers of its media; DataError where no answer fits behind it."""
+    length = encoder.measure(sample)
+    if length >= longest:
+        raise DataError(
+            f"{sample.id} has {length} tokens, and the model takes {longest} with the answer; show fewer frames (--fps, "
+            "--nframes) or smaller ones (--max-pixels, --total-pixels)"
+        )
+    return length
+
+
+def shortened(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
+    if sampling.max_completion_length <= room:
+        return sampling
+    say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
+    return Sampling(**{**vars(sampling), "max_completion_length": room})
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompt itself, the text of a file, or one `{"prompt": …}` a line of a .jsonl; ConfigError for anything else."""
+    if (prompt is None) == (file is None):
+        given = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
+        raise ConfigError(f"{given} given; give one of them")
+    if file is None:
+        prompts = [str(prompt)]
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
+        lines = enumerate(text.splitlines(), start=1)
+        prompts = [text.strip()]
+        if file.suffix == ".jsonl":
+            prompts = [_prompt_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+    if not prompts or not all(found.strip() for found in prompts):
+        raise ConfigError(f"{'--prompt' if file is None else file}: the prompt is empty")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON ({error})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ConfigError(f'{where}: is {line.strip()[:80]}; a line must be {{"prompt": "…"}}')
+    return row["prompt"]
+
+
+# ---------------------------------------------------------------- the media, as they are shown
+
+
+def described(prompt: EncodedPrompt) -> list[dict[str, Any]]:
+    """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
+    found = []
+    for path, medium in zip(media_paths(prompt.sample), prompt.media, strict=True):
+        if isinstance(medium, Image.Image):
+            kind: dict[str, Any] = {"kind": "image", "frames": 1, "seconds": None, "fps": None, "size": medium.size}
+        else:
+            frames, metadata = medium
+            kind = {
+                "kind": "video",
+                "frames": len(frames),
+                "seconds": round(metadata["duration"], 3),
+                "fps": round(len(frames) / metadata["total_num_frames"] * metadata["fps"], 3),
+                "size": (frames.shape[2], frames.shape[1]),
+            }
+        found.append({"path": path, **kind})
+    return found
+
+
+def media_paths(sample: Sample) -> list[str]:
+    parts = sample.messages[-1]["content"]
+    return [part[part["type"]] for part in parts if part["type"] != "text"]
+
+
+def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:
+    """`1_photo.png`, `2_sample_000_0.00s.png`, …: the pictures that the model is shown."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (path, medium) in enumerate(zip(media_paths(prompt.sample), prompt.media, strict=True), start=1):
+            name = f"{number}_{Path(path).stem}"
+            if isinstance(medium, Image.Image):
+                medium.save(folder / f"{name}.png")
+                continue
+            frames, metadata = medium
+            for i, (frame, at) in enumerate(zip(frames, frame_times(metadata), strict=True)):
+                Image.fromarray(frame).save(folder / f"{name}_{i:03d}_{at:.2f}s.png")
+    except OSError as error:
+        raise ConfigError(f"--save-frames {folder}: cannot be written ({error})") from None

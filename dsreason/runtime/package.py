@@ -1,0 +1,116 @@
+"""What can be uploaded as a whole: a finished checkpoint or an export, with the marker that is sent last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsreason.errors import CheckpointError, ConfigError
+
+CHECKPOINT_MARKER = "COMPLETE"
+"""As `dsreason.runtime.checkpoint.MARKER`, which is not imported: it needs torch."""
+MANIFEST = "UPLOADED.json"
+"""Marker of other uploads; it is made when they are complete and exists in storage only."""
+CHECKPOINTS, EXPORTS = "checkpoints", "export"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A local folder, and the sizes in bytes of the files (paths below it) that are uploaded before the marker."""
+
+    folder: Path
+    files: Mapping[str, int]
+    marker: str
+
+    @property
+    def name(self) -> str:
+        """Where it lies in the folder of its run: `checkpoints/step_4`."""
+        return f"{self.folder.absolute().parent.name}/{self.folder.absolute().name}"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+    def marker_content(self, sums: Mapping[str, str]) -> bytes:
+        """A checkpoint's own marker, or a manifest from the SHA-256 of each file."""
+        if self.marker == CHECKPOINT_MARKER:
+            return (self.folder / self.marker).read_bytes()
+        files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
+        return (json.dumps({"files": files}, indent=1) + "\n").encode()
+
+
+def open_package(folder: Path) -> Package:
+    """The checkpoint or export in `folder`.
+
+    Raises:
+        CheckpointError: it is one, and incomplete.
+        ConfigError: it is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
+    if (folder / CHECKPOINT_MARKER).is_file() or is_checkpoint(folder):
+        return open_checkpoint(folder)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{folder}: is no export (config.json and *.safetensors), no checkpoint (step_N) and not the folder of a run "
+            f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
+        )
+    return open_export(folder)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return folder.absolute().parent.name == CHECKPOINTS or (folder / "trainer_state.json").is_file()
+
+
+def open_checkpoint(folder: Path) -> Package:
+    """The files that the marker names; what was added later (`universal/`) can be made again."""
+    marker = folder / CHECKPOINT_MARKER
+    if not marker.is_file():
+        raise CheckpointError(
+            f"{folder}: is not a complete checkpoint ({CHECKPOINT_MARKER} is missing); choose another one"
+        )
+    try:
+        files: dict[str, int] = json.loads(marker.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{marker}: cannot be read ({error!r}); choose another checkpoint") from error
+    for name, size in files.items():
+        file = folder / name
+        found = f"has {file.stat().st_size} bytes instead of {size}" if file.is_file() else "is missing"
+        if found != f"has {size} bytes instead of {size}":
+            raise CheckpointError(f"{file}: {found}; choose another checkpoint")
+    return Package(folder, files, CHECKPOINT_MARKER)
+
+
+def open_export(folder: Path) -> Package:
+    """Every file of an export that has all its shards."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - files.keys()
+        if missing:
+            raise CheckpointError(f"{folder}: {min(missing)} is missing ({index.name} names it); export it again")
+    return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir()
+
+
+def finished_folders(run: Path) -> list[Path]:
+    """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
+    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{CHECKPOINT_MARKER}")]
+    exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
+    return sorted(checkpoints, key=_step) + sorted(exports, key=_step)
+
+
+def unfinished_folders(run: Path) -> list[Path]:
+    """Checkpoints of a run that are not complete, or not yet."""
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / CHECKPOINT_MARKER).is_file()]
+    return sorted(found)
+
+
+def _step(folder: Path) -> tuple[int, str]:
+    digits = folder.name.removeprefix("step_")
+    return (int(digits), "") if digits.isdigit() else (2**63, folder.name)  # `final` comes last

@@ -1,0 +1,96 @@
+"""A signal to the command saves a checkpoint at the next step, and the resumed run is the undisturbed one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.command import dsreason, metrics
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+STOPPED = 75
+STEPS = 30
+CONFIG = """
+[model]
+path = "{model}"
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 1
+vision.fps = 4.0
+[train]
+epochs = 100
+max_steps = 30
+global_batch_size = 4
+micro_batch_size = 2
+precision = "fp32"
+[validation]
+generate = false
+[checkpoint]
+every = 7
+keep = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
+    folder = tmp_path_factory.mktemp("stopping")
+    rows = write_mixed_rows(folder / "data")
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    ended = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def start(folder: Path, name: str) -> subprocess.Popen[str]:
+    command = [str(Path(sys.executable).parent / "dsreason"), "sft", "--config", "run.toml", "--output-dir", name]
+    command += ["--nproc", "2", "--resume", "auto"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def steps_done(run: Path) -> int:
+    return len([line for line in metrics(run) if "train/loss" in line]) if (run / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undisturbed(
+    folder: Path, number: signal.Signals
+) -> None:
+    run = folder / number.name
+    process = start(folder, number.name)
+    while steps_done(run) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == STOPPED, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"stopped by {number.name} after step ")
+    step = int(last.split("after step ")[1].split(",")[0])
+    assert 2 <= step < STEPS
+    assert (run / f"checkpoints/step_{step}/COMPLETE").exists()
+
+    resumed = start(folder, number.name)
+    _, said = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, said
+    assert [line["train/loss"] for line in metrics(run) if "train/loss" in line] == [
+        line["train/loss"] for line in metrics(folder / "whole") if "train/loss" in line
+    ]
+    expected, found = (load_file(r / "export/final/model.safetensors") for r in (folder / "whole", run))
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(folder: Path) -> None:
+    process = start(folder, "early")
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode in (STOPPED, -signal.SIGTERM)  # the latter while the command itself starts
+    assert "Traceback" not in said

@@ -1,0 +1,98 @@
+"""Two runs, question by question."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsreason.errors import DataError
+from dsreason.evaluation.compare import compare, mcnemar, newcombe_interval
+from dsreason.evaluation.types import Result
+from tests.unit.evaluation.made_results import made
+
+NAMES = ("new", "old")
+
+
+def answers(letters: str, **changes: str) -> list[Result]:
+    """A question for each letter; "A" is right."""
+    return [made(str(number), answer=letter, **changes) for number, letter in enumerate(letters)]
+
+
+def test_results_are_paired_by_their_question() -> None:
+    found = compare(answers("AAABB"), list(reversed(answers("ABBAB"))), NAMES)
+    overall = found.overall
+    assert (overall.both_right, overall.only_this_right, overall.only_baseline_right, overall.both_wrong) == (
+        1,
+        2,
+        1,
+        1,
+    )
+    assert (overall.this.count, overall.baseline.count, overall.this.total) == (3, 2, 5)
+    assert overall.difference == pytest.approx(0.2)
+    assert (found.gained, found.lost) == (("robovqa/1/0", "robovqa/2/0"), ("robovqa/3/0",))
+    assert found.warning is None
+
+
+def test_what_has_no_answer_is_wrong() -> None:
+    found = compare([made(error="gone")], [made()], NAMES)
+    assert found.lost == ("robovqa/v/0",)
+
+
+def test_data_sets_are_compared_by_themselves_too() -> None:
+    new = answers("AA") + answers("BB", datasource="av")
+    old = answers("BB") + answers("AA", datasource="av")
+    found = compare(new, old, NAMES)
+    assert {name: part.difference for name, part in found.datasets.items()} == {"av": -1.0, "robovqa": 1.0}
+    assert found.overall.difference == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "p"),
+    [(5, 1, 2 * (1 + 6) / 64), (1, 5, 2 * (1 + 6) / 64), (3, 3, 1.0), (0, 0, 1.0), (10, 0, 2 / 1024)],
+)
+def test_mcnemars_test_is_exact(gained: int, lost: int, p: float) -> None:
+    assert mcnemar(gained, lost) == pytest.approx(p)
+
+
+def test_the_interval_of_the_difference_is_newcombes() -> None:
+    # Fagerland, Lydersen, Laake, BMC Med Res Methodol 14 (2014): (1, 1, 7, 12), difference -0.286, -0.507 to -0.026.
+    assert newcombe_interval(1, 1, 7, 12) == pytest.approx((-0.507, -0.026), abs=5e-4)
+
+
+def test_the_interval_turns_with_the_sides() -> None:
+    low, high = newcombe_interval(20, 12, 2, 16)
+    assert newcombe_interval(20, 2, 12, 16) == pytest.approx((-high, -low))
+    assert low > 0
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 0, 0), (0, 0, 0, 5), (0, 5, 0, 0), (1, 0, 0, 0), (3, 2, 0, 0)])
+def test_the_interval_is_there_at_the_edges(counts: tuple[int, int, int, int]) -> None:
+    low, high = newcombe_interval(*counts)
+    assert -1 <= low <= (counts[1] - counts[2]) / sum(counts) <= high <= 1
+
+
+def test_the_clustered_interval_is_of_the_paired_differences() -> None:
+    # differences 1, 1 in clip a, -1, 0 in b, 0, 1 in c: mean 1/3, residuals 4/3, -5/3, 1/3
+    clips = ["a", "a", "b", "b", "c", "c"]
+    new = [
+        made(str(i), answer=letter, media=[clip]) for i, (letter, clip) in enumerate(zip("AABAAA", clips, strict=True))
+    ]
+    old = [made(str(i), answer=letter) for i, letter in enumerate("BBAAAB")]
+    reach = 4.302653 * (1.5 * (16 + 25 + 1) / 9) ** 0.5 / 6
+    assert compare(new, old, NAMES).overall.clustered == pytest.approx((max(-1, 1 / 3 - reach), 1.0))
+
+
+def test_different_questions_are_compared_in_their_common_part_and_loudly() -> None:
+    found = compare(answers("AAA"), answers("BA") + answers("AAAA", datasource="av"), NAMES)
+    assert (found.overall.this.total, found.only_in_this, found.only_in_baseline) == (2, 1, 4)
+    assert found.warning is not None
+    assert "1 are only in new and 4 only in old; compared are the 2 common ones" in found.warning
+
+
+def test_nothing_in_common_is_an_error() -> None:
+    with pytest.raises(DataError, match="new and old: have no question in common"):
+        compare(answers("A"), answers("A", datasource="av"), NAMES)
+
+
+def test_another_reference_answer_is_an_error() -> None:
+    with pytest.raises(DataError, match="question 'robovqa/0/0': its answer is 'A' in new and 'B' in old"):
+        compare(answers("A"), answers("A", correct_answer="B"), NAMES)

@@ -1,0 +1,312 @@
+"""Grading by kind of question, the scores of free texts, and a scorer of the user's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, RewardError
+from dsreason.evaluation.grading import Grader, is_correct, kind_of, reference_of
+from dsreason.evaluation.types import Parsed, Question
+
+OPTIONS = {"A": "to the left", "B": "to the right"}
+
+
+def asks(kind, answer, options=None, *, number=0):
+    sample = Sample(f"clip{number}", [{"role": "user", "content": "?"}], answer=None)
+    return Question(f"d/clip/{number}", "d", "clip", number, kind, sample, answer, options)
+
+
+def is_right(kind, text, answer, options=None, **settings):
+    return Grader("reasoning", **settings).grade(asks(kind, answer, options), text).is_correct
+
+
+# ---------------------------------------------------------------- right or wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("<answer>A</answer>", "A", True),
+        ("<think>B</think> (a) to the left", "A", True),
+        ("to the left", "a", True),
+        ("A", "To the left.", True),
+        ("A", "<think>It is B.</think><answer>A</answer>", True),
+        ("B", "A", False),
+        ("A or B", "A", False),
+        ("", "A", False),
+        ("C", "C", False),
+    ],
+)
+def test_multiple_choice_is_right_when_both_name_the_same_option(text, answer, right):
+    assert is_right("multiple_choice", text, answer, OPTIONS) is right
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer", "right"),
+    [
+        ("yes_no", "Yes, it does.", "yes", True),
+        ("yes_no", "<answer>NO</answer>", "No.", True),
+        ("yes_no", "No", "yes", False),
+        ("yes_no", "maybe", "maybe", False),
+        ("open", "<answer>Red  Car.</answer>", "red car", True),
+        ("open", "red car", "<think>blue</think><answer>Red car.</answer>", True),
+        ("open", "a red car", "red car", False),
+        ("open", "", "", False),
+        ("ordinal", "Score: 3", "3", True),
+        ("ordinal", "3.0", "3", True),
+        ("ordinal", "3.5", "3", False),
+        ("ordinal", "three", "3", False),
+        ("ordinal", "3", "three", False),
+        ("free_text", "The arm turns.", "the arm turns", True),
+        ("free_text", "The arm moves.", "the arm turns", False),
+    ],
+)
+def test_other_kinds_have_to_give_the_reference(kind, text, answer, right):
+    assert is_right(kind, text, answer) is right
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer", "right"),
+    [
+        ("multiple_choice", "<answer>The answer is A</answer>", "A", False),
+        ("multiple_choice", "<answer>A. left</answer>", "a", True),
+        ("open", "<answer>Red</answer>", "Red", False),
+        ("yes_no", "<answer>Yes</answer>", "y", True),
+        ("multiple_choice", "nothing", "", True),
+    ],
+)
+def test_compat_compares_the_first_capital_with_the_reference_as_it_stands(kind, text, answer, right):
+    assert is_right(kind, text, answer, OPTIONS, parser="compat") is right
+
+
+def test_what_was_read_is_part_of_the_grade():
+    graded = Grader("letter").grade(asks("multiple_choice", "B", OPTIONS), "<think>r</think> (b)")
+    assert graded.parsed == Parsed("B", "r", "only letter")
+    assert graded.scores == {}
+
+
+def test_each_text_is_graded_by_its_own_question():
+    questions = [asks("multiple_choice", "A", OPTIONS), asks("yes_no", "no"), asks("open", "red")]
+    graded = Grader("letter").grade_all(questions, ["A", "yes", "red"])
+    assert [grade.is_correct for grade in graded] == [True, False, True]
+    with pytest.raises(ValueError, match="shorter|longer"):
+        Grader("letter").grade_all(questions, ["A"])
+
+
+# ---------------------------------------------------------------- free texts
+
+
+def test_free_texts_are_scored_by_bleu_and_rouge():
+    scores = Grader("letter").grade(asks("free_text", "a red car turns left"), "the red car moves").scores
+    # words 2/4, pairs 1/3, triples 0/2 → 1/4, fours 0/1 → 1/4 (smoothed); one word too short
+    bleu = 100 * math.exp(1 - 5 / 4) * (2 / 4 * 1 / 3 * 1 / 4 * 1 / 4) ** (1 / 4)
+    expected = {"bleu": bleu, "rouge1": 4 / 9, "rouge2": 2 / 7, "rougeL": 4 / 9}
+    assert scores == pytest.approx(expected)
+
+
+def test_the_answer_of_a_tagged_reference_is_what_free_texts_are_compared_with():
+    graded = Grader("reasoning").grade(
+        asks("free_text", "<think>x y</think><answer>red car</answer>"), "<answer>Red car</answer>"
+    )
+    assert graded.scores["rougeL"] == 1
+    assert graded.is_correct
+
+
+def test_a_free_text_that_was_not_read_scores_nothing():
+    scores = Grader("reasoning").grade(asks("free_text", "red car"), "<think>red car").scores
+    assert scores == {"bleu": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
+
+
+def test_compat_has_no_scores_of_texts():
+    assert Grader("letter", "compat").grade(asks("free_text", "red car"), "red car").scores == {}
+
+
+# ---------------------------------------------------------------- semantic similarity
+
+
+@pytest.fixture(scope="module")
+def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 8 dimensions with a dozen words."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("embedding")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "red", "blue", "car", "arm", "turns", "stops"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        initializer_range=1.0,
+    )
+    BertModel(config).save_pretrained(folder / "bert")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
+    transformer = Transformer(str(folder / "bert"))
+    model = SentenceTransformer(modules=[transformer, Pooling(8, "mean")], device="cpu")
+    model.save(str(folder / "model"))
+    return folder / "model"
+
+
+def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
+    from sentence_transformers import SentenceTransformer
+
+    pairs = [("the red car turns", "a blue arm stops"), ("a car", "a car"), ("the arm", "the red arm")]
+    with Grader("letter", similarity_model=str(embedding_model)) as grader:
+        graded = grader.grade_all([asks("free_text", right) for _, right in pairs], [text for text, _ in pairs])
+    model = SentenceTransformer(str(embedding_model), device="cpu")
+    for (text, right), grade in zip(pairs, graded, strict=True):
+        one, other = model.encode(text), model.encode(right)
+        cosine = float(np.sum(one * other) / math.sqrt(np.sum(one**2) * np.sum(other**2)))
+        assert grade.scores["similarity"] == pytest.approx(cosine, abs=1e-5)
+    assert graded[1].scores["similarity"] == pytest.approx(1)
+    assert graded[0].scores["similarity"] < 0.99
+
+
+def test_only_free_texts_that_were_read_are_compared(embedding_model):
+    grader = Grader("reasoning", similarity_model=str(embedding_model))
+    texts = ["<answer>red</answer>", "<think>red car"]
+    open_, unread = grader.grade_all([asks("open", "red"), asks("free_text", "red car")], texts)
+    assert "similarity" not in open_.scores
+    assert unread.scores["similarity"] == 0
+
+
+def test_a_missing_embedding_model_is_an_error_that_says_what_to_give(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"similarity_model \S+nowhere: no such folder.*give the folder of a sentence"
+    ):
+        Grader("letter", similarity_model=str(tmp_path / "nowhere"))
+
+
+def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "modules.json").write_text("[")
+    with pytest.raises(ConfigError, match=f"similarity_model {tmp_path}: cannot be loaded"):
+        Grader("letter", similarity_model=str(tmp_path))
+
+
+def test_an_embedding_model_with_code_of_its_own_is_refused(tmp_path):
+    (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]')
+    (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        Grader("letter", similarity_model=str(tmp_path))
+
+
+def test_without_sentence_transformers_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dsreason\[similarity\]'"):
+        Grader("letter", similarity_model=str(tmp_path))
+
+
+# ---------------------------------------------------------------- the user's scorer
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> str:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "def share(completion, sample, *, factor=1.0):\n"
+        "    if 'bang' in completion:\n"
+        "        raise KeyError('no such thing')\n"
+        "    words = sample.answer.split()\n"
+        "    return factor * sum(word in completion for word in words) / len(words), {'words': len(words)}\n"
+    )
+    return f"{file}:share"
+
+
+def test_a_scorer_decides_what_is_right_from_a_half_on(judge):
+    texts = ["red car", "red", "blue", "<think>red car</think> blue"]
+    questions = [asks("open", "red car", number=i) for i in range(4)]
+    with Grader("letter", scorer=judge) as grader:
+        graded = grader.grade_all(questions, texts)
+    assert [grade.scores for grade in graded] == [{"share": 1}, {"share": 0.5}, {"share": 0}, {"share": 1}]
+    assert [grade.is_correct for grade in graded] == [True, True, False, True]
+
+
+def test_a_scorer_takes_options_and_leaves_the_other_scores(judge):
+    with Grader("letter", scorer=judge, scorer_options={"factor": 0.25}) as grader:
+        graded = grader.grade(asks("free_text", "red car"), "red car")
+    assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, 1, False)
+
+
+def test_compat_keeps_its_own_verdict_beside_a_scorer(judge):
+    with Grader("letter", "compat", scorer=judge) as grader:
+        graded = grader.grade(asks("multiple_choice", "A"), "B, not A")
+    assert (graded.scores, graded.is_correct) == ({"share": 1}, False)
+
+
+def test_a_scorer_that_raises_names_itself_and_the_sample(judge):
+    with Grader("letter", scorer=judge) as grader, pytest.raises(RewardError, match=r"share(.|\n)*clip7"):
+        grader.grade(asks("open", "red", number=7), "bang")
+
+
+def test_a_scorer_that_cannot_be_found_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.py"), Grader("letter", scorer=str(tmp_path / "nowhere.py")):
+        pass
+
+
+# ---------------------------------------------------------------- samples of a training run
+
+
+def sample(answer=None, options=None, *, last=None, **meta):
+    messages = [{"role": "user", "content": "?"}]
+    if last is not None:
+        messages.append({"role": "assistant", "content": last})
+    return Sample("7", messages, answer, options, meta)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (sample("A", OPTIONS), "multiple_choice"),
+        (sample("to the left", OPTIONS), "multiple_choice"),
+        (sample("upwards", OPTIONS), "open"),
+        (sample("Yes."), "yes_no"),
+        (sample(last="<think>x</think><answer>no</answer>"), "yes_no"),
+        (sample("red"), "open"),
+        (sample("3", question_kind="ordinal"), "ordinal"),
+        (sample("yes", question_kind="free_text"), "free_text"),
+        (sample("yes", question_kind="colour"), "yes_no"),
+        (sample(), "open"),
+    ],
+)
+def test_the_kind_of_a_sample(given, kind):
+    assert kind_of(given) == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        (sample("A", last="B"), "A"),
+        (sample(last="<answer>B</answer>"), "<answer>B</answer>"),
+        (sample(last=[{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]), "B\nC"),
+        (sample(), None),
+    ],
+)
+def test_the_reference_is_the_answer_or_the_last_turn(given, reference):
+    assert reference_of(given) == reference
+
+
+@pytest.mark.parametrize(
+    ("completion", "given", "right"),
+    [
+        ("<think>B</think><answer>(a)</answer>", sample("A", OPTIONS), True),
+        ("<answer>B</answer>", sample("A", OPTIONS), False),
+        ("Upwards.", sample("upwards", OPTIONS), True),
+        ("Yes, it does.", sample("yes"), True),
+        ("<answer>Red</answer>", sample(last="<think>x</think><answer>red.</answer>"), True),
+        ("4", sample("4.0", question_kind="ordinal"), True),
+        ("", sample(""), False),
+        ("anything", sample(), False),
+    ],
+)
+def test_a_completion_is_graded_like_an_answer(completion, given, right):
+    assert is_correct(completion, given) is right

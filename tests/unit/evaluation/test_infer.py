@@ -1,0 +1,303 @@
+"""`dsreason infer` without a model: its options, the prompt it makes, the text it streams."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from transformers import AutoTokenizer
+
+from dsreason.cli import infer as cli
+from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.evaluation.infer import (
+    InferSettings,
+    check_length,
+    described,
+    find_model,
+    prompt_encoder,
+    read_prompts,
+    sample_of,
+    save_frames,
+    shortened,
+    stream,
+)
+from dsreason.models.load import model_config
+from dsreason.rewards.text import REQUEST
+from dsreason.rollout.protocol import Sampling
+from tests.unit.data.videos import write_video
+
+
+def call(*arguments: str) -> None:
+    app = typer.Typer()
+    app.command()(cli.infer)
+    app(list(arguments), standalone_mode=False)
+
+
+@pytest.fixture(autouse=True)
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--prompt=?",), "no medium given; give --image FILE or --video FILE"),
+        (("--image=a.png",), "neither --prompt nor --prompt-file given; give one of them"),
+        (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file given; give one of them"),
+        (("--image=a.png", "--prompt= "), "--prompt: the prompt is empty"),
+        (("--image=a.png", "--prompt-file=no.txt"), r"--prompt-file no\.txt: cannot be read \(.*No such file"),
+        (("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"), r"--fps \(2\) and --nframes \(8\) exclude"),
+        (("--video=a.mp4", "--prompt=?", "--fps=0"), r"--fps \(0\) must be greater than 0"),
+        (("--image=a.png", "--prompt=?", "--top-p=0"), r"--top-p \(0\) must be greater than 0 and at most 1"),
+        (("--image=a.png", "--prompt=?", "--repetition-penalty=0"), r"--repetition-penalty \(0\) must be greater"),
+    ],
+)
+def test_options_that_make_no_question(options, text, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        call("--model=tiny:qwen2_5_vl", *options)
+
+
+def test_media_that_are_not_there_or_not_readable_are_named(tmp_path) -> None:
+    (tmp_path / "text.mp4").write_text("no video")
+    for option, text in (("--image=no.png", "no.png: no such file"), (f"--video={tmp_path / 'text.mp4'}", "text.mp4")):
+        with pytest.raises(DataError, match=text):
+            call("--model=tiny:qwen2_5_vl", option, "--prompt=?")
+
+
+def test_it_is_no_rank_of_a_job(monkeypatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match="call it plainly"):
+        call("--model=tiny:qwen2_5_vl", "--image=a.png", "--prompt=?")
+
+
+def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
+    assert cli.frame_settings(None, None, None, 900) == {"fps": 4.0, "total_pixels": 900}
+    assert cli.frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
+    assert cli.frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_of_a_file(tmp_path) -> None:
+    (tmp_path / "one.txt").write_text("Where is\nthe ball?\n")
+    (tmp_path / "two.jsonl").write_text('{"prompt": "Where?"}\n\n{"prompt": "When?", "id": 3}\n')
+    assert read_prompts(None, tmp_path / "one.txt") == ["Where is\nthe ball?"]
+    assert read_prompts(None, tmp_path / "two.jsonl") == ["Where?", "When?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "the prompt is empty"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "the prompt is empty"),
+        ('{"prompt": "a"}\n{prompt', r"p\.jsonl, line 2: is not JSON"),
+        ('{"question": "a"}', r'p\.jsonl, line 1: is {"question": "a"}; a line must be {"prompt": "…"}'),
+        ("[1]", r"p\.jsonl, line 1: is \[1\]"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(content, text, tmp_path) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        read_prompts(None, tmp_path / "p.jsonl")
+
+
+def test_images_come_first_then_videos_then_the_text() -> None:
+    vision = {"fps": 4.0, "max_pixels": 900, "total_pixels": 5000}
+    settings = InferSettings("m", images=("a.png", "b.png"), videos=("c.mp4",), vision=vision)
+    sample = sample_of(settings, 0, "Which?")
+    assert sample.messages == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": "a.png", "max_pixels": 900},
+                {"type": "image", "image": "b.png", "max_pixels": 900},
+                {"type": "video", "video": "c.mp4", **vision},
+                {"type": "text", "text": "Which?"},
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("system", "reasoning", "expected"),
+    [
+        ("", False, None),
+        ("Be brief.", False, "Be brief."),
+        ("", True, f"You are a helpful assistant. {REQUEST}"),
+        ("Be brief.", True, f"Be brief. {REQUEST}"),
+    ],
+)
+def test_the_system_message_asks_for_the_format(system, reasoning, expected) -> None:
+    messages = sample_of(InferSettings("m", images=("a.png",), system=system, reasoning=reasoning), 0, "?").messages
+    assert [m["content"] for m in messages if m["role"] == "system"] == ([expected] if expected else [])
+
+
+@pytest.fixture
+def media(tmp_path: Path) -> tuple[str, str]:
+    Image.new("RGB", (140, 84), "red").save(tmp_path / "still.png")
+    return str(tmp_path / "still.png"), str(write_video(tmp_path / "clip.mp4", 40))
+
+
+def settings_for(media: tuple[str, str], tiny: Path, **changes) -> InferSettings:
+    return InferSettings(str(tiny), images=media[:1], videos=media[1:], vision={"fps": 2.0}, **changes)
+
+
+def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> None:
+    settings = settings_for(media, tiny)
+    encoder, longest = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    assert longest == 32768
+    sample = sample_of(settings, 0, "Where?")
+    length = check_length(encoder, sample, longest)
+    assert length == len(encoder.encode_prompt(sample).encoded)
+    with pytest.raises(DataError, match=rf"prompt 1 has {length} tokens, and the model takes {length} with the answer"):
+        check_length(encoder, sample, length)
+
+
+def test_an_answer_is_as_long_as_there_is_room_for() -> None:
+    said: list[str] = []
+    sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
+    assert shortened(sampling, 100, said.append) == sampling
+    assert said == []
+    assert shortened(sampling, 40, said.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
+    assert said == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
+
+
+def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, tmp_path) -> None:
+    settings = settings_for(media, tiny, timestamps=True)
+    encoder, _ = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    prompt = encoder.encode_prompt(sample_of(settings, 0, "Where?"))
+    still, clip = json.loads(json.dumps(described(prompt)))
+    assert still == {
+        "path": media[0],
+        "kind": "image",
+        "frames": 1,
+        "seconds": None,
+        "fps": None,
+        "size": list(prompt.media[0].size),
+    }
+    frames = prompt.media[1][0]
+    assert clip == {
+        "path": media[1],
+        "kind": "video",
+        "frames": 8,
+        "seconds": 4.0,
+        "fps": 2.0,
+        "size": [frames.shape[2], frames.shape[1]],
+    }
+    save_frames(prompt, tmp_path / "new" / "folder")
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert names[:3] == ["1_still.png", "2_clip_000_0.00s.png", "2_clip_001_0.60s.png"]
+    assert len(names) == 9
+    with Image.open(tmp_path / "new" / "folder" / names[1]) as saved:
+        assert saved.tobytes() == frames[0].tobytes()
+
+
+def test_a_folder_for_frames_that_cannot_be_made_is_named(media, tiny, tmp_path) -> None:
+    settings = settings_for(media, tiny)
+    encoder, _ = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--save-frames .*file: cannot be written"):
+        save_frames(encoder.encode_prompt(sample_of(settings, 0, "?")), tmp_path / "file")
+
+
+# ---------------------------------------------------------------- the model
+
+
+def found(model: Path | str) -> Path:
+    with ExitStack() as stack:
+        return find_model(InferSettings(str(model)), stack, lambda text: None)
+
+
+def test_a_run_means_its_final_export(tmp_path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text('{"config": {}}')  # the run's, not a model's
+    final = tmp_path / "export" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    assert found(tmp_path) == final
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("empty", r"^--model .*empty: no config\.json there"),
+        ("tiny:gpt", "^--model tiny:gpt: no such tiny model"),
+        ("./no/such/folder", r"^--model \./no/such/folder: no such folder"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_named_as_it_was_given(name, text, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=text):
+        found(name)
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    "text", ["The ball moves left.", "naïve — 你好，世界 🙂👩‍👩‍👧 done", "\n\n<think>a</think> \t 1,234.5", "", "é"]
+)
+def test_streamed_text_is_the_text_of_all_ids(text, tiny) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    pieces = list(stream(ids, tokenizer))
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_pieces_come_as_soon_as_a_character_is_whole(tiny) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    drawn: list[int] = []
+
+    def draw(ids):
+        for token in ids:
+            drawn.append(token)
+            yield token
+
+    ids = tokenizer("ab 你 c")["input_ids"]
+    pieces = stream(draw(ids), tokenizer)
+    first = next(pieces)
+    assert "ab 你 c".startswith(first) and len(drawn) == 1
+    assert first + "".join(pieces) == "ab 你 c"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_is_cut_off_is_shown_as_decoding_shows_it(cut, tiny) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    whole = tokenizer("a🙂")["input_ids"]
+    assert len(whole) > 3  # the tiny vocabulary spells it byte by byte
+    ids = whole[:-cut]
+    assert "".join(stream(ids, tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>It turns.</think> <answer>C</answer>", [("<think>It turns.</think>", True), (" <answer>C</answer>", False)]),
+        ("a < b <think>c", [("a < b ", False), ("<think>c", True)]),
+        ("no tags <thi", [("no tags <thi", False)]),
+        ("<think>a</think><think>b</think>", [("<think>a</think><think>b</think>", True)]),
+    ],
+)  # fmt: skip
+def test_thoughts_are_told_apart_however_their_tags_are_cut(text, expected, size) -> None:
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    joined: list[tuple[str, bool]] = []
+    for piece, thought in cli.thoughts_apart(pieces):
+        if piece and joined and joined[-1][1] == thought:
+            joined[-1] = (joined[-1][0] + piece, thought)
+        elif piece:
+            joined.append((piece, thought))
+    assert joined == expected

@@ -1,0 +1,339 @@
+"""The reports: complete, the same every time, and safe whatever a model has written."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsreason.errors import DataError
+from dsreason.evaluation import pictures
+from dsreason.evaluation.report import question_text, read_settings, score_run, write_reports
+from dsreason.evaluation.results import write_results
+from tests.unit.data.videos import read_number, write_video
+from tests.unit.evaluation.made_results import made
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</textarea></pre></article><img src=x onerror=alert(1)>",
+    "{{ 7 * 7 }} {% raw %} {# x #}",
+    "\"><a href='javascript:alert(1)'>",
+    "<!-- -->\0&amp;",
+]
+
+
+class Page(HTMLParser):
+    """Tags with their attributes in order, and the text by card."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def cards(self) -> list[dict[str, str | None]]:
+        return self.all("article")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`<results_dir>/<model>/<answer_type>` with one question of each verdict."""
+    folder = tmp_path / "results" / "big" / "letter"
+    write_results(folder, "robovqa", "1", [made("1"), made("1", 1, "B", reasoning="It turns.", finish_reason="length")])
+    write_results(folder, "av", "2", [made("2", answer="", datasource="av")])
+    gone = made("3", answer="", datasource="av", error="clip 3.mp4: no such file", media=["/data/3.mp4"], kind="open")
+    write_results(folder, "av", "3", [gone])
+    (folder / "run.json").write_text(json.dumps({"model": "big", "sampling": {"temperature": 0.6, "seed": None}}))
+    return folder
+
+
+def page(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_scored_run_has_three_reports_beside_its_results(folder: Path) -> None:
+    summary = score_run(folder)
+    assert summary.accuracy.over_all.share == 0.25
+    assert {"summary.json", "report.md", "report.html"} < {file.name for file in folder.iterdir()}
+    document = json.loads((folder / "summary.json").read_text())
+    assert document["run"] == "big/letter"
+    assert document["comparison"] is None
+    assert document["datasets"]["robovqa"]["over_all"]["count"] == 1
+
+
+def test_scoring_again_gives_the_same_bytes(folder: Path) -> None:
+    score_run(folder)
+    names = ("summary.json", "report.md", "report.html")
+    before = [(folder / name).read_bytes() for name in names]
+    score_run(folder)
+    assert [(folder / name).read_bytes() for name in names] == before
+
+
+def test_a_foreign_folder_gets_its_reports_itself(tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_text('[{"is_correct": true}]')
+    score_run(tmp_path)
+    assert "100.0%" in (tmp_path / "report.md").read_text()
+    assert len(page(tmp_path).cards()) == 1
+
+
+def test_each_of_several_runs_is_scored(folder: Path) -> None:
+    write_results(folder.parent / "reasoning", "av", "2", [made("2", datasource="av")])
+    reports = write_reports(folder.parent, with_html=False)
+    assert [report.summary.run for report in reports] == ["big/letter", "big/reasoning"]
+    assert not (folder / "report.html").exists()
+    with pytest.raises(DataError, match="holds 2 evaluations"):
+        score_run(folder.parent)
+
+
+def test_a_part_of_a_run_says_that_it_is_one(folder: Path) -> None:
+    (report,) = write_reports(folder, ["robovqa"])
+    assert report.summary.left_out == ("av",)
+    assert "Not asked for: av" in (folder / "report.md").read_text()
+    assert "Not asked for: av" in page(folder).text
+
+
+def test_nothing_is_written_where_a_result_is_malformed(folder: Path) -> None:
+    (folder / "av" / "2.json").write_text("[{")
+    with pytest.raises(DataError, match=r"av/2\.json: is not valid JSON"):
+        score_run(folder)
+    assert not list(folder.glob("report.*"))
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_settings_are_shown_with_nested_names(folder: Path) -> None:
+    assert read_settings(folder) == {"model": "big", "sampling.temperature": "0.6"}
+    score_run(folder)
+    assert "sampling.temperature" in page(folder).text
+    assert "| sampling.temperature | 0.6 |" in (folder / "report.md").read_text()
+
+
+def test_a_run_without_settings_is_scored(folder: Path) -> None:
+    (folder / "run.json").unlink()
+    assert read_settings(folder) == {}
+    score_run(folder)
+
+
+def test_settings_that_are_no_object_are_an_error(folder: Path) -> None:
+    (folder / "run.json").write_text("[]")
+    with pytest.raises(DataError, match=r"run\.json: must hold an object"):
+        score_run(folder)
+
+
+# ---------------------------------------------------------------- cards
+
+
+def test_every_question_is_a_card_with_what_it_can_be_filtered_by(folder: Path) -> None:
+    score_run(folder)
+    found = [(card["data-dataset"], card["data-kind"], card["data-tags"]) for card in page(folder).cards()]
+    assert found == [
+        ("av", "multiple_choice", "wrong unparsed"),
+        ("av", "open", "wrong unanswered"),
+        ("robovqa", "multiple_choice", "right"),
+        ("robovqa", "multiple_choice", "wrong truncated"),
+    ]
+
+
+def test_the_filters_count_what_they_show(folder: Path) -> None:
+    score_run(folder)
+    text = page(folder).text
+    for label in (
+        "right (1)",
+        "wrong (unparsed and unanswered too) (3)",
+        "unparsed (1)",
+        "unanswered (1)",
+        "truncated (1)",
+    ):
+        assert label in text
+    assert "gained" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "Which way?"),
+        ({"options": None}, "Which way?\n(A) left"),
+        ({"prompt": []}, ""),
+        ({"prompt": ["Which?"]}, "Which?"),
+    ],
+)
+def test_a_question_is_shown_without_the_options_that_follow_it(changes: dict[str, Any], text: str) -> None:
+    assert question_text(made(**changes))[: len(text) + 5].startswith(text)
+    assert ("(A)" in question_text(made(**changes))) == ("(A)" in text)
+
+
+def test_the_markdown_lists_what_is_not_right_and_why_nothing_was_answered(folder: Path) -> None:
+    score_run(folder)
+    text = (folder / "report.md").read_text()
+    assert "| robovqa/1/1 | multiple\\_choice | A | B | letter |" in text
+    assert "| av/3/0 | clip 3.mp4: no such file |" in text
+    assert "robovqa/1/0" not in text
+
+
+# ---------------------------------------------------------------- hostile texts
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    text = "\n".join(HOSTILE)
+    bad = made("1", answer=text, reasoning=text, full_response=text, prompt=[text], rule=text, media=[f"/{text}.mp4"])
+    fields = {"options": {"A": text, "B": "x"}, "correct_answer": text, "id": text, "datasource": text, "error": text}
+    write_results(tmp_path, "d", "1", [made(**bad.as_json() | fields | {"scores": {text: 1.0}, "kind": "open"})])
+    (tmp_path / "run.json").write_text(json.dumps({text: text}))
+    score_run(tmp_path)
+    return tmp_path
+
+
+def test_what_a_model_wrote_stays_text(hostile: Path) -> None:
+    found = page(hostile)
+    assert [tag for tag, _ in found.tags].count("script") == 1
+    assert found.all("img") == []
+    assert all((link["href"] or "").startswith("#q") for link in found.all("a"))
+    assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
+    assert found.text.count("<script>alert(1)</script>") >= 5
+    assert "{{ 7 * 7 }} {% raw %} {# x #}" in found.text
+
+
+def test_nothing_hostile_is_markup_in_the_markdown(hostile: Path) -> None:
+    text = (hostile / "report.md").read_text()
+    assert not re.search(r"<[a-z/!]", text)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(row.endswith("|") for row in rows)
+
+
+def test_a_bar_in_an_answer_does_not_start_a_cell(tmp_path: Path) -> None:
+    write_results(tmp_path, "d", "1", [made("1", answer="a|b\nc `d` [e](f)")])
+    score_run(tmp_path)
+    assert r"| A | a\|b c \`d\` \[e\](f) | letter |" in (tmp_path / "report.md").read_text()
+
+
+def test_the_page_asks_for_nothing(folder: Path) -> None:
+    score_run(folder)
+    found = page(folder)
+    assert found.all("link") == []
+    text = (folder / "report.html").read_text()
+    assert not re.search(r"""(src|href|url)\s*[=(]\s*["']?\s*(https?:|//|file:)|@import""", text)
+    (policy,) = [meta for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in (policy["content"] or "")
+    assert "unsafe-inline" not in (policy["content"] or "").partition("script-src")[2]
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def test_a_comparison_is_in_every_report(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "results" / "small" / "letter"
+    write_results(other, "robovqa", "1", [made("1", answer="C"), made("1", 1)])
+    (report,) = write_reports(folder, baseline=other)
+    assert report.comparison is not None
+    assert (report.comparison.gained, report.comparison.lost) == (("robovqa/1/0",), ("robovqa/1/1",))
+    assert json.loads((folder / "summary.json").read_text())["comparison"]["baseline"] == "small/letter"
+    tags = [card["data-tags"] for card in page(folder).cards()]
+    assert tags[2:] == ["right gained", "wrong truncated lost"]
+    for text in ((folder / "report.md").read_text(), page(folder).text):
+        assert "2 are only in big/letter and 0 only in small/letter" in text
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def images(folder: Path) -> list[Image.Image]:
+    uris = [str(image["src"]).removeprefix("data:image/jpeg;base64,") for image in page(folder).all("img")]
+    return [Image.open(io.BytesIO(base64.b64decode(uri))) for uri in uris]
+
+
+def test_six_frames_of_a_video_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "v.mp4", 26)
+    write_results(tmp_path / "r", "d", "1", [made("1", media=[str(video)])])
+    score_run(tmp_path / "r")
+    assert [read_number(np.asarray(image)) for image in images(tmp_path / "r")] == [0, 5, 10, 15, 20, 25]
+    assert all(label in page(tmp_path / "r").text for label in ("0.0 s", "0.5 s", "2.5 s"))
+
+
+def test_a_short_video_shows_each_frame_once(tmp_path: Path) -> None:
+    sheet = pictures.draw_sheet([str(write_video(tmp_path / "v.mp4", 1))])
+    assert len(sheet.pictures) == 1
+    assert len(pictures.draw_sheet([str(write_video(tmp_path / "w.mp4", 3))]).pictures) == 3
+
+
+def test_images_are_made_small_and_stay_in_shape(tmp_path: Path) -> None:
+    Image.new("RGBA", (1000, 500)).save(tmp_path / "i.png")
+    (picture,) = pictures.draw_sheet([str(tmp_path / "i.png")]).pictures
+    assert (picture.width, picture.height, picture.label) == (160, 80, "")
+
+
+def test_media_without_an_ending_are_told_by_their_content(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "image", "PNG")
+    write_video(tmp_path / "v.mp4", 3).rename(tmp_path / "video")
+    sheet = pictures.draw_sheet([str(tmp_path / "image"), str(tmp_path / "video")])
+    assert [picture.label for picture in sheet.pictures] == ["", "0.0 s", "0.1 s", "0.2 s"]
+
+
+@pytest.mark.parametrize("name", ["v.mp4", "i.png"])
+def test_media_that_cannot_be_read_leave_a_note(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"no picture at all")
+    sheet = pictures.draw_sheet([str(tmp_path / name), str(tmp_path / "absent.mp4")])
+    assert sheet.pictures == ()
+    assert len(sheet.notes) == 2
+    assert name in sheet.notes[0]
+    assert "absent.mp4: no such file" in sheet.notes[1]
+
+
+def test_a_path_that_is_too_long_leaves_a_note() -> None:
+    (note,) = pictures.draw_sheet(["/" + "x" * 5000 + ".mp4"]).notes
+    assert "File name too long" in note
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    """Four questions with an image each; the last two are wrong."""
+    for number, answer in enumerate("AABB"):
+        file = tmp_path / f"{number}.png"
+        Image.new("RGB", (16, 16)).save(file)
+        write_results(tmp_path / "r", "d", str(number), [made(str(number), answer=answer, media=[str(file)])])
+    return tmp_path / "r"
+
+
+@pytest.mark.parametrize(("frames", "shown"), [(0, ""), (1, "2"), (3, "230"), (9, "2301"), (None, "2301")])
+def test_pictures_of_wrong_answers_come_first(four: Path, frames: int | None, shown: str) -> None:
+    score_run(four, frames=frames)
+    html = (four / "report.html").read_text()
+    with_picture = [text for text in html.split("<article")[1:] if "<img" in text]
+    assert sorted(re.findall(r'title="[^"]*/(\d)\.png"', " ".join(with_picture))) == sorted(shown)
+    assert (f"{4 - len(shown)} of 4 questions are shown without their pictures" in page(four).text) == (len(shown) < 4)
+
+
+def test_without_a_number_pictures_end_at_a_size(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MAX_BYTES", 1)
+    score_run(four)
+    assert len(images(four)) == 1
+    assert "3 of 4 questions are shown without their pictures" in page(four).text
+    assert "(1 of them wrong" in page(four).text
+
+
+def test_a_clip_of_several_questions_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(pictures, "load_image", lambda path: read.append(path) or Image.new("RGB", (4, 4)))
+    sheets = pictures.draw_sheets([made("1", number, media=["a.png"]) for number in range(3)])
+    assert (len(sheets), read) == (3, ["a.png"])

@@ -1,0 +1,249 @@
+"""Result files: written whole and inside their folder, read strictly, found at any level."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.errors import DataError
+from dsreason.evaluation.results import (
+    find_run,
+    find_runs,
+    read_file,
+    read_results,
+    result_file,
+    safe_name,
+    write_results,
+    write_text,
+)
+from tests.unit.evaluation.made_results import made
+
+COSMOS = {
+    "datasource": "robovqa",
+    "video_id": "0123",
+    "prompt": ["Answer the questions.", "Which way?"],
+    "correct_answer": "A",
+    "reasoning": "It turns.",
+    "answer": "B",
+    "full_response": "<think>It turns.</think> <answer>B</answer>",
+    "is_correct": False,
+}
+
+
+def put(file: Path, content: Any) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    stored = [
+        made("0123"),
+        made("0123", 1, "", error="no such file", scores={"bleu": 3.5}, options=None, media=["a.mp4"]),
+    ]
+    write_results(tmp_path, "robovqa", "0123", stored)
+    assert read_file(tmp_path / "robovqa" / "0123.json") == stored
+    assert json.loads((tmp_path / "robovqa" / "0123.json").read_text())[0]["is_correct"] is True
+
+
+def test_texts_in_any_script_stay_readable_in_the_file(tmp_path: Path) -> None:
+    write_results(tmp_path, "d", "v", [made(reasoning="向左転")])
+    assert "向左転" in (tmp_path / "d" / "v.json").read_text(encoding="utf-8")
+
+
+def test_half_of_a_surrogate_pair_does_not_spoil_the_file(tmp_path: Path) -> None:
+    write_results(tmp_path, "d", "v", [made(full_response="a\ud83db")])
+    assert read_file(tmp_path / "d" / "v.json")[0].full_response == "a?b"
+
+
+def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    write_results(tmp_path, "d", "v", [made()])
+    write_results(tmp_path, "d", "v", [made(answer="C")])
+    assert [result.answer for result in read_file(tmp_path / "d" / "v.json")] == ["C"]
+    assert [file.name for file in (tmp_path / "d").iterdir()] == ["v.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "file", "")
+    with pytest.raises(DataError, match=r"file/d/v\.json: cannot be written"):
+        write_text(tmp_path / "file" / "d" / "v.json", "x")
+
+
+@pytest.mark.parametrize("name", ["0123", "task-1-head-0-90", "a.b._.totalframe010.clipframe003", "Kitchen 2", "é"])
+def test_usual_names_stay_as_they_are(name: str) -> None:
+    assert safe_name(name) == name
+
+
+ODD_NAMES = [
+    "../../etc/passwd",
+    "a/b",
+    "a\\b",
+    "",
+    ".",
+    "..",
+    ".hidden",
+    "a\0b",
+    "a\nb",
+    "a.",
+    "a ",
+    "x" * 5000,
+    "é" * 150,
+]
+ODD_NAMES += ["run", "summary", "a~b", "\ud800", "CON:", "a*b?"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
+def test_odd_names_become_plain_ones_inside_the_folder(tmp_path: Path, name: str) -> None:
+    file = result_file(tmp_path, name, name)
+    write_text(file, "[]")
+    assert file.resolve().parent.parent == tmp_path.resolve()
+    assert read_file(file) == []
+    assert len(file.name.encode()) < 256
+
+
+def test_different_texts_have_different_names() -> None:
+    texts = [*ODD_NAMES, *map(safe_name, ODD_NAMES), "a_b", "a/b/", "x" * 5001]
+    assert len({safe_name(text) for text in texts}) == len(set(texts))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
+    put(tmp_path / "robovqa" / "0123.json", [COSMOS, COSMOS | {"correct_answer": "B", "is_correct": True}])
+    first, second = read_results(tmp_path)
+    assert (first.id, first.number, first.kind, first.rule) == ("robovqa/0123/0", 0, "multiple_choice", "not recorded")
+    assert (first.options, first.media, first.attempts, first.error, first.scores) == (None, [], 1, None, {})
+    assert (first.reasoning, first.answer, first.is_correct) == ("It turns.", "B", False)
+    assert (second.id, second.is_correct) == ("robovqa/0123/1", True)
+
+
+def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
+    (result,) = read_file(put(tmp_path / "robovqa" / "7.json", [{"is_correct": True}]))
+    assert (result.datasource, result.video_id, result.id, result.is_correct) == ("robovqa", "7", "robovqa/7/0", True)
+    assert result.kind == "open"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[{", r"1\.json: is not valid JSON"),
+        ("[" * 100_000, r"1\.json: is not valid JSON"),
+        ("{}", r"1\.json: holds an object, not a list"),
+        ("null", r"1\.json: holds null, not a list"),
+        ([made().as_json(), 5], r"1\.json: item 2: is a number, not a result"),
+        ([made().as_json(), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
+        ([{"is_correct": "false"}], r"1\.json: item 1: is_correct is 'false', not true or false"),
+        ([{"is_correct": 1}], r"1\.json: item 1: is_correct is 1, not true or false"),
+        ([{"is_correct": None}], r"1\.json: item 1: is_correct is None, not true or false"),
+        ([made().as_json() | {"kind": "riddle"}], r"1\.json: item 1: kind is 'riddle': input should be"),
+        ([made().as_json() | {"answer": 5}], r"1\.json: item 1: answer is 5: input should be a valid string"),
+        ([made().as_json() | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
+        (
+            [made().as_json(), made().as_json()],
+            r"1\.json: item 2: question 'robovqa/v/0' is there already \(.*item 1\)",
+        ),
+        ([], r"its 1 result files are empty lists"),
+    ],
+)
+def test_a_file_that_cannot_be_trusted_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+    put(tmp_path / "robovqa" / "1.json", content)
+    with pytest.raises(DataError, match=message):
+        read_results(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_bytes(b'["\xff"]')
+    with pytest.raises(DataError, match=r"1\.json: is not valid JSON"):
+        read_results(tmp_path)
+
+
+def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path / "robovqa" / "1.json", [made().as_json()])
+    put(tmp_path / "robovqa" / "2.json", [made().as_json()])
+    with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' is there already .*1\.json: item 1"):
+        read_results(tmp_path)
+
+
+def test_results_come_by_data_set_clip_and_number(tmp_path: Path) -> None:
+    write_results(tmp_path, "b", "1", [made("1", 1, datasource="b"), made("1", 0, datasource="b")])
+    write_results(tmp_path, "a", "2", [made("2", datasource="a")])
+    assert [result.id for result in read_results(tmp_path)] == ["a/2/0", "b/1/0", "b/1/1"]
+
+
+# ---------------------------------------------------------------- finding
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two runs of ours, and stray files that are no results."""
+    for model in ("big", "small"):
+        run = tmp_path / model / "letter"
+        put(run / "run.json", {"model": model})
+        put(run / "summary.json", {})
+        put(run / "notes.json", "not even JSON")
+        for dataset in ("agibot", "robovqa"):
+            write_results(run, dataset, "1", [made("1", datasource=dataset)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("level", "names"),
+    [(".", ["big/letter", "small/letter"]), ("big", ["big/letter"]), ("big/letter", ["big/letter"])],
+)
+def test_runs_are_found_from_every_level(root: Path, level: str, names: list[str]) -> None:
+    runs = find_runs(root / level)
+    assert [run.name for run in runs] == names
+    assert all([file.name for file in run.files] == ["1.json", "1.json"] for run in runs)
+
+
+def test_a_data_sets_folder_is_read_by_itself(root: Path) -> None:
+    assert [result.id for result in read_results(root / "big" / "letter" / "agibot")] == ["agibot/1/0"]
+
+
+def test_the_current_folder_is_a_folder_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root / "big" / "letter")
+    assert (find_run(Path()).name, find_run(Path()).folder) == ("big/letter", Path())
+
+
+def test_only_the_data_sets_asked_for_are_read_and_the_others_named(root: Path) -> None:
+    (run, _) = find_runs(root, ["agibot"])
+    assert ([file.parent.name for file in run.files], run.left_out) == (["agibot"], ("robovqa",))
+    assert [result.datasource for result in read_results(root / "big", ["agibot", "robovqa"])] == ["agibot", "robovqa"]
+
+
+def test_a_clip_may_be_called_run_or_summary(tmp_path: Path) -> None:
+    for name in ("run", "summary"):
+        write_results(tmp_path, "d", name, [made(name)])
+    assert [result.video_id for result in read_results(tmp_path)] == ["run", "summary"]
+
+
+def test_files_at_several_depths_of_a_foreign_folder_all_count(tmp_path: Path) -> None:
+    put(tmp_path / "1.json", [{"is_correct": True}])
+    put(tmp_path / "sub" / "2.json", [{"is_correct": False}])
+    (run,) = find_runs(tmp_path)
+    assert (run.folder, len(run.files)) == (tmp_path, 2)
+
+
+def test_unknown_data_sets_are_named_with_the_known_ones(root: Path) -> None:
+    with pytest.raises(DataError, match="holds no results of av; there are those of agibot, robovqa"):
+        find_runs(root, ["agibot", "av"])
+
+
+def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path / "run.json", {})
+    with pytest.raises(DataError, match="holds no results"):
+        find_runs(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        find_runs(tmp_path / "absent")
+
+
+def test_one_run_is_asked_for_where_there_are_several(root: Path) -> None:
+    with pytest.raises(DataError, match=r"holds 2 evaluations; give the folder of one: .*big/letter, .*small/letter"):
+        read_results(root)
