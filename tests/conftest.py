@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=2, help="how often test_kills.py kills each kind of run")
+
+
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:
     from dsreason.models.tiny import build_tiny
 

@@ -69,7 +69,7 @@ def evaluate(
     }
     changes = [*questions_of(dataset or [], data, adapter), *named_models(model, server)]
     if tensor_parallel_size is not None:
-        changes += ["model.tp_size=null", f"model.tensor_parallel_size={tensor_parallel_size}"]
+        changes.append(f"model.tensor_parallel_size={tensor_parallel_size}")
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
@@ -138,7 +138,7 @@ def named_models(model: str | None, server: str | None) -> list[str]:
     """The overrides that say who answers: what the command line names replaces what the file does."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
-    changes = [] if model is None and server is None else ["model.model_name=null", "server.url=null"]
+    changes = [] if model is None and server is None else ["server.url=null"]
     changes += [f"model.path={json.dumps(model)}"] if model is not None or server is not None else []
     return changes
 

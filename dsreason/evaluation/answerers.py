@@ -91,7 +91,8 @@ def open_answering(config: EvalConfig) -> Iterator[Answering]:
     if config.server.url is not None:
         answerer = ServerAnswerer(config.server)
         try:
-            yield Answering(answerer, None, {"name": answerer.model, "server": str(config.server.url)})
+            model = {"name": base_name(answerer.model), "path": answerer.model, "server": str(config.server.url)}
+            yield Answering(answerer, None, model)
         finally:
             answerer.close()
         return
@@ -176,6 +177,11 @@ def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     on_rank_zero(lambda: export(checkpoint, folder, config))
     return folder, name
+
+
+def base_name(model: str) -> str:
+    """What a model is called in the results: the last part of its path or hub name."""
+    return model.rstrip("/").rpartition("/")[2].replace(":", "-")
 
 
 def own_checkpoint(path: Path) -> Path | None:

@@ -16,7 +16,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from dsreason.config.problems import nearest
-from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_eval import ServerConfig
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.server_messages import as_request
@@ -58,26 +58,25 @@ class Answer(BaseModel):
 
 
 class ServerAnswerer:
-    """An `Answerer` that asks `server.concurrency` questions at a time.
+    """An `Answerer` that asks `concurrency` questions at a time.
 
     Raises:
         ConfigError: at the start or later: no server at the address, the key is refused, no such model.
         DsReasonError: the server went away while it was being asked.
     """
 
-    def __init__(self, config: EvalConfig) -> None:
-        server = config.server
-        if server.url is None:
+    def __init__(self, config: ServerConfig) -> None:
+        if config.url is None:
             raise ValueError("server.url is not set")
-        self.config, self.url, self.key = server, base_url(server.url), read_key(server.api_key_env)
+        self.config, self.url, self.key = config, base_url(config.url), read_key(config.api_key_env)
         self.client = openai.OpenAI(
             base_url=self.url,
             api_key=self.key or "none",  # the client insists on one; servers without keys do not look
-            timeout=server.time_limit,
-            max_retries=server.max_retries,
+            timeout=config.time_limit,
+            max_retries=config.max_retries,
         )
         self.listed = self._list_models()
-        self.model = server.model or self._only_model()
+        self.model = config.model or self._only_model()
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         yield from batches

@@ -43,6 +43,8 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {f"model.{name}": value for name, value in model.items()}
     if config.server.url is None:
         found |= {f"model.{name}": document["model"][name] for name in MODEL}
+    else:
+        found["server.video"] = config.server.video
     for section in DECIDING:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
     return found

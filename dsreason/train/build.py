@@ -54,6 +54,7 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
+from dsreason.train.nonfinite import FiniteCheck
 from dsreason.train.preflight import DTYPES, build_encoder, check_sft, find_model, step_order
 from dsreason.train.sampler import Sampler
 
@@ -79,6 +80,7 @@ class SFTRun:
     watchdog: Watchdog
     writer: CheckpointWriter
     stop: StopRequest
+    finite: FiniteCheck
     flops: ModelFlops
     peak_flops: float | None
     """Of all devices together; None where the device's peak is not known."""
@@ -165,6 +167,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             watchdog=watchdog,
             writer=writer,
             stop=stop,
+            finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,

@@ -53,6 +53,7 @@ from dsreason.train.build import (
     start_state,
 )
 from dsreason.train.check_rewards import row_check
+from dsreason.train.nonfinite import FiniteCheck
 from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, prompt_encoder, rollout_order
 from dsreason.train.reference import load_reference
 from dsreason.train.sampler import Sampler
@@ -88,6 +89,7 @@ class GRPORun:
     watchdog: Watchdog
     writer: CheckpointWriter
     stop: StopRequest
+    finite: FiniteCheck
     total_steps: int
     batches_per_epoch: float
     """Of prompts."""
@@ -188,6 +190,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             watchdog=watchdog,
             writer=writer,
             stop=stop,
+            finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -154,12 +153,7 @@ def grpo_step(grpo: GRPORun, part: Part) -> dict[str, float]:
         mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
         engine.step()
     metrics = update.metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
-    if not all(math.isfinite(metrics[name]) for name in ("train/loss", "train/grad_norm")):
-        raise DsReasonError(
-            f"step {step}: loss {metrics['train/loss']}, gradient norm {metrics['train/grad_norm']} with learning rate "
-            f"{lr:g}; lower optim.lr"
-        )
-    return metrics
+    return grpo.finite.metrics(metrics, part.batches, step)
 
 
 def finish_step(grpo: GRPORun, part: Part, metrics: dict[str, float]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
-from dsreason.errors import DsReasonError
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
 from dsreason.runtime.checkpoint import MARKER, delete_folder
@@ -44,6 +42,7 @@ def train(sft: SFTRun) -> None:
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
         with sft.watchdog.phase("step"), sft.memory.phase("train"):
             metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
+            metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
         finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
 
         step, last = sft.state.step, sft.state.step == sft.total_steps
@@ -70,14 +69,7 @@ def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world:
     set_learning_rate(engine, lr)
     loss = accumulate_gradients(engine, batches, world)
     engine.step()
-    metrics = {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
-    if not all(math.isfinite(value) for value in metrics.values()):
-        raise DsReasonError(
-            f"step {engine.global_steps}: loss {loss}, gradient norm {metrics['train/grad_norm']} with learning rate "
-            f"{lr:g}; lower optim.lr, or look at this rank's samples of the step: "
-            f"{', '.join(name for batch in batches.micro_batches for name in batch.ids)}"
-        )
-    return metrics
+    return {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
 
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
@@ -104,7 +96,7 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     sft.state = replace(sft.state, step=step, epoch=epoch, consumed_samples=consumed)
     set_step(step)
     whole = seconds + batches.data_seconds
-    shown = {"loss": metrics["train/loss"]}
+    shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
     sft.progress.step(step, shown, samples=batches.num_samples, tokens=batches.num_input_tokens)
     memory = sft.memory.take()
     note_skipped(sft, batches.skipped)

@@ -21,6 +21,12 @@ from tests.integration.rows import COLOURS, film
 pytestmark = pytest.mark.integration
 
 FP32 = ("--set", 'model.dtype="float32"')
+SHORT = (
+    "--set",
+    "generation.max_retries=1",
+    "--set",
+    "generation.max_tokens=16",
+)  # a random model never ends by itself
 NUM_CLIPS = 6
 
 
@@ -56,7 +62,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(benchmark: Path, tiny_qwen2_5_vl: Path) -> list[dict[str, Any]]:
-    ended = evaluate(benchmark, "whole", "--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.max_retries=1")
+    ended = evaluate(benchmark, "whole", "--model", tiny_qwen2_5_vl, "--data", ".", *SHORT)
     assert "questions/s" in ended.stderr
     return results(benchmark / "whole")
 
@@ -82,7 +88,7 @@ def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
     clips = tmp_path / "benchmark" / "robots" / "clips"
     (clips / "clip.0.mp4").unlink()
     (clips / "clip.4.mp4").write_bytes((clips / "clip.4.mp4").read_bytes()[:300])
-    options = ("--model", tiny_qwen2_5_vl, "--data", tmp_path, "--set", "generation.max_retries=1")
+    options = ("--model", tiny_qwen2_5_vl, "--data", tmp_path, *SHORT)
     ended = evaluate(tmp_path, "r", *options)
     found = {item["id"]: item for item in results(tmp_path / "r")}
     for id in ("robots/clip.0/0", "robots/clip.4/0"):
@@ -102,7 +108,7 @@ def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
 def test_other_settings_in_the_same_folder_are_refused_with_both_values(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path
 ) -> None:
-    options = ("--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.max_retries=1")
+    options = ("--model", tiny_qwen2_5_vl, "--data", ".", *SHORT)
     ended = evaluate(benchmark, "whole", *options, "--set", "evaluation.seed=7", code=2)
     assert "evaluation.seed was 1 and is 7" in ended.stderr
     assert results(benchmark / "whole") == undisturbed
@@ -114,7 +120,7 @@ def test_ranks_and_engines_give_the_same_answers(
 ) -> None:
     """Greedy with a repetition penalty: one process of transformers, two ranks of it, and vLLM over two ranks."""
     options = ("--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.repetition_penalty=1.3")
-    options += ("--set", "generation.max_retries=1")
+    options += SHORT
     if not (benchmark / "one").exists():
         evaluate(benchmark, "one", *options)
     parallel = ("--tensor-parallel-size", 2) if engine == "vllm" else ("--nproc", 2)
@@ -134,7 +140,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     shutil.copytree(folder, folder.parent / "av")
     (folder.parent / "av/robovqa_benchmark_qa_pairs.json").rename(folder.parent / "av/av_benchmark_qa_pairs.json")
     options = ("--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 2)
-    evaluate(benchmark, "yaml", *options, "--set", "generation.max_tokens=8", "--set", "generation.max_retries=1")
+    evaluate(benchmark, "yaml", *options, "--set", "generation.max_tokens=8", *SHORT)
     found = results(benchmark / "yaml")
     assert sorted({item["datasource"] for item in found}) == ["av", "robovqa"]
     assert len(found) == 4
@@ -148,7 +154,14 @@ def test_killed_five_times_it_ends_with_the_results_of_an_undisturbed_one(
     tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
     options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", NUM_QUESTIONS, *FP32]
-    options += ["--set", "evaluation.batch_size=16", "--set", "generation.max_retries=0"]
+    options += [
+        "--set",
+        "evaluation.batch_size=16",
+        "--set",
+        "generation.max_retries=0",
+        "--set",
+        "generation.max_tokens=8",
+    ]
     evaluate(tmp_path, "whole", *options)
     command = [str(Path(sys.executable).parent / "dsreason"), "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +202,7 @@ def test_an_embedding_model_with_code_of_its_own_is_refused(tmp_path):
 
 
 def test_without_sentence_transformers_the_error_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'dsreason\[similarity\]'"):
         Grader("letter", similarity_model=str(tmp_path))
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.evaluation.asking import Reply, Request
@@ -103,8 +103,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def answerer(url: str, **server: Any) -> ServerAnswerer:
-    given = {"url": url, "max_retries": 0, "time_limit": 10} | server
-    return ServerAnswerer(EvalConfig.model_validate({"datasets": ["d"], "server": given}))
+    return ServerAnswerer(ServerConfig.model_validate({"url": url, "max_retries": 0, "time_limit": 10} | server))
 
 
 def ask(server: ServerAnswerer, *samples: Sample, sampling: Sampling = SAMPLING) -> list[Reply]:

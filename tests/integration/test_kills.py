@@ -1,0 +1,127 @@
+"""Ranks killed at random moments, checkpoint writing included: `--resume auto` ends with the undisturbed run's weights.
+
+pytest tests/integration/test_kills.py --kills 25      # of SFT and of GRPO each; 2 in continuous integration
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.command import dsreason, metrics
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+COMMON = """
+[model]
+path = "{model}"
+gradient_checkpointing = false
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 1
+vision.fps = 4.0
+[optim]
+lr = 1e-3
+[validation]
+before_training = false
+generate = false
+[checkpoint]
+every = 1
+keep = 2
+[train]
+epochs = 1000
+max_steps = {steps}
+micro_batch_size = 4
+precision = "fp32"
+"""
+OF_COMMAND = {
+    "sft": "global_batch_size = 4\n",
+    "grpo": """
+[grpo]
+prompts_per_step = 2
+num_generations = 4
+kl_coef = 0.05
+[rollout]
+engine = "transformers"
+max_completion_length = 6
+self_test = false
+[reward.functions]
+"rewards.py:vowels" = 1.0
+""",
+}
+STEPS_PER_KILL = 3
+REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
+GONE_WITHIN = 60.0
+
+
+def start(folder: Path, command: str, name: str) -> subprocess.Popen[str]:
+    call = [str(Path(sys.executable).parent / "dsreason"), command, "--config", f"{command}.toml", "--nproc", "2"]
+    log = (folder / f"{name}.log").open("a")
+    return subprocess.Popen([*call, "--output-dir", name, "--resume", "auto"], cwd=folder, stdout=log, stderr=log)
+
+
+def newest(run: Path) -> int:
+    """Step of the newest complete checkpoint, 0 where there is none."""
+    return max((int(file.parent.name.split("_")[1]) for file in run.glob("checkpoints/step_*/COMPLETE")), default=0)
+
+
+def steps_of(run: Path) -> list[int]:
+    found = metrics(run) if (run / "metrics.jsonl").exists() else []
+    return [line["step"] for line in found if "train/loss" in line]
+
+
+def wait_for_moment(
+    process: subprocess.Popen[str], run: Path, before: int, moments: random.Random, writing: bool
+) -> None:
+    """Until some steps are done and then for a random time, or until a checkpoint is being written."""
+    goal = before + moments.randrange(1, STEPS_PER_KILL)
+    while process.poll() is None and newest(run) < goal:
+        time.sleep(0.01)
+    if not writing:
+        time.sleep(moments.random() * 0.5)
+        return
+    while process.poll() is None and not list(run.glob("checkpoints/.saving_*/*")):
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_killed_runs_continue_and_end_as_the_undisturbed(
+    command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    kills = request.config.getoption("--kills")
+    rows, steps = write_mixed_rows(tmp_path / "data"), STEPS_PER_KILL * kills + 3
+    config = COMMON.format(model=tiny_qwen2_5_vl, rows=rows, steps=steps) + OF_COMMAND[command]
+    (tmp_path / f"{command}.toml").write_text(config)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    whole = dsreason(command, "--config", f"{command}.toml", "--output-dir", "whole", "--nproc", 2, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+
+    moments, run, hits = random.Random(kills), tmp_path / "run", 0
+    for kill in range(kills):
+        before, process = newest(run), start(tmp_path, command, "run")
+        wait_for_moment(process, run, before, moments, writing=kill % 2 == 0)
+        assert process.poll() is None, (tmp_path / "run.log").read_text()
+        rank = moments.choice(psutil.Process(process.pid).children())
+        rank.send_signal(signal.SIGKILL)
+        process.wait(timeout=GONE_WITHIN)
+        hits += bool(list(run.glob("checkpoints/.saving_*")))
+        assert process.returncode not in (0, 2), f"kill {kill}"
+        assert newest(run) >= before, f"kill {kill} lost checkpoints"
+        assert "starting fresh" not in (tmp_path / "run.log").read_text() or kill == 0 or before == 0
+    process = start(tmp_path, command, "run")
+    assert process.wait(timeout=900) == 0, (tmp_path / "run.log").read_text()
+
+    print(f"{command}: {kills} kills, {hits} while a checkpoint was being written")
+    assert steps_of(run) == steps_of(tmp_path / "whole")
+    expected, found = (load_file(r / "export/final/model.safetensors") for r in (tmp_path / "whole", run))
+    assert all(expected[name].equal(found[name]) for name in expected)

@@ -1,0 +1,88 @@
+"""A step whose loss is no number: the run stops with the samples saved, or goes on without the step."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import run_on_ranks
+from tests.integration.command import metrics
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+
+def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
+    """Three steps; at the second the loss of rank 1 is no number. How the run ended."""
+    from dsreason.config.schema import SFTConfig
+    from dsreason.errors import DsReasonError
+    from dsreason.losses.sft import sft_loss
+    from dsreason.runtime.world import init_world
+    from dsreason.train import sft
+
+    world, losses = init_world(), []
+
+    def poisoned(logprobs: torch.Tensor, **rest: Any) -> torch.Tensor:
+        losses.append(sft_loss(logprobs, **rest))
+        return losses[-1] * (float("nan") if world.rank == 1 and len(losses) == 2 else 1.0)
+
+    config = SFTConfig.model_validate(
+        {
+            "model": {"path": model},
+            "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
+            "train": {
+                "max_steps": 3,
+                "epochs": 10,
+                "global_batch_size": 4,
+                "micro_batch_size": 2,
+                "precision": "fp32",
+                "on_nonfinite": rule,
+            },
+            "checkpoint": {"every": 1, "export": "all"},
+        }
+    )
+    try:
+        with mock.patch("dsreason.train.sft.sft_loss", poisoned):
+            sft.run(config, output_dir=Path(folder))
+    except DsReasonError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_rows(tmp_path_factory.mktemp("rows"))
+
+
+def test_the_run_stops_and_every_rank_s_samples_are_saved(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
+    train = partial(train_with_nan, rule="stop")
+    ended = run_on_ranks(train, 2, str(tmp_path / "run"), str(tiny_qwen2_5_vl), str(rows))
+    assert ended[0] == ended[1]
+    assert ended[0].startswith("step 2: loss nan, gradient norm ")
+    saved = tmp_path / "run/nonfinite/step_2"
+    assert str(saved) in ended[0]
+    ids = [name for rank in (0, 1) for batch in json.loads((saved / f"rank_{rank}.json").read_text()) for name in batch]
+    assert len([name for name in ids if name.isdigit()]) == 4
+    assert {"0.input_ids", "0.loss_mask"} <= load_file(saved / "rank_1.safetensors").keys()
+
+
+def test_the_step_is_left_out_and_counted(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
+    train = partial(train_with_nan, rule="skip")
+    ended = run_on_ranks(train, 2, str(tmp_path / "run"), str(tiny_qwen2_5_vl), str(rows))
+    assert ended == ["finished", "finished"]
+    first, second, third = (
+        load_file(tmp_path / f"run/export/{name}/model.safetensors") for name in ("step_1", "step_2", "final")
+    )
+    assert all(first[name].equal(second[name]) for name in first)
+    assert all(torch.isfinite(third[name]).all() for name in third)
+    assert not all(second[name].equal(third[name]) for name in second)
+    (skipped,) = (line for line in metrics(tmp_path / "run") if "train/skipped_steps" in line)
+    assert skipped["step"] == 2 and skipped["train/skipped_steps"] == 1
+    assert "train/loss" not in skipped

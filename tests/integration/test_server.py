@@ -1,0 +1,182 @@
+"""A real vLLM server, asked over HTTP: it reads the same prompts as the engine in this process, and gives the same answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dsreason.config.schema_eval import ServerConfig
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError
+from dsreason.evaluation.asking import Reply, Request
+from dsreason.evaluation.engine import VERSION, build_encoder, load_weights
+from dsreason.evaluation.server import ServerAnswerer
+from dsreason.evaluation.server_messages import as_request
+from dsreason.evaluation.types import Question
+from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.transformers_engine import TransformersEngine
+from tests.unit.data.videos import write_video
+
+pytestmark = pytest.mark.integration
+
+START_SECONDS = 600
+GREEDY = Sampling(temperature=0.0, top_k=1, max_completion_length=12)
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log.txt"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_qwen2_5_vl)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "4", "--skip-mm-profiling"]
+    command += ["--trust-request-mm-kwargs"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        # A session of its own: the server's engine is a child of the server, and has to end with it.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            wait_until_up(f"http://127.0.0.1:{port}/health", process, log)
+            yield Server(f"http://127.0.0.1:{port}", log)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with opener.open(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
+    folder = tmp_path_factory.mktemp("media")
+    pixels = np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "image.png")
+    clip = write_video(folder / "clip.mp4", 24)
+    parts = {
+        "image": {"type": "image", "image": str(folder / "image.png")},
+        "video at 4 fps": {"type": "video", "video": str(clip), "fps": 4},
+        "video of 6 frames": {"type": "video", "video": str(clip), "nframes": 6},
+        "video of all frames": {"type": "video", "video": str(clip), "nframes": 24},
+        "part of a video": {"type": "video", "video": str(clip), "fps": 4, "video_start": 1.0},
+    }
+    question = {"type": "text", "text": "Which way does the ball move?"}
+    asked = {name: [{"role": "user", "content": [part, question]}] for name, part in parts.items()}
+    asked["text"] = [
+        {"role": "system", "content": "Answer with one word."},
+        {"role": "user", "content": "left or right?"},
+    ]
+    return {name: Sample(name, messages) for name, messages in asked.items()}
+
+
+def answerer(server: Server, **settings: object) -> ServerAnswerer:
+    return ServerAnswerer(ServerConfig.model_validate({"url": server.url, "max_retries": 1, **settings}))
+
+
+def ask(asked: ServerAnswerer, samples: dict[str, Sample]) -> dict[str, Reply]:
+    requests = [
+        Request(Question(name, "d", name, 0, "open", sample, "left"), GREEDY) for name, sample in samples.items()
+    ]
+    return {request.question.id: reply for request, reply in asked.ask(requests)}
+
+
+@pytest.fixture(scope="module")
+def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[int, str]]:
+    """Length of the prompt and greedy answer of the engine in this process."""
+    encoder = build_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
+    engine = TransformersEngine(
+        tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
+    )
+    load_weights(engine, tiny_qwen2_5_vl)
+    found = {}
+    for name, sample in samples.items():
+        prompt = encoder.encode_prompt(sample)
+        [completion] = engine.generate([prompt], GREEDY, version=VERSION)
+        found[name] = len(prompt.encoded), completion.text
+    return found
+
+
+def test_the_server_reads_prompts_of_the_same_length(
+    server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
+) -> None:
+    asked = answerer(server)
+    lengths = {}
+    for name, sample in samples.items():
+        messages, fields = as_request(sample, "file")
+        response = asked.client.chat.completions.create(
+            model=asked.model, messages=messages, max_tokens=1, extra_body=fields
+        )
+        assert response.usage is not None
+        lengths[name] = response.usage.prompt_tokens
+    assert lengths == {name: length for name, (length, _) in local.items()}
+    assert lengths["video at 4 fps"] > lengths["video of 6 frames"]
+
+
+def test_images_and_texts_are_answered_as_by_the_engine_in_this_process(
+    server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
+) -> None:
+    asked = answerer(server)
+    assert asked.model == "tiny"
+    exact = {name: samples[name] for name in ("image", "text")}
+    replies = ask(asked, exact)
+    assert {name: reply.text for name, reply in replies.items()} == {name: local[name][1] for name in exact}
+    assert {reply.error for reply in replies.values()} == {None}
+
+
+@pytest.mark.parametrize("form", ["file", "frames"])
+def test_clips_are_answered_as_files_and_as_frames(server: Server, samples: dict[str, Sample], form: str) -> None:
+    clips = {name: sample for name, sample in samples.items() if "video" in name}
+    for reply in ask(answerer(server, video=form), clips).values():
+        assert reply.error is None
+        assert reply.completion_tokens > 0
+        assert reply.finish_reason in ("stop", "length")
+
+
+def test_a_prompt_that_is_too_long_is_the_error_of_its_question(server: Server, samples: dict[str, Sample]) -> None:
+    long = Sample("long", [{"role": "user", "content": "left " * 4000}])
+    replies = ask(answerer(server), {"long": long, "text": samples["text"]})
+    assert str(replies["long"].error).startswith("the server answers 400: ")
+    assert "2048" in str(replies["long"].error)
+    assert replies["text"].error is None
+
+
+def test_a_model_that_vllm_does_not_serve_is_told_with_the_one_it_serves(
+    server: Server, samples: dict[str, Sample]
+) -> None:
+    with pytest.raises(ConfigError, match="the server has no model 'tinny'.* It has tiny; did you mean tiny"):
+        ask(answerer(server, model="tinny"), {"text": samples["text"]})
