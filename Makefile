@@ -13,8 +13,9 @@ export UV_DEFAULT_INDEX ?= $(or $(UV_INDEX_URL),$(PIP_INDEX_URL),$(shell python3
 ifeq ($(strip $(UV_DEFAULT_INDEX)),)
 unexport UV_DEFAULT_INDEX
 endif
-COMPILE = $(UV) pip compile pyproject.toml --universal --python-version 3.11 --group dev --generate-hashes \
-	--no-annotate --no-emit-index-url --no-header -q
+DEV := launch/requirements/dev.txt
+COMPILE = $(UV) pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+	--no-header -q
 
 .PHONY: help setup demo test unit integration gpu check fix build requirements clean
 
@@ -23,11 +24,11 @@ help: ## Show the targets.
 
 setup: $(VENV)/.installed ## Install everything into .venv (CUDA or CPU packages, as the machine has it).
 
-$(VENV)/.installed: $(REQUIREMENTS) pyproject.toml
+$(VENV)/.installed: $(REQUIREMENTS) $(DEV) pyproject.toml
 	@command -v c++ >/dev/null || echo "warning: no C++ compiler (c++) found; vLLM on CPUs and DeepSpeed's offload need one" >&2
 	@command -v uv >/dev/null || test -x $(TOOLS)/bin/uv || $(MAKE) --no-print-directory $(TOOLS)/bin/uv
 	test -x $(PY) || $(UV) venv --python-preference system --python '>=3.11,<3.14' $(VENV)
-	$(UV) pip sync --python $(PY) $(REQUIREMENTS)
+	$(UV) pip sync --python $(PY) $(REQUIREMENTS) $(DEV)
 	$(UV) pip install --python $(PY) --no-deps -e .
 	@touch $@
 
@@ -64,8 +65,12 @@ build: setup ## Build the wheel into dist/.
 	$(UV) build --wheel --python $(PY)
 
 requirements: ## Compile launch/requirements/*.txt again from pyproject.toml.
-	$(COMPILE) --extra cpu -o launch/requirements/cpu.txt
-	$(COMPILE) --extra cuda -o launch/requirements/cuda.txt
+	$(COMPILE) pyproject.toml --extra cpu -o launch/requirements/cpu.txt
+	$(COMPILE) pyproject.toml --extra cuda -o launch/requirements/cuda.txt
+	$(COMPILE) --group dev -c launch/requirements/cpu.txt -o $(DEV) \
+		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' launch/requirements/cpu.txt)
+	@# The marker that all packages have says what pyproject.toml says, and makes a third of the lines.
+	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'//" launch/requirements/*.txt
 
 clean: ## Remove the environment and everything built.
 	rm -rf $(VENV) $(TOOLS) build dist outputs .pytest_cache .mypy_cache .ruff_cache

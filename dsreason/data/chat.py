@@ -269,10 +269,29 @@ class Encoder:
                 video_metadata=[_video_metadata(metadata) for _, metadata in videos],
                 do_sample_frames=False,
                 do_resize=False,
+                do_rescale=False,
+                do_normalize=False,
                 cap_pixels_per_frame=False,  # concerns resizing only; unset, it is warned about
                 return_tensors="pt",
             )
+            inputs["pixel_values_videos"] = self._normalised(inputs["pixel_values_videos"])
         return {key: _as_forward_takes_it(value) for key, value in inputs.items()}
+
+    def _normalised(self, patches: Tensor) -> Tensor:
+        """uint8 patches [N, 3 * temporal patch * patch * patch] with the processor's own rescaling and normalisation.
+
+        After cutting, because the bytes are cut and joined four times as fast as the float32 they become.
+        """
+        video = self.processor.video_processor
+        channels_apart = patches.view(len(patches), 3, -1, video.patch_size)
+        return video.rescale_and_normalize(
+            channels_apart,
+            video.do_rescale,
+            video.rescale_factor,
+            video.do_normalize,
+            video.image_mean,
+            video.image_std,
+        ).flatten(1)
 
 
 def prompt_messages(sample: Sample) -> list[Message]:

@@ -21,18 +21,33 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
+from dsreason.config.address import is_s3
+from dsreason.data.remote import local_copy
 from dsreason.errors import ConfigError, DataError
 
 MAX_IMAGE_PIXELS = 150_000_000
 """Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb)."""
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+"""What is opened, whatever the ending says. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
+VIDEO_FORMATS = (
+    *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
+    *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
+)
+"""FFmpeg knows more, among them playlists, which would make it open other files."""
+OTHER_FORMATS = (
+    *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
+    *("wav", "mp3", "aac", "flac"),
+)
+"""No videos, but opened, to say so."""
 SEEK_FROM_FRAME = 128
 """When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
+MAX_REORDERING = 32
+"""No codec shows a frame more than 16 packets after it was read; twice that, to be safe."""
 BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
 
 EXIF_ORIENTATION = 0x0112
-PILLOW_ERRORS = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
@@ -47,16 +62,23 @@ class VideoInfo:
 
 
 def local_path(path: str | Path) -> Path:
-    """The file behind a path or `file://` address. DataError when it is no readable, non-empty file on this machine."""
+    """The file behind a path, `file://` or `s3://` address (then a local copy).
+
+    Raises:
+        DataError: it is no readable, non-empty file.
+        StorageError: S3 cannot be reached or refuses.
+    """
     text = str(path)
-    if "://" in text:
+    if is_s3(text):
+        text = str(local_copy(text))
+    elif "://" in text:
         parts = urlsplit(text)
         if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-            raise DataError(f"{text}: media must be local files; download it and give the path")
+            raise DataError(f"{text}: media must be local files or s3:// addresses; download it and give the path")
         text = unquote(parts.path)
     file = Path(text)
-    if not file.exists():
-        raise DataError(f"{file}: no such file")
+    if not os.path.exists(file):  # unlike Path.exists, False for a path that is too long
+        raise DataError(f"{text:.300}: no such file")
     if not file.is_file():
         raise DataError(f"{file}: is not a file")
     if not os.access(file, os.R_OK):
@@ -93,12 +115,14 @@ def _orientation(image: Image.Image) -> int:
 @contextmanager
 def _opened_image(file: Path) -> Iterator[Image.Image]:
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
             yield image
-    except PILLOW_ERRORS as error:
-        raise DataError(f"{file}: not a usable image: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
+        raise DataError(f"{file}: not a usable image: {error or type(error).__name__}") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -140,7 +164,7 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be told from the header or the {num_frames} frames")
-        first = next(container.decode(stream), None)
+        first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
         height, width = _rotated_size(first)
@@ -184,26 +208,41 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 @contextmanager
 def _opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
-        # Only plain files: a playlist in disguise must not make FFmpeg fetch anything else.
-        with av.open(
-            str(file.absolute()), metadata_errors="ignore", options={"protocol_whitelist": "file"}
-        ) as container:
+        # A playlist in disguise must not make FFmpeg open or fetch anything else.
+        allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
+        with av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container:
             if not container.streams.video:
                 raise DataError(f"{file}: holds no video stream (container {container.format.name})")
             if container.format.name.endswith("_pipe") or container.format.name == "image2":
                 raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
             if stream.frames > MAX_VIDEO_FRAMES:
                 raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
             if stream.width * stream.height > MAX_IMAGE_PIXELS:
                 raise DataError(
                     f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels"
                 )
+            stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
             yield container, stream
+    except av.ArgumentError as error:
+        raise DataError(
+            f"{file}: not a usable video: damaged, or none of the containers {', '.join(VIDEO_FORMATS)}"
+        ) from error
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+
+
+def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
+    """The first that can be decoded by itself. The decoder is flushed, as it would read others before it gives this one."""
+    for packet in container.demux(stream):
+        if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
+            return frames[0]
+        stream.codec_context.flush_buffers()
+    return None
 
 
 def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
@@ -221,10 +260,12 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     return kept == stream.frames == len(stream.index_entries)
 
 
-def _packet_times(container: InputContainer, stream: VideoStream) -> tuple[int, list[int]]:
+def _packet_times(
+    container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES
+) -> tuple[int, list[int]]:
     """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
 
-    The times are empty where the file does not give a different one to every frame.
+    The times are empty where the file does not give a different one to every frame. Reading ends after `most` frames.
     """
     count, times = 0, set()
     for packet in container.demux(stream):
@@ -232,7 +273,7 @@ def _packet_times(container: InputContainer, stream: VideoStream) -> tuple[int, 
             count += 1
             if packet.pts is not None:
                 times.add(packet.pts)
-            if count > MAX_VIDEO_FRAMES:
+            if count > most:
                 break
     return count, sorted(times) if len(times) == count else []
 
@@ -244,14 +285,11 @@ def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
 
 
 def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
-    if wanted[0] >= SEEK_FROM_FRAME:
-        frames = _frames_after_seek(file, wanted, size)
-        if len(frames) == len(wanted):
-            return frames
-    return _frames_from_start(file, wanted, size)
+    frames = _frames_by_time(file, wanted, size)
+    return frames if len(frames) == len(wanted) else _frames_by_count(file, wanted, size)
 
 
-def _frames_from_start(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
     frames: list[np.ndarray] = []
     count = 0
     chosen = set(wanted)
@@ -269,21 +307,35 @@ def _frames_from_start(file: Path, wanted: list[int], size: tuple[int, int] | No
     )
 
 
-def _frames_after_seek(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
-    """As `_frames_from_start`, found by presentation time; fewer than `wanted` where the times do not allow it."""
+def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+    """As `_frames_by_count`, without decoding all others; fewer than `wanted` where the file's times do not allow it."""
     frames: list[np.ndarray] = []
     with _opened_video(file) as (container, stream):
-        _, times = _packet_times(container, stream)
+        _, times = _packet_times(container, stream, wanted[-1] + MAX_REORDERING)
         if wanted[-1] >= len(times):
             return frames
         chosen = {times[index] for index in wanted}
-        container.seek(times[wanted[0]], stream=stream)
-        for frame in container.decode(stream):
+        if wanted[0] >= SEEK_FROM_FRAME:
+            container.seek(times[wanted[0]], stream=stream)
+        else:
+            container.seek(0)
+        for frame in _decoded(container, stream, chosen):
             if frame.pts in chosen and not frame.is_corrupt:
                 frames.append(_to_array(frame, size))
             if frame.pts is None or frame.pts >= times[wanted[-1]]:
                 break
     return frames
+
+
+def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -> Iterator[VideoFrame]:
+    """The frames from here on; of those not `chosen`, the ones that no other frame is made from are left out.
+
+    Only for H.264, where a frame says so without exception (`nal_ref_idc`); of HEVC, higher layers may use it after all.
+    """
+    can_skip = stream.codec_context.name == "h264"
+    for packet in container.demux(stream):
+        stream.codec_context.skip_frame = "NONREF" if can_skip and packet.pts not in chosen else "DEFAULT"
+        yield from packet.decode()
 
 
 def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> np.ndarray:

@@ -10,12 +10,15 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsreason.config.address import is_s3
 from dsreason.config.schema import SourceConfig
+from dsreason.config.secrets import without_credentials
+from dsreason.data.remote import local_copy, local_folder
 from dsreason.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -199,17 +202,33 @@ def parse_splits(split: str | Sequence[str]) -> list[Split]:
 
 
 def read_rows(data: SourceConfig) -> Rows:
-    """The rows at `data.path` (one split, no range): a file, a folder or a data set on the hub."""
+    """The rows at `data.path` (one split, no range): a file or folder, also in S3, or a data set on the hub."""
     if not data.path:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
-    path = Path(data.path).expanduser()
+    path = _fetched(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
         return _read_file(path, data)
     if path.is_dir():
         return _read_folder(path, data)
+    if "://" in data.path:
+        raise DataError(
+            f"data.path: {without_credentials(data.path)} is an address; only files, folders, s3:// addresses and data "
+            "sets on the hub are read, download it first"
+        )
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
+
+
+def _fetched(address: str) -> Path:
+    """A local copy of a file, or of the files with rows in a folder: media are fetched when they are used."""
+    if is_data_file(address):
+        return local_copy(address)
+    return local_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == "README.md")
+
+
+def is_data_file(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in (*JSON_SUFFIXES, *TABLE_BUILDERS)
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:

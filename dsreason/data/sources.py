@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from dsreason.config.address import S3Address, is_s3
 from dsreason.config.problems import nearest
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
+from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file
-from dsreason.data.rows import Rows
+from dsreason.data.remote import join_address, read_address
+from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.data.vision import PART_SETTINGS
 from dsreason.errors import DataError
@@ -45,10 +48,14 @@ class Source:
     weight: float = 1.0
 
     @property
-    def media_root(self) -> Path:
+    def media_root(self) -> Path | S3Address:
         """What relative media paths are joined to."""
         if self.config.media_path:
-            return Path(self.config.media_path).expanduser().absolute()
+            given = self.config.media_path
+            return read_address(given) if is_s3(given) else Path(given).expanduser().absolute()
+        if is_s3(self.config.path):
+            address = read_address(self.config.path)
+            return address.parent if is_data_file(address.key) else address
         path = Path(self.config.path).expanduser().absolute()
         return path.parent if path.is_file() else path
 
@@ -129,6 +136,8 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
 
 
 def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, np.ndarray]:
+    for given in filter(is_s3, (config.path, config.media_path)):
+        read_address(given)  # before an adapter shows it in a message
     adapter = find_adapter(config.adapter)
     source = Source(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
@@ -144,7 +153,7 @@ def num_held_out(validation: float | int, num_rows: int) -> int:
     return count
 
 
-def finish_sample(sample: Sample, config: SourceConfig, media_root: Path) -> Sample:
+def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages, find the media, and fill in the source's system prompt and vision settings.
 
     An answer that no message gives becomes the assistant's.
@@ -175,7 +184,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise DataError(f"messages[{i}]: a system message must be the first")
 
 
-def finish_message(message: Message, vision: VisionConfig, media_root: Path) -> Message:
+def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
     content = message["content"]
     if isinstance(content, str):
         check_text(content)
@@ -183,7 +192,7 @@ def finish_message(message: Message, vision: VisionConfig, media_root: Path) -> 
     return {**message, "content": [finish_part(part, vision, media_root) for part in content]}
 
 
-def finish_part(part: Any, vision: VisionConfig, media_root: Path) -> dict[str, Any]:
+def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         check_text(part.get("text"))
@@ -210,18 +219,27 @@ def check_text(text: Any) -> None:
             )
 
 
-def find_media(given: Any, kind: str, media_root: Path) -> Path:
-    """The file of a media part: absolute, below `media_root`, or what a Hugging Face data set holds itself."""
+def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
+    """The file of a media part: absolute, below `media_root`, or what a Hugging Face data set holds itself.
+
+    Whether an object in S3 exists is seen when it is read.
+    """
     if isinstance(given, dict) and given.get("bytes"):
         return embedded_file(given["bytes"], Path(given.get("path") or "").suffix)
     if isinstance(given, dict):
         given = given.get("path")
     if not isinstance(given, str) or not given:
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
+    if is_s3(given):
+        return read_address(given)
     if "://" in given and not given.startswith("file://"):
-        raise DataError(f"{kind}: {given} is an address; only local files are read, download it first")
+        raise DataError(
+            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, download it first"
+        )
     path = Path(given.removeprefix("file://"))
     if not path.is_absolute():
+        if isinstance(media_root, S3Address):
+            return join_address(media_root, str(path))
         path = media_root / path
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")

@@ -330,7 +330,7 @@ def test_clips_are_cut_once_and_what_cannot_be_is_told(tmp_path: Path, workers: 
 
 def double_or_die(number: int) -> int:
     if number == 3:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGKILL)
     if number == 5:
         os._exit(7)
     if number == 6:
@@ -340,7 +340,9 @@ def double_or_die(number: int) -> int:
 
 def test_a_process_that_dies_costs_its_task_only() -> None:
     found = dict(run_tasks(double_or_die, range(12), workers=2))
-    assert found.pop(3) == Failure("the process that worked on it was killed by SIGSEGV")
+    assert found.pop(3) == Failure(
+        "the process that worked on it was killed by SIGKILL (out of memory is the usual reason)"
+    )
     assert found.pop(5) == Failure("the process that worked on it ended with exit code 7")
     assert found.pop(6) == Failure("ValueError: six")
     assert found == {number: 2 * number for number in range(12) if number not in (3, 5, 6)}

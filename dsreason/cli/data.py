@@ -1,0 +1,329 @@
+"""`dsreason data`: fetch data sets, cut their clips, look at them, and see whether every row can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsreason.cli.job import ConfigOption, SetOption
+from dsreason.cli.work import track
+from dsreason.config.load import load_config, read_document
+from dsreason.config.output import default_output_dir
+from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.shipped import find_file
+from dsreason.errors import ConfigError
+from dsreason.runtime import launch
+
+if TYPE_CHECKING:
+    from dsreason.data.fetch import Plan
+    from dsreason.data.inspection import Inspection
+    from dsreason.data.rendering import Rendering
+    from dsreason.data.sources import SampleDataset
+    from dsreason.data.types import Sample
+
+app = typer.Typer(
+    help="Fetch data sets, cut clips, inspect data, and validate every row.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+RECIPE = "builtin_sft.toml"
+SHEET_SAMPLES = 12
+
+
+class Task(StrEnum):
+    benchmark = "benchmark"
+    sft = "sft"
+    rl = "rl"
+
+
+class Dataset(StrEnum):
+    robovqa = "robovqa"
+    av = "av"
+    agibot = "agibot"
+    bridgev2 = "bridgev2"
+    holoassist = "holoassist"
+    robofail = "robofail"
+
+
+class CutDataset(StrEnum):
+    agibot = "agibot"
+    bridgev2 = "bridgev2"
+    holoassist = "holoassist"
+
+
+class Command(StrEnum):
+    sft = "sft"
+    grpo = "grpo"
+
+
+DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=0, help="Processes; default: one per CPU core; 0 works in this one.")
+]
+
+
+@app.command()
+def fetch(
+    task: Annotated[list[Task] | None, typer.Option(help="What for; several are possible. Default: benchmark.")] = None,
+    dataset: Annotated[list[Dataset] | None, typer.Option(help="Only these; default: all that there are.")] = None,
+    data_dir: DataDirOption = Path("data"),
+    repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    file: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only such paths, as '*.json'.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and stop.")] = False,
+) -> None:
+    """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
+
+    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked.
+    """
+    tasks = task or [Task.benchmark]
+    if repo and len(tasks) > 1:
+        raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
+    launch.prepare_environment()
+    from dsreason.data import fetch as fetching
+
+    plans = [
+        fetching.plan_fetch(
+            one, data_dir=data_dir, repo=repo, revision=revision, datasets=dataset or [], patterns=file or []
+        )
+        for one in tasks
+    ]
+    for plan in plans:
+        show_plan(plan, dry_run)
+        if not dry_run:
+            fetching.fetch(plan, track)
+            typer.echo(f"{plan.repo}: complete in {plan.folder}")
+    for one, plan in zip(tasks, plans, strict=True):
+        for name in plan.without_clips:
+            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
+
+
+def show_plan(plan: Plan, with_files: bool) -> None:
+    from dsreason.data.fetch import gigabytes
+
+    missing, total = len(plan.missing), len(plan.files)
+    typer.echo(
+        f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
+        f"{gigabytes(plan.num_bytes)} ({gigabytes(plan.disk_bytes)} of disk)"
+    )
+    if with_files:
+        wanted = set(plan.missing)
+        for one in plan.files:
+            typer.echo(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
+
+
+def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
+    if name not in list(CutDataset):
+        return "the repository has no clips of it"
+    return (
+        "its clips are not on the Hub; get the raw videos and cut them: "
+        f"dsreason data clip --dataset {name} --task {task} --data-dir {data_dir} --raw DIR"
+    )
+
+
+@app.command()
+def clip(
+    dataset: Annotated[CutDataset, typer.Option(help="Whose clips to cut.")],
+    raw: Annotated[Path, typer.Option(help="Folder with its raw videos.")],
+    data_dir: DataDirOption = Path("data"),
+    task: Annotated[Task, typer.Option(help="Which annotations say what clips are needed.")] = Task.benchmark,
+    annotations: Annotated[
+        list[Path] | None, typer.Option(help="Annotation files; default: those in <data-dir>/<task>/<dataset>.")
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option(help="holoassist: data-annotation*.json; default: the one in or beside --raw.")
+    ] = None,
+    count_from: Annotated[
+        int, typer.Option(min=0, max=1, help="holoassist: number of the first action in the clips' names.")
+    ] = 0,
+    workers: WorkersOption = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Exit with 0 also where raw videos are missing.")
+    ] = False,
+) -> None:
+    """Cut the clips that the Hub does not have, frame by frame as their names say, from the raw videos.
+
+    Clips that are there already are left alone. What cannot be cut is listed, and the exit code is 1.
+    """
+    launch.prepare_environment()
+    from dsreason.data.clip import cut_clips, needed_clips
+    from dsreason.data.clip_rules import counts_from_zero, rule_for
+
+    folder = data_dir / task / dataset
+    names = needed_clips(folder, dataset, annotations or [])
+    rule = rule_for(dataset, raw, events=events, count_from=count_from)
+    if dataset == CutDataset.holoassist and count_from == 0 and not counts_from_zero(names):
+        note = f"none of the {len(names)} names counts actions from 0; if they count from 1, give --count-from 1"
+        typer.echo(f"note: {note}", err=True)
+    clips = cut_clips(names, rule, folder / "clips", workers=cores(workers), track=track)
+    for text in [*clips.missing, *clips.failed]:
+        typer.echo(text)
+    typer.echo(
+        f"{len(names)} clips in {folder / 'clips'}: {len(clips.cut)} cut, {len(clips.present)} there already, "
+        f"{len(clips.missing)} without a raw video, {len(clips.failed)} that cannot be cut",
+        err=True,
+    )
+    if clips.failed or (clips.missing and not allow_missing):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    adapter: Annotated[str | None, typer.Option(help="Without --config: how rows are read; default: jsonl.")] = None,
+    path: Annotated[str | None, typer.Option(help="Without --config: file, folder or hub name.")] = None,
+    media_path: Annotated[str, typer.Option(help="Folder of relative media paths.")] = "",
+    subset: Annotated[str | None, typer.Option(help="Such as robovqa.")] = None,
+    split: Annotated[str, typer.Option(help="Such as train or train[:100].")] = "train",
+    model: Annotated[str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens.")] = None,
+    test: Annotated[str | None, typer.Option(help="Test rows, read as the others, to find duplicates in.")] = None,
+    benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder, to find duplicates in.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Look at so many evenly spaced rows of each part.")] = None,
+    workers: WorkersOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Tell what is in the data: lengths, media, labels, what is missing, what is there twice; and show some of it."""
+    if (config is None) == (adapter is None and path is None):
+        raise ConfigError("give the data either with --config, or with --path and --adapter")
+    if config is not None:
+        run = load_run(config, overrides, None)
+    else:
+        source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
+        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split))
+    launch.prepare_environment()
+    from dsreason.cli.inspection_tables import show_inspection
+    from dsreason.data.inspection import inspect_data
+    from dsreason.data.sources import open_datasets
+
+    training, validation = open_datasets(run.data)
+    datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
+    datasets |= test_sets(run.data, test, benchmark)
+    encoder = None
+    if model is not None:
+        from dsreason.train.preflight import build_encoder, find_model
+
+        measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
+        encoder = build_encoder(measured, find_model(measured))
+    found = inspect_data(datasets, encoder, limit=limit, workers=cores(workers), track=track)
+    folder = output or default_output_dir("inspect")
+    write_inspection(found, datasets, folder)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+    else:
+        show_inspection(found)
+    typer.echo(f"written to {folder}", err=True)
+
+
+def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
+    """What training data are compared with, by name."""
+    from dsreason.data.sources import SampleDataset, open_source
+
+    sources: dict[str, SourceConfig] = {}
+    if test is not None:
+        first = {key: getattr(data.all_sources()[0], key) for key in ("adapter", "media_path", "subset")}
+        sources["test"] = SourceConfig(path=test, **first)
+    if benchmark is not None:
+        files = sorted({*benchmark.glob("*/*_benchmark_qa_pairs.json"), *benchmark.glob("benchmark/*/*_qa_pairs.json")})
+        if not files:
+            raise ConfigError(f"--benchmark {benchmark}: no <dataset>/<dataset>_benchmark_qa_pairs.json in it")
+        sources |= {file.parent.name: SourceConfig(adapter="cosmos_reason1_rl", path=str(file)) for file in files}
+    return {name: SampleDataset([open_source(source)]) for name, source in sources.items()}
+
+
+def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
+    """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
+    from dsreason.data.contact_sheet import sheet_of_samples
+    from dsreason.data.inspection import evenly
+    from dsreason.data.loader import BadRow, read_row
+
+    folder.mkdir(parents=True, exist_ok=True)
+    document = asdict(found)
+    for name in ("problems", "duplicates"):
+        lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "inspection.json").write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
+    training = datasets["training"]
+    rows = [read_row(training, row, lambda sample: sample) for row in evenly(len(training), SHEET_SAMPLES)]
+    sheet_of_samples([row for row in rows if not isinstance(row, BadRow)]).save(folder / "contact_sheet.png")
+
+
+@app.command()
+def validate(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    command: Annotated[
+        Command | None, typer.Option("--for", help="Which command the configuration is for; default: by its sections.")
+    ] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="Every row, which is the default.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many evenly spaced rows of each part.")] = None,
+    workers: WorkersOption = None,
+) -> None:
+    """Render every row as training does: read it, decode its media, encode it. Nothing is trained.
+
+    Rows that cannot be used are listed with file, row and reason, and the exit code is 1.
+    """
+    if all_rows and limit is not None:
+        raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
+    run = load_run(config, overrides, command)
+    launch.prepare_environment()
+    from dsreason.data.rendering import render_rows
+
+    count = 0
+    bad: list[str] = []
+    for name, rendering in renderings(run).items():
+        rendered, found = render_rows(name, rendering, limit=limit, workers=cores(workers), track=track)
+        count, bad = count + rendered, bad + found
+    for text in bad:
+        typer.echo(text)
+    typer.echo(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
+    if bad:
+        raise typer.Exit(1)
+
+
+def renderings(run: RunConfig) -> dict[str, Rendering]:
+    """How training and held-out rows are encoded: whole conversations, but for the prompts that grpo samples from."""
+    from dsreason.data.rendering import Rendering
+    from dsreason.data.sources import open_datasets
+    from dsreason.train.check_rewards import row_check
+    from dsreason.train.preflight import build_encoder, find_model, prompt_encoder
+
+    encoder = build_encoder(run, find_model(run))
+    training, validation = open_datasets(run.data)
+    if not isinstance(run, GRPOConfig):
+        return {
+            "training": Rendering(training, encoder.encode),
+            "validation": Rendering(validation, encoder.encode),
+        }
+    check, prompts = row_check(run), prompt_encoder(run, encoder)
+
+    def encode_prompt(sample: Sample) -> None:
+        check(sample)
+        prompts.encode_prompt(sample)
+
+    return {"training": Rendering(training, encode_prompt), "validation": Rendering(validation, encoder.encode)}
+
+
+def load_run(config: Path | None, overrides: list[str] | None, command: Command | None) -> RunConfig:
+    """With the schema of the command that it is for: grpo where it has a section that only grpo knows."""
+    if command is None and config is not None:
+        document = read_document(find_file(str(config), "launch/recipes"), str(config))
+        asked = [text.partition(".")[0] for text in overrides or ()]
+        command = Command.grpo if {"grpo", "reward", "rollout"} & {*document, *asked} else Command.sft
+    if config is None:
+        typer.echo(f"no --config: the built-in recipe {RECIPE}", err=True)
+    schema: type[RunConfig] = GRPOConfig if command == Command.grpo else SFTConfig
+    return load_config(schema, config, overrides or (), default_recipe=RECIPE)
+
+
+def cores(workers: int | None) -> int:
+    return len(os.sched_getaffinity(0)) if workers is None else workers

@@ -1,0 +1,96 @@
+"""What `dsreason data inspect` found, as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from dsreason.data.inspection import Inspection, PartReport, Spread
+
+SHOWN = 10
+"""Problems that are printed; all are in problems.jsonl."""
+
+
+def show_inspection(found: Inspection, console: Console | None = None) -> None:
+    console = console or Console()
+    console.print(facts_table(found))
+    for name, part in found.parts.items():
+        if part.letters:
+            console.print(letters_table(name, part))
+        if part.answers:
+            console.print(counts_table(f"{name}: answers", "answer", part.answers, part.inspected))
+        if part.system_prompts:
+            console.print(counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
+    if found.overlaps:
+        console.print(overlaps_table(found))
+    for problem in found.problems[:SHOWN]:
+        console.print(f"{problem['kind']}: {problem['reason']}", markup=False, highlight=False)
+    if len(found.problems) > SHOWN:
+        console.print(f"and {len(found.problems) - SHOWN} more in problems.jsonl")
+
+
+def facts_table(found: Inspection) -> Table:
+    """A column a part; the numbers of a spread are: least, median, 95 %, most."""
+    table = Table("", *found.parts, title="least / median / 95 % / most")
+    columns = [facts(part, found.max_length) for part in found.parts.values()]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(column.get(name, "-") for column in columns))
+    return table
+
+
+def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
+    rows = {"rows": f"{part.rows}" + (f" ({part.inspected} looked at)" if part.inspected < part.rows else "")}
+    rows |= {f"rows that cannot be used: {reason}": str(count) for reason, count in part.unusable.items()}
+    rows |= {"unreadable media files": str(part.unreadable_media)} if part.unreadable_media else {}
+    rows |= {f"rows with {kind}": str(count) for kind, count in sorted(part.modalities.items())}
+    rows |= {"question, characters": shown(part.question_characters)}
+    rows |= {"answer, characters": shown(part.answer_characters)}
+    if part.too_long is not None:
+        rows |= {"tokens": shown(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
+    for kind, media in part.media.items():
+        rows[f"{kind} files"] = f"{media.files}, {decimal(media.bytes)}"
+        for label, numbers in (("height", media.height), ("width", media.width)):
+            rows[f"{kind} {label}, pixels"] = shown(numbers)
+        if kind == "video":
+            rows |= {"video, seconds": shown(media.seconds), "video, frames a second": shown(media.fps)}
+    if part.best_constant is not None:
+        rows["right by always giving one answer"] = f"{part.best_constant:.1%}"
+    for label, count in (
+        ("<think> in the reply", part.with_think),
+        ("<answer> in the reply", part.with_answer_tag),
+        ("several turns", part.several_turns),
+        ("rows that repeat another", part.duplicates),
+    ):
+        rows[label] = str(count)
+    return rows
+
+
+def shown(numbers: Spread | None) -> str:
+    if numbers is None:
+        return "-"
+    return " / ".join(f"{value:.4g}" for value in (numbers.min, numbers.median, numbers.p95, numbers.max))
+
+
+def letters_table(name: str, part: PartReport) -> Table:
+    table = Table("right letter", "rows", "if all options were alike", title=f"{name}: position bias")
+    for letter, found in part.letters.items():
+        table.add_row(letter, str(found.count), f"{found.expected:.1f}")
+    return table
+
+
+def counts_table(title: str, what: str, counts: dict[str, int], total: int) -> Table:
+    table = Table(what, "rows", "share", title=title)
+    for text, count in counts.items():
+        table.add_row(text.replace("\n", " ")[:80].replace("[", r"\["), str(count), f"{count / total:.1%}")
+    return table
+
+
+def overlaps_table(found: Inspection) -> Table:
+    table = Table("rows of", "also in", "same question and media", "a medium in common", title="duplicates")
+    for one in found.overlaps:
+        table.add_row(one.part, one.other, str(one.same_rows), str(one.same_media))
+    return table

@@ -1,0 +1,87 @@
+"""One picture of what the model saw and said: frames side by side, the text below."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+
+from dsreason.data.chat import Medium
+from dsreason.data.media import load_image, load_video, probe_video
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+
+WIDTH, THUMBNAIL, MAX_FRAMES = 640, 156, 8
+FONT_SIZE, LINE, CHARACTERS = 14, 19, 84
+COLUMNS, SAMPLE_FRAMES, MAX_TEXT = 2, 4, 600
+
+
+def contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
+    """`media` as the encoder decoded them; of a long video evenly spaced frames. `text` is wrapped line by line."""
+    thumbnails = [thumbnail(frame) for medium in media for frame in frames_of(medium)]
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, CHARACTERS) or [""]]
+    per_row = WIDTH // (THUMBNAIL + 4)
+    top = -(-len(thumbnails) // per_row) * (THUMBNAIL + 4) + 4
+    sheet = Image.new("RGB", (WIDTH, top + LINE * len(lines) + 8), "white")
+    for i, image in enumerate(thumbnails):
+        sheet.paste(image, (4 + i % per_row * (THUMBNAIL + 4), 4 + i // per_row * (THUMBNAIL + 4)))
+    drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
+    for i, line in enumerate(lines):
+        drawing.text((6, top + 4 + i * LINE), line, fill="black", font=font)
+    return sheet
+
+
+def frames_of(medium: Medium) -> list[Image.Image]:
+    if isinstance(medium, Image.Image):
+        return [medium]
+    frames, _ = medium
+    count = min(MAX_FRAMES, len(frames))
+    return [Image.fromarray(frames[i * len(frames) // count]) for i in range(count)]
+
+
+def thumbnail(image: Image.Image) -> Image.Image:
+    """Fitted into a square of `THUMBNAIL`, enlarged where it is smaller."""
+    scale = THUMBNAIL / max(image.size)
+    return image.convert("RGB").resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+
+
+# ---------------------------------------------------------------- samples that no encoder has decoded
+
+
+def sheet_of_samples(samples: Sequence[Sample]) -> Image.Image:
+    """Two columns of sheets: the media of each sample (of a video four frames), its question and its answer."""
+    sheets = [sample_sheet(sample) for sample in samples]
+    pairs = [sheets[i : i + COLUMNS] for i in range(0, len(sheets), COLUMNS)]
+    heights = [max(sheet.height for sheet in pair) for pair in pairs]
+    page = Image.new("RGB", (COLUMNS * WIDTH, max(1, sum(heights))), "white")
+    for row, pair in enumerate(pairs):
+        for column, sheet in enumerate(pair):
+            page.paste(sheet, (column * WIDTH, sum(heights[:row])))
+    return page
+
+
+def sample_sheet(sample: Sample) -> Image.Image:
+    texts, media = [f"[{sample.id}]"], []
+    for message in sample.messages:
+        content = message["content"]
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                texts.append(f"{message['role']}: {part['text'][:MAX_TEXT]}")
+                continue
+            try:
+                media.append(small_medium(part["type"], part[part["type"]]))
+            except DataError as error:
+                texts.append(str(error))
+    return contact_sheet(media, "\n".join(texts))
+
+
+def small_medium(kind: str, path: str) -> Medium:
+    """Decoded at the size of a thumbnail."""
+    if kind == "image":
+        return thumbnail(load_image(path))
+    info = probe_video(path)
+    scale = THUMBNAIL / max(info.height, info.width)
+    size = max(1, round(info.height * scale)), max(1, round(info.width * scale))
+    indices = [i * (info.num_frames - 1) // (SAMPLE_FRAMES - 1) for i in range(SAMPLE_FRAMES)]
+    return load_video(path, indices, size=size), {}

@@ -1,0 +1,151 @@
+"""Files in S3 as local ones: fetched into the cache once, whole or not at all, by however many processes ask.
+
+A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
+fetched anew. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
+changed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from multiprocessing.pool import ThreadPool
+from pathlib import Path, PurePosixPath
+
+from dsreason.config.address import S3Address, parse_s3
+from dsreason.config.cache import cache_dir
+from dsreason.config.s3 import S3Object, find_object, list_objects, read_into
+from dsreason.errors import DataError, StorageError
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 8
+"""Files of a folder fetched at the same time."""
+REMEMBERED = 200_000
+"""Objects of which a process knows where their copies are."""
+PARTIAL = ".partial"
+SHOWN_BYTES = 100_000_000
+"""From this size on, a fetch is logged."""
+
+
+def read_address(text: str) -> S3Address:
+    """DataError where `s3://…` is not one."""
+    try:
+        return parse_s3(text)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def join_address(folder: S3Address, relative: str) -> S3Address:
+    """An object below `folder`. DataError where the path leads out of it."""
+    if ".." in PurePosixPath(relative).parts:
+        raise DataError(f"{relative} leads out of {folder}; set data.media_path or use whole addresses")
+    return folder / str(PurePosixPath(relative))
+
+
+def local_copy(text: str) -> Path:
+    """The local copy of one object.
+
+    Raises:
+        DataError: it is no address, or there is no such object.
+        StorageError: S3 cannot be reached or refuses; this is no fault of the data.
+    """
+    copy = _copy_of(text)
+    if not copy.is_file():  # the cache was cleared meanwhile
+        _copy_of.cache_clear()
+        copy = _copy_of(text)
+    return copy
+
+
+@lru_cache(REMEMBERED)
+def _copy_of(text: str) -> Path:
+    address = read_address(text)
+    if not address.key:
+        raise DataError(f"{address}: names a bucket, not a file in it")
+    try:
+        source = find_object(address)
+    except StorageError as error:
+        if error.status == 404:
+            raise DataError(f"{address}: there is no such object, or no bucket {address.bucket}") from None
+        raise
+    folder = _folder(address, source.version)
+    with _building(folder) as partial:
+        if partial is not None:
+            _fetch(source, partial / PurePosixPath(address.key).name)
+    return folder / PurePosixPath(address.key).name
+
+
+def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
+    """A local copy of a folder: the objects whose path below it is `wanted`. Errors: as `local_copy`."""
+    address = read_address(text)
+    found = list_objects(address)
+    chosen = {name: source for name, source in sorted(found.items()) if wanted(name)}
+    if not chosen:
+        what = "is nothing of use" if found else "is nothing"
+        raise DataError(f"{address}: there {what} below this address")
+    for name in chosen:
+        if (
+            not PurePosixPath(name).parts
+            or name != str(PurePosixPath(name))
+            or {"..", "/"} & {*PurePosixPath(name).parts}
+        ):
+            raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
+    folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
+    with _building(folder) as partial:
+        if partial is not None:
+            _fetch_all(address, chosen, partial)
+    return folder
+
+
+def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path) -> None:
+    log.info("fetching %d files of %s", len(chosen), address)
+    with ThreadPool(PARALLEL) as threads:
+        for _ in threads.imap(lambda item: _fetch(item[1], partial / item[0]), chosen.items()):
+            pass
+
+
+def _folder(address: S3Address, version: str) -> Path:
+    key = hashlib.sha256(f"{address} {version}".encode()).hexdigest()[:24]
+    return cache_dir() / "s3" / address.bucket / key
+
+
+@contextmanager
+def _building(folder: Path) -> Iterator[Path | None]:
+    """A folder to put files into, which gets its name when they are complete; None where it has been built already.
+
+    Others wait. There are 256 locks for all folders: one for each would leave as many files behind.
+    """
+    locks = cache_dir() / "s3" / ".locks"
+    try:
+        if not folder.is_dir():
+            locks.mkdir(parents=True, exist_ok=True)
+            with (locks / folder.name[:2]).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not folder.is_dir():
+                    partial = folder.with_name(f"{folder.name}{PARTIAL}")
+                    partial.mkdir(parents=True, exist_ok=True)
+                    yield partial
+                    partial.rename(folder)
+                    return
+        yield None
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the copy cannot be kept: {error}; make room, or set DSREASON_CACHE to another folder"
+        ) from error
+
+
+def _fetch(source: S3Object, file: Path) -> None:
+    """What is missing of the file; what an earlier process left is of the same version."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    left = source.size - (file.stat().st_size if file.exists() else 0)
+    free = shutil.disk_usage(file.parent).free
+    if left > free:
+        raise OSError(f"{source.address} needs {left} bytes, {free} are free")
+    if source.size >= SHOWN_BYTES:
+        log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
+    read_into(source, file)

@@ -1,0 +1,78 @@
+"""The time written on video frames, for models that tell times by reading them, as cosmos-reason's inference does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from dsreason.data.chat import Medium, PlannedMedium
+from dsreason.data.prompts import PromptEncoder
+from dsreason.data.types import Sample
+
+FONT_SIZE = 20
+
+
+class TimestampEncoder(PromptEncoder):
+    """Encodes videos with the time of each frame in a black border below it.
+
+    The frames have the size that they would have without it, and the border is one `factor` high (28 pixels of Qwen2.5-VL,
+    32 of Qwen3-VL): the height stays a multiple of it, the text is not resized, and a video costs one row of tokens more.
+    """
+
+    def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
+        planned = super()._plan_video(part)
+        size = planned.size[0] + self._border, planned.size[1]
+        return replace(planned, size=size, grid=self._grid(len(planned.indices), size))
+
+    def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
+        bare = [
+            replace(medium, size=(medium.size[0] - self._border, medium.size[1])) if medium.kind == "video" else medium
+            for medium in planned
+        ]
+        return [self._stamped(medium) for medium in super()._load(sample, bare)]
+
+    @property
+    def _border(self) -> int:
+        return self._limits("video").factor
+
+    def _stamped(self, medium: Medium) -> Medium:
+        if isinstance(medium, Image.Image):
+            return medium
+        frames, metadata = medium
+        return stamp(frames, frame_times(metadata), border=self._border, sections=self._temporal_patch), metadata
+
+
+def frame_times(metadata: Mapping[str, Any]) -> list[float]:
+    """Seconds from the beginning of the file, of each sampled frame; also where `video_start` cuts off what is before."""
+    return [index / metadata["fps"] for index in metadata["frames_indices"]]
+
+
+def stamp(frames: np.ndarray, times: Sequence[float], *, border: int = 28, sections: int = 2) -> np.ndarray:
+    """Frames [N, H, W, 3] uint8 with "12.50s" in white on a black border below: [N, H + border, W, 3].
+
+    The model takes `sections` frames together, and would see their texts one above the other; so each has a section of the
+    width to itself, in turn from the left.
+
+    Example: frames at `times` 0.0 and 0.5 show "0.00s" in the left half and "0.50s" in the right half.
+    """
+    num_frames, height, width, _ = frames.shape
+    stamped = np.zeros((num_frames, height + border, width, 3), np.uint8)
+    stamped[:, :height] = frames
+    for number, time in enumerate(times):
+        left, right = (width * (number % sections + i) // sections for i in (0, 1))
+        stamped[number, height:, left:right] = _label(f"{time:.2f}s", right - left, border)
+    return stamped
+
+
+def _label(text: str, width: int, height: int) -> np.ndarray:
+    """White text on black in the middle of [height, width, 3], as large as it fits, up to `FONT_SIZE`."""
+    font = ImageFont.load_default(FONT_SIZE)
+    if (length := font.getlength(text)) > width:
+        font = ImageFont.load_default(FONT_SIZE * width / length)
+    label = Image.new("RGB", (width, height))
+    ImageDraw.Draw(label).text((width / 2, height / 2), text, fill="white", font=font, anchor="mm")
+    return np.asarray(label)

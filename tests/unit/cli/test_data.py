@@ -1,0 +1,244 @@
+"""`dsreason data …` as it is typed: files, texts, exit codes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from dsreason.cli import work
+from dsreason.cli.data import app
+from dsreason.errors import ConfigError, DataError
+from tests.unit.data.hub import Hub
+from tests.unit.data.videos import write_video
+
+CLIP = "327-648642-head-3-8"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return tmp_path
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    questions = {"question": "Which?", "index2ans": {"A": "a", "B": "b"}, "answer": "B"}
+    rows = json.dumps([{"video": f"clips/{CLIP}.mp4", "qa_pairs": questions}]).encode()
+    files = {f"{name}/{name}_benchmark_qa_pairs.json": rows for name in ("agibot", "av")}
+    with Hub("nvidia/Cosmos-Reason1-Benchmark", files) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        yield served
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def error_of(result: Result, kind: type[Exception]) -> str:
+    assert isinstance(result.exception, kind), result.output
+    return str(result.exception)
+
+
+def write_rows(*rows: dict[str, str], model: Path | str = "tiny:qwen2_5_vl", more: str = "") -> None:
+    Image.new("RGB", (56, 56)).save("a.png")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("run.toml").write_text(f'{more}\n[data]\nadapter = "jsonl"\npath = "rows.jsonl"\n[model]\npath = "{model}"\n')
+
+
+GOOD = {"id": "0", "image": "a.png", "question": "What?", "answer": "a"}
+GONE = {**GOOD, "id": "1", "image": "gone.png"}
+
+
+# ---------------------------------------------------------------- fetch and clip
+
+
+def test_fetch_says_what_it_does_and_what_is_to_be_cut(hub: Hub) -> None:
+    result = call("fetch")
+    assert result.exit_code == 0, result.output
+    assert "nvidia/Cosmos-Reason1-Benchmark at aaaaaaaaaaaa → data/benchmark: 2 of 2 files to fetch" in result.output
+    assert "agibot: its clips are not on the Hub" in result.output
+    assert "dsreason data clip --dataset agibot --task benchmark --data-dir data --raw DIR" in result.output
+    assert "av: the repository has no clips of it" in result.output
+    assert "hf_secret" not in result.output
+    assert Path("data/benchmark/av/av_benchmark_qa_pairs.json").is_file()
+
+
+def test_a_dry_run_lists_files_and_fetches_none(hub: Hub) -> None:
+    result = call("fetch", "--dry-run", "--dataset", "av")
+    assert result.exit_code == 0
+    assert "av/av_benchmark_qa_pairs.json" in result.output and "agibot" not in result.output
+    assert not Path("data").exists()
+
+
+def test_a_repository_goes_with_one_task() -> None:
+    result = call("fetch", "--repo", "a/b", "--task", "sft", "--task", "rl")
+    assert "--repo a/b: goes with one --task" in error_of(result, ConfigError)
+
+
+@pytest.mark.parametrize("arguments", [["--dataset", "robovq"], ["--task", "train"]])
+def test_an_unknown_data_set_or_task_exits_with_2(arguments: list[str]) -> None:
+    assert call("fetch", *arguments).exit_code == 2
+
+
+def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
+    assert call("fetch", "--dataset", "agibot").exit_code == 0
+    missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
+    assert missing.exit_code == 1
+    assert f"{CLIP}: no raw video, such as observations/327/648642/videos/head_color.mp4" in missing.stdout
+    assert "0 cut, 0 there already, 1 without a raw video, 0 that cannot be cut" in missing.stderr
+    assert call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing").exit_code == 0
+    Path("327/648642").mkdir(parents=True)
+    write_video(Path("327/648642/head.mp4"), 20)
+    cut = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
+    assert cut.exit_code == 0 and "1 cut" in cut.stderr
+    rows = "data/benchmark/agibot/agibot_benchmark_qa_pairs.json"
+    shown = call(
+        "inspect", "--adapter", "cosmos_reason1_rl", "--path", rows, "--benchmark", "data", "--json", "--workers=0"
+    )
+    found = json.loads(shown.stdout)
+    assert found["parts"]["training"]["media"]["video"]["seconds"]["max"] == pytest.approx(0.5)
+    assert found["parts"]["training"]["letters"]["B"] == {"count": 1, "expected": 0.5}
+    assert found["overlaps"] == [{"part": "agibot", "other": "training", "same_rows": 1, "same_media": 1}]
+
+
+def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowed(hub: Hub) -> None:
+    assert call("fetch", "--dataset", "agibot").exit_code == 0
+    Path("327/648642").mkdir(parents=True)
+    write_video(Path("327/648642/head.mp4"), 6)
+    result = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing")
+    assert result.exit_code == 1
+    assert "has 6 frames; 3 to 8 frames do not lie within them" in result.stdout
+
+
+def test_names_that_may_count_from_1_are_asked_about() -> None:
+    Path("rows.json").write_text(json.dumps([{"video": "R_0_coarse_1_fine_2.mp4"}]))
+    Path("data-annotation.json").write_text("[]")
+    arguments = ["clip", "--dataset", "holoassist", "--raw", ".", "--annotations", "rows.json", "--workers", "0"]
+    assert "if they count from 1, give --count-from 1" in call(*arguments).stderr
+    assert "count" not in call(*arguments, "--count-from", "1").stderr
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def test_inspect_writes_its_files_and_prints_tables() -> None:
+    write_rows(GOOD, GONE, {**GOOD, "id": "2"})
+    result = call("inspect", "--config", "run.toml", "--output", "out", "--workers", "0")
+    assert result.exit_code == 0, result.output
+    assert "rows that cannot be used: missing media" in result.stdout
+    assert "gone.png" in result.stdout
+    assert sorted(file.name for file in Path("out").iterdir()) == [
+        "contact_sheet.png",
+        "duplicates.jsonl",
+        "inspection.json",
+        "problems.jsonl",
+    ]
+    assert json.loads(Path("out/inspection.json").read_text())["parts"]["training"]["duplicates"] == 1
+    assert [json.loads(line)["kind"] for line in Path("out/problems.jsonl").read_text().splitlines()] == [
+        "missing media"
+    ]
+
+
+def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(GOOD)
+    arguments = ["--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--json", "--workers", "0"]
+    part = json.loads(call("inspect", *arguments).stdout)["parts"]["training"]
+    assert part["tokens"]["max"] > 4 and part["too_long"] == 0
+
+
+def test_inspect_compares_with_test_rows() -> None:
+    write_rows(GOOD, {**GOOD, "id": "1", "question": "Why?"})
+    Path("test.jsonl").write_text(json.dumps({**GOOD, "question": "what"}))
+    found = json.loads(call("inspect", "--config", "run.toml", "--test", "test.jsonl", "--json", "--workers=0").stdout)
+    assert found["overlaps"] == [{"part": "test", "other": "training", "same_rows": 1, "same_media": 1}]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config", "run.toml", "--path", "rows.jsonl"]])
+def test_inspect_takes_a_configuration_or_a_path(arguments: list[str]) -> None:
+    write_rows(GOOD)
+    assert "either with --config, or with --path" in error_of(call("inspect", *arguments), ConfigError)
+
+
+def test_a_benchmark_folder_without_questions_is_told() -> None:
+    write_rows(GOOD)
+    result = call("inspect", "--config", "run.toml", "--benchmark", ".")
+    assert "--benchmark .: no <dataset>/<dataset>_benchmark_qa_pairs.json in it" in error_of(result, ConfigError)
+
+
+# ---------------------------------------------------------------- validate
+
+
+def test_validate_lists_bad_rows_and_exits_with_1(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(GOOD, GONE, model=tiny_qwen2_5_vl)
+    result = call("validate", "--config", "run.toml", "--workers", "0")
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("rows.jsonl, row 2 (sample '1'): image: no file")
+    assert "2 rows rendered, 1 of them cannot be used" in result.stderr
+
+
+def test_validate_exits_with_0_where_every_row_renders(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(GOOD, model=tiny_qwen2_5_vl)
+    result = call("validate", "--config", "run.toml", "--workers", "0", "--all")
+    assert result.exit_code == 0 and result.stdout == ""
+
+
+def test_validate_reads_all_sources(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(GOOD, GONE)
+    source = '[[data.sources]]\nadapter = "jsonl"\npath = "rows.jsonl"\n'
+    Path("run.toml").write_text(f'{source}{source}[model]\npath = "{tiny_qwen2_5_vl}"\n')
+    result = call("validate", "--config", "run.toml", "--workers", "0")
+    assert "4 rows rendered, 2 of them cannot be used" in result.stderr
+
+
+def test_validate_checks_what_the_rewards_of_grpo_need(tiny_qwen2_5_vl: Path) -> None:
+    options = {"A": "left", "B": "right"}
+    write_rows(
+        {**GOOD, "options": options, "answer": "B"},
+        {**GOOD, "options": options, "answer": "C"},
+        model=tiny_qwen2_5_vl,
+        more="[reward.functions]\nsingle_choice = 1.0",
+    )
+    result = call("validate", "--config", "run.toml", "--workers", "0")
+    assert result.exit_code == 1, result.output
+    assert "row 2" in result.stdout and "none of the options A, B" in result.stdout
+    assert "2 rows rendered, 1 of them" in result.stderr
+
+
+def test_for_overrides_what_the_sections_say() -> None:
+    write_rows(GOOD, more="[reward.functions]\nformat = 1.0")
+    assert "reward" in error_of(call("validate", "--config", "run.toml", "--for", "sft"), ConfigError)
+
+
+def test_all_and_limit_exclude_each_other() -> None:
+    assert "exclude each other" in error_of(call("validate", "--all", "--limit", "3"), ConfigError)
+
+
+def test_a_configuration_without_data_is_told() -> None:
+    write_rows(GOOD)
+    Path("rows.jsonl").unlink()
+    assert "rows.jsonl" in error_of(call("inspect", "--config", "run.toml"), DataError)
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_lines_tell_the_amount_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 5.0, 20.0, 25.0])
+    monkeypatch.setattr(work.time, "monotonic", lambda: next(clock))
+    with work.track("cutting", 100, "clips") as advance:
+        for count in (10, 30, 10):
+            advance(count)
+    assert capsys.readouterr().err == "cutting: 100 clips\ncutting: 40 of 100, 30 s left\n"
+
+
+def test_no_work_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with work.track("cutting", 0, "clips") as advance:
+        advance(0)
+    assert capsys.readouterr().err == ""
