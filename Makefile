@@ -67,7 +67,7 @@ build: setup ## Build the wheel into dist/.
 requirements: ## Compile launch/requirements/*.txt again from pyproject.toml.
 	$(COMPILE) pyproject.toml --extra cpu -o launch/requirements/cpu.txt
 	$(COMPILE) pyproject.toml --extra cuda -o launch/requirements/cuda.txt
-	$(COMPILE) --group dev -c launch/requirements/cpu.txt -o $(DEV) \
+	$(COMPILE) pyproject.toml --extra cpu --group dev -c launch/requirements/cpu.txt -o $(DEV) \
 		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' launch/requirements/cpu.txt)
 	@# The marker that all packages have says what pyproject.toml says, and makes a third of the lines.
 	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'//" launch/requirements/*.txt
