@@ -28,6 +28,10 @@ class S3Address:
     def __truediv__(self, name: str) -> S3Address:
         return replace(self, key=f"{self.key}/{name}".lstrip("/"))
 
+    @property
+    def parent(self) -> S3Address:
+        return replace(self, key=self.key.rpartition("/")[0])
+
 
 @dataclass(frozen=True)
 class HubAddress:
@@ -62,7 +66,9 @@ def parse_s3(text: str) -> S3Address:
             f"{text}: {bucket!r} is no bucket name (3 to 63 small letters, digits, dots and hyphens); write s3://bucket/prefix"
         )
     if "?" in key:
-        raise ValueError(f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; leave out ? and what follows")
+        raise ValueError(
+            f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; leave out ? and what follows"
+        )
     return S3Address(bucket, _checked(key.strip("/"), f"{S3}{bucket}/{key}"))
 
 
@@ -73,7 +79,9 @@ def parse_target(text: str) -> S3Address | HubAddress:
     match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
     if not text.startswith(HUB) or match is None:
         shown = TOKEN.sub("hf_…", without_credentials(text))
-        raise ValueError(f"{shown!r} is no place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]")
+        raise ValueError(
+            f"{shown!r} is no place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+        )
     if TOKEN.search(text):
         raise ValueError("hub:…: a token does not belong into an address; set HF_TOKEN")
     return HubAddress(match["repo"], _checked((match["folder"] or "").strip("/"), text), match["revision"])

@@ -56,7 +56,7 @@ def resolve_deepspeed(
         found = _concrete(document, owned.path)
         if found is not None and not _agrees(found, owned.values):
             owner = config_name if owned.by_config else "what every run does"
-            key = f"{'.'.join(owned.path)} ({json.dumps(found)})"
+            key = f"{'.'.join(owned.path)} ({_shown(found)})"
             problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
         raise config_error([f"{name}: {text}" for text in problems])
@@ -164,8 +164,8 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: DeepSpeed has removed this block; remove it ({REMOVED[key]})"
         elif key not in TOP_LEVEL:
             yield _unknown(key, key, TOP_LEVEL)
-        elif key in BLOCKS and not isinstance(value, dict):
-            yield f"{key}: {json.dumps(value)} is not an object; write {{…}} with its keys"
+        else:
+            yield from _value_problems(key, value)
     zero = document.get("zero_optimization", {})
     for key in zero if isinstance(zero, dict) else ():
         if key in REMOVED_ZERO:
@@ -180,7 +180,51 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
                 yield f"{block}.params.{key}: is not used, the run configuration's [optim] decides; remove it"
 
 
-BLOCKS = frozenset({"zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", "data_types"})
+def _value_problems(key: str, value: Any) -> Iterator[str]:
+    """DeepSpeed itself would fail at them without naming the key, or do what it is not to do."""
+    if key in BLOCKS and not isinstance(value, dict):
+        yield f"{key}: {_shown(value)} is not an object; write {{…}} with its keys"
+    elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
+        yield f"{key}: is not used, {UNUSED[key]}; remove it"
+    elif key in FLAGS and not isinstance(value, bool) and value != "auto":
+        yield f"{key}: {_shown(value)} is not true or false; set one of them"
+    elif key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)) and value != "auto":
+        yield f"{key}: {_shown(value)} is not a number; set one"
+    elif key == "flops_profiler" and value.get("output_file") not in (None, "auto"):
+        yield f"{key}.output_file: the profile goes to the logs of the run; remove it"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+MONITORING = "[monitor] decides what is logged, in the output folder"
+UNUSED = {
+    "autotuning": "it would start runs of its own",
+    "comet": MONITORING,
+    "csv_monitor": MONITORING,
+    "data_efficiency": "data.sources decides what is trained on",
+    "hybrid_engine": "[rollout] decides what generates",
+    "tensorboard": MONITORING,
+    "wandb": MONITORING,
+}
+"""Blocks that would load or write files elsewhere, or start something: why they are not used."""
+BLOCKS = frozenset(
+    {
+        *UNUSED,
+        *("activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comms_logger", "compile", "data_types"),
+        *("expert_parallel", "flops_profiler", "fp16", "optimizer", "pipeline", "scheduler", "tensor_parallel"),
+        *("torch_autocast", "weight_quantization", "zero_optimization"),
+    }
+)
+FLAGS = frozenset(
+    {
+        *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown"),
+        *("prescale_gradients", "use_data_before_expert_parallelism", "wall_clock_breakdown"),
+    }
+)
+NUMBERS = frozenset({"gradient_predivide_factor", "sequence_parallel_size", "steps_per_print", "vocabulary_size"})
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
     "scheduler": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +18,17 @@ from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synony
 from dsreason.config.messages import reworded
 from dsreason.config.problems import config_error
 from dsreason.config.schema import SourceConfig
+from dsreason.config.secrets import without_credentials
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
+MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
+"""Of a configuration file. A few lines of YAML aliases can stand for any number of values."""
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
+"""What the parsers raise, beside their own errors, for a value that cannot be: the date 2001-99-99, 5000 digits."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,7 @@ def dump_config(config: BaseModel) -> dict[str, Any]:
 
 def read_document(file: Path, name: str) -> dict[str, Any]:
     """The mapping in a TOML, YAML or JSON file, by suffix. `name` is how error texts call it."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read ({error}); give a readable text file") from None
+    text = _read_text(file, name)
     try:
         document = _parse(text, file.suffix, name)
     except tomllib.TOMLDecodeError as error:
@@ -86,6 +89,12 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"{name}: line {line}: not valid YAML: {error.problem}; correct that place") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it") from None
+    except UNREADABLE as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"{name}: holds a value that cannot be read ({cause}); correct it") from None
+    _check_extent(document, name)
     if document is None:  # an empty YAML file
         return {}
     if not isinstance(document, dict):
@@ -93,27 +102,67 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     return document
 
 
+def _read_text(file: Path, name: str) -> str:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"{name}: is larger than {MAX_BYTES} bytes; a configuration is smaller, give another file"
+            )
+        return content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot be read ({error}); give a readable text file") from None
+
+
+def _check_extent(value: Any, name: str) -> None:
+    """ConfigError for more values or levels than a configuration has; YAML aliases count wherever they stand."""
+    waiting, count = [(value, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it")
+        if count > MAX_VALUES:
+            raise ConfigError(
+                f"{name}: stands for more than {MAX_VALUES} values; a configuration has fewer, correct it"
+            )
+        waiting += [(item, depth + 1) for item in _inside(value)]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, yaml.MappingNode):
+        return [node for pair in value.value for node in pair]
+    if isinstance(value, yaml.SequenceNode):
+        return list(value.value)
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def _parse(text: str, suffix: str, name: str) -> Any:
     match suffix.lower():
         case ".toml":
             return tomllib.loads(text)
         case ".yaml" | ".yml":
-            return _parse_yaml(text)
+            return _parse_yaml(text, name)
         case ".json":
             return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
     raise ConfigError(f"{name}: unknown file type {suffix!r}; use .toml, .yaml or .json")
 
 
 def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+    counts = Counter(key for key, _ in pairs)
+    if twice := sorted(key for key, count in counts.items() if count > 1):
         raise ConfigError(f"{name}: {', '.join(twice)}: set twice in the same section; keep one")
     return dict(pairs)
 
 
-def _parse_yaml(text: str) -> Any:
+def _parse_yaml(text: str, name: str) -> Any:
     """YAML as people expect it: `1e-6` is a number (PyYAML reads a string), a key twice is an error."""
-    _reject_twice(yaml.compose(text, Loader=_YamlLoader))
+    node = yaml.compose(text, Loader=_YamlLoader)
+    _check_extent(node, name)  # loading it would copy what aliases and merges (`<<`) stand for
+    _reject_twice(node)
     return yaml.load(text, Loader=_YamlLoader)
 
 
@@ -127,6 +176,8 @@ def _reject_twice(node: Any) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -151,7 +202,7 @@ def parse_value(text: str) -> Any:
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also 5000 digits
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
                 f"--set: {text} is not TOML ({error}); in \"…\" a backslash counts double, in '…' it does not"
@@ -200,7 +251,8 @@ def _check_step(here: Any, part: str | int, override: Override, path: KeyPath) -
 
 
 def _line(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
-    return f"{_where(name, key, in_file, overrides)}: {dotted(key)}: {text}" if key else f"{name}: {text}"
+    line = f"{_where(name, key, in_file, overrides)}: {dotted(key)}: {text}" if key else f"{name}: {text}"
+    return without_credentials(line)
 
 
 def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:

@@ -30,7 +30,14 @@ REQUEST_LIMIT_S = 300
 """Of one request with its content, at most a part of a file: a server that stops reading would hold it for ever."""
 READ_BYTES = 32 * 1024**2
 """Asked for at once: what a cut connection costs."""
-PASSING_CODES = ("RequestTimeout", "SlowDown", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "OperationAborted")
+PASSING_CODES = (
+    "RequestTimeout",
+    "SlowDown",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "OperationAborted",
+)
 """Refusals below status 500 that another try may mend."""
 
 
@@ -47,9 +54,11 @@ def connect() -> S3FileSystem:
     """The connection of this process (fsspec keeps one of each kind, also after a fork)."""
     import s3fs  # half a second, for those who need it
 
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if without_credentials(endpoint) != endpoint:
-        raise StorageError("AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        raise StorageError(
+            "AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     quiet_libraries()
     settings: dict[str, Any] = {
         "retries": {"total_max_attempts": 1, "mode": "standard"},
@@ -61,7 +70,10 @@ def connect() -> S3FileSystem:
         settings["request_checksum_calculation"] = "when_required"
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # botocore knows only the latter
     files = s3fs.S3FileSystem(
-        client_kwargs={"region_name": region} if region else {}, config_kwargs=settings, use_listings_cache=False
+        endpoint_url=endpoint or None,
+        client_kwargs={"region_name": region} if region else {},
+        config_kwargs=settings,
+        use_listings_cache=False,
     )
     files.retries = 1
     return files
@@ -96,14 +108,16 @@ def request(
 
 def find_object(address: S3Address) -> S3Object:
     found = request("head_object", address, Key=address.key)
-    return S3Object(address, found["ContentLength"], _version(found["ETag"], found["ContentLength"], found["LastModified"]))
+    return S3Object(
+        address, found["ContentLength"], _version(found["ETag"], found["ContentLength"], found["LastModified"])
+    )
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
     """Everything below the address, by its path from there; folder marks (keys that end with a slash) left out."""
     prefix = f"{address.key}/".lstrip("/")
     found: dict[str, S3Object] = {}
-    following: dict[str, str] = {}
+    following: dict[str, Any] = {}
     while True:
         page = request("list_objects_v2", address, Prefix=prefix, **following)
         for entry in page.get("Contents", []):
@@ -164,8 +178,10 @@ def named_errors(address: S3Address) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, BotoCoreError, ClientError, HttpError) as error:
-        refusal = error if isinstance(error, ClientError) else error.__cause__
-        if isinstance(refusal, ClientError):
+        refusal: BaseException | None = error  # s3fs puts one or two of its own in front of it
+        while refusal is not None and not isinstance(refusal, ClientError):
+            refusal = refusal.__cause__
+        if refusal is not None:
             raise refused(address, refusal.response) from None
         raise unreached(address, error) from None
 
@@ -187,6 +203,8 @@ def advice(status: int, code: str, address: S3Address) -> str:
         return "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
     if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status == 301:
         return "; set AWS_REGION to the region of the bucket"
+    if status == 412:
+        return "; it was changed while it was read: start again"
     if status in (401, 403):
         return "; these keys may not do that there: check them, and the bucket's policy"
     return ""

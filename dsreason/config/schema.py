@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from dsreason.config.address import parse_target
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values cannot be changed after loading."""
@@ -23,7 +25,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face folder or hub name; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are small random models for trying things."""
+    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are small random models for trying things."""
     revision: str | None = None
     """Hub revision."""
     max_length: int = Field(4096, ge=8)
@@ -97,7 +99,7 @@ class SourceConfig(Section):
     adapter: str = "jsonl"
     """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     path: str = ""
-    """File, folder or hub name that the adapter reads."""
+    """File, folder, hub name or `s3://…` that the adapter reads."""
     media_path: str = ""
     """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
     subset: str | None = None
@@ -205,6 +207,8 @@ class UpdateConfig(Section):
     """Padded tokens per forward on one rank, instead of a fixed number of samples."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights and activations; master weights, accumulation and reduction are always fp32."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is infinite or no number: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -265,6 +269,23 @@ class CheckpointConfig(Section):
     """Of the exported weights; auto: `train.precision`."""
     max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Of one safetensors file."""
+    upload: str = ""
+    """Where to upload to while training goes on: `s3://bucket/prefix` or `hub:user/name[@branch]`. Empty: nowhere."""
+    upload_what: Literal["final", "all"] = "final"
+    """Upload what the last step leaves, or every checkpoint and export."""
+    upload_include: tuple[Literal["export", "checkpoint"], ...] = Field(("export", "checkpoint"), min_length=1)
+    """Which kinds of folder; checkpoints are about seven times as large as exports."""
+
+    @field_validator("upload")
+    @classmethod
+    def check_upload(cls, upload: str) -> str:
+        return str(parse_target(upload)) if upload else ""
+
+    @model_validator(mode="after")
+    def check_something_to_upload(self) -> CheckpointConfig:
+        if self.upload and self.export == "none" and "checkpoint" not in self.upload_include:
+            raise ValueError("upload_include (export) leaves nothing to upload with export = none; set export = final")
+        return self
 
 
 class MonitorConfig(Section):

@@ -127,7 +127,7 @@ class EvaluationConfig(Section):
     system_prompt: str | None = None
     """System message; "": none. Unset: "Answer the questions." for benchmark folders, and rows keep their own."""
     similarity_model: str | None = None
-    """Folder or hub name of a sentence-embedding model, for the semantic similarity of free texts."""
+    """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
     scorer: str | None = None
     """A function of your own, `package.module:attr` or `file.py:attr`, that grades each answer too."""
 

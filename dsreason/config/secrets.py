@@ -8,7 +8,18 @@ import re
 
 VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables whose values nobody may see."""
-TALKATIVE = ("botocore", "aiobotocore", "s3fs", "fsspec", "aiohttp", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
+TALKATIVE = (
+    "botocore",
+    "aiobotocore",
+    "s3fs",
+    "fsspec",
+    "aiohttp",
+    "urllib3",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+)
 """Loggers of libraries that tell headers and signed addresses on the levels DEBUG and INFO."""
 
 

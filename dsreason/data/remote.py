@@ -17,9 +17,10 @@ from functools import lru_cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 
-from dsreason.config.address import S3Address, parse_s3
+from dsreason.config.address import S3Address, is_s3, parse_s3
 from dsreason.config.cache import cache_dir
 from dsreason.config.s3 import S3Object, find_object, list_objects, read_into
+from dsreason.config.secrets import without_credentials
 from dsreason.errors import DataError, StorageError
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,17 @@ def read_address(text: str) -> S3Address:
         return parse_s3(text)
     except ValueError as error:
         raise DataError(str(error)) from None
+
+
+def check_place(key: str, text: str) -> None:
+    """DataError for an address that is not in S3, before it is taken for a path and a password in it is shown."""
+    if is_s3(text):
+        read_address(text)
+    elif "://" in text:
+        raise DataError(
+            f"{key}: {without_credentials(text)} is an address; only local paths, s3:// addresses and data sets on the "
+            "hub are read, download it first"
+        )
 
 
 def join_address(folder: S3Address, relative: str) -> S3Address:

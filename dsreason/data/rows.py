@@ -17,7 +17,6 @@ import numpy as np
 
 from dsreason.config.address import is_s3
 from dsreason.config.schema import SourceConfig
-from dsreason.config.secrets import without_credentials
 from dsreason.data.remote import local_copy, local_folder
 from dsreason.errors import ConfigError, DataError
 
@@ -210,11 +209,6 @@ def read_rows(data: SourceConfig) -> Rows:
         return _read_file(path, data)
     if path.is_dir():
         return _read_folder(path, data)
-    if "://" in data.path:
-        raise DataError(
-            f"data.path: {without_credentials(data.path)} is an address; only files, folders, s3:// addresses and data "
-            "sets on the hub are read, download it first"
-        )
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)

@@ -16,7 +16,7 @@ from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file
-from dsreason.data.remote import join_address, read_address
+from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.data.vision import PART_SETTINGS
@@ -136,8 +136,8 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
 
 
 def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, np.ndarray]:
-    for given in filter(is_s3, (config.path, config.media_path)):
-        read_address(given)  # before an adapter shows it in a message
+    check_place("data.path", config.path)
+    check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
     source = Source(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
@@ -234,7 +234,8 @@ def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3
         return read_address(given)
     if "://" in given and not given.startswith("file://"):
         raise DataError(
-            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, download it first"
+            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, "
+            "download it first"
         )
     path = Path(given.removeprefix("file://"))
     if not path.is_absolute():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import tempfile
 from pathlib import Path
@@ -18,27 +19,42 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
+from dsreason.config.address import is_s3
 from dsreason.config.schema import ModelConfig
-from dsreason.errors import CheckpointError
+from dsreason.config.secrets import without_credentials
+from dsreason.data.remote import local_folder
+from dsreason.errors import CheckpointError, DataError
 from dsreason.models.families import FAMILIES, family_of
+from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 
 TINY = "tiny:"
 TINY_VERSION = 2
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
+MAX_BUFFER = 10_000_000
+"""Values in one buffer; rotary frequencies are half a head's size."""
+TRAINABLE = ("F64", "F32", "F16", "BF16")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """What a model folder needs; pickled weights are left on the hub."""
 
 
 def resolve_model(config: ModelConfig, cache: Path) -> Path:
-    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, or a hub download.
+    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or
+    a hub download.
 
     Safe to call from several ranks at once. CheckpointError says what was looked for and where.
     """
     if config.path.startswith(TINY):
         return tiny_model(config.path.removeprefix(TINY), cache)
+    if is_s3(config.path):
+        return fetch(config)
+    if "://" in config.path:
+        raise CheckpointError(
+            f"model.path {without_credentials(config.path)}: is an address; only folders, s3:// addresses and models on "
+            "the hub are read"
+        )
     local = Path(config.path).expanduser()
     if (local / "config.json").is_file():
         return local
@@ -70,8 +86,26 @@ def tiny_model(family: str, cache: Path) -> Path:
     return folder
 
 
+def fetch(config: ModelConfig) -> Path:
+    """A local copy of a model folder in S3, without pickled weights and folders inside it."""
+    wanted = model_files(config)
+    try:
+        folder = local_folder(
+            config.path, lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
+        )
+    except DataError as error:
+        raise CheckpointError(f"model.path: {error}; it must be a Hugging Face model folder") from None
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
+    return folder
+
+
+def model_files(config: ModelConfig) -> list[str]:
+    return [*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES
+
+
 def download(config: ModelConfig) -> Path:
-    files = [*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES
+    files = model_files(config)
     where = f"model.path {config.path}" + (f" at revision {config.revision}" if config.revision else "")
     try:
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
@@ -98,8 +132,8 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: config.json cannot be read: {error}") from error
+    except Exception as error:  # what transformers raises for a wrong value has no common class
+        raise CheckpointError(f"{path}: config.json cannot be read: {error or type(error).__name__}") from error
     try:
         family_of(config.model_type)
     except CheckpointError as error:
@@ -115,8 +149,12 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing."""
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # as above, and tokenizers raises bare Exceptions
         raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise CheckpointError(
+            f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
+        )
     if not isinstance(processor.chat_template, str):
         raise CheckpointError(
             f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
@@ -132,7 +170,28 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
                 f"{path}: the tokenizer has id {found} for {kind} placeholders, config.json says {expected}; "
                 "copy the tokenizer files of the same model there"
             )
+    check_patches(path, processor, config.vision_config)
+    check_template(path, processor)
     return processor
+
+
+def check_patches(path: Path, processor: Any, vision: Any) -> None:
+    expected = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for media in (processor.image_processor, processor.video_processor):
+        for name, value in expected.items():
+            if media.to_dict().get(name) != value:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has {name} {media.to_dict().get(name)}, config.json says {value}; "
+                    "copy the processor files of the same model there"
+                )
+        if not {"shortest_edge", "longest_edge"} <= dict(media.size).keys():
+            raise CheckpointError(
+                f"{path}: {type(media).__name__} has size {dict(media.size)}; it must have shortest_edge and longest_edge"
+            )
 
 
 def parameter_names(path: Path) -> list[str]:
@@ -159,6 +218,7 @@ def load_model(
     config = model_config(path, trust_remote_code=trust_remote_code)
     family = family_of(config.model_type)
     weights = find_weights(path, family.rename)
+    check_depth(config, weights)
     model = empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
     map_parameters(model, weights)
@@ -171,9 +231,29 @@ def load_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype, copy=True)
     if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = generation_config(path)
     family.patch(model)
     return model.train()
+
+
+def generation_config(path: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except Exception as error:  # as in `model_config`
+        raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
+
+
+def check_depth(config: Any, weights: Weights) -> None:
+    """CheckpointError where config.json claims more layers than there are tensors: building them might never end."""
+    for key, layers in (
+        ("text_config.num_hidden_layers", config.text_config.num_hidden_layers),
+        ("vision_config.depth", config.vision_config.depth),
+    ):
+        if layers > len(weights.places):
+            raise CheckpointError(
+                f"{weights.folder}: config.json says {key} = {layers}, the files hold {len(weights.places)} tensors; "
+                "download the model again"
+            )
 
 
 def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> nn.Module:
@@ -186,6 +266,10 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
             )
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
+    except Exception as error:  # a size that is negative, zero or too large, a name that torch does not know
+        raise CheckpointError(
+            f"{config.name_or_path}: no model can be built from config.json: {type(error).__name__}: {error}"
+        ) from error
     # DeepSpeed casts floating buffers to the training dtype; rotary frequencies in bfloat16 are wrong by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model
@@ -195,7 +279,8 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     """CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(expected)
-    found = weights.shapes()
+    headers = weights.headers()
+    found = {name: shape for name, (shape, _) in headers.items()}
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
         "unexpected": sorted(found.keys() - expected.keys() - tied),
@@ -203,6 +288,9 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             f"{name} {list(found[name])} instead of {list(shape)}"
             for name, shape in expected.items()
             if found.get(name, shape) != shape
+        ],
+        "that are no trainable numbers": [
+            f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }
     lines = [f"  {len(names)} {kind}: {shorten(names)}" for kind, names in problems.items() if names]
@@ -251,6 +339,11 @@ def fill_buffers(model: nn.Module) -> None:
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in names:
             buffer = module.get_buffer(name)
+            if buffer.numel() > MAX_BUFFER:
+                raise CheckpointError(
+                    f"{model.name_or_path}: config.json asks for {buffer.numel()} values in {type(module).__name__}.{name}, "
+                    f"more than {MAX_BUFFER}; take the original model's"
+                )
             module.register_buffer(name, torch.full_like(buffer, torch.nan, device="cpu"), persistent=False)
         if names:
             model._init_weights(module)

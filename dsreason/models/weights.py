@@ -6,6 +6,7 @@ Pickled weights (`.bin`, `.pt`) are never opened: unpickling runs code.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +40,16 @@ class Weights:
                 for name in members:
                     take(name, tensors.get_tensor(self.places[name][1]))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {}
+    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each tensor, as the file calls it: `((512, 64), "BF16")`."""
+        headers = {}
         for file in {place[0] for place in self.places.values()}:
             with open_file(file) as tensors:
-                members = [(name, key) for name, (home, key) in self.places.items() if home == file]
-                shapes.update({name: tuple(tensors.get_slice(key).get_shape()) for name, key in members})
-        return shapes
+                for name, (home, key) in self.places.items():
+                    if home == file:
+                        tensor = tensors.get_slice(key)
+                        headers[name] = (tuple(tensor.get_shape()), tensor.get_dtype())
+        return headers
 
 
 def find_weights(folder: Path, rename: Callable[[str], str]) -> Weights:
@@ -74,8 +78,8 @@ def tensor_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=os.fspath)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
         if outside := [name for name in names if Path(name).name != name]:
             raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}")
@@ -92,7 +96,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def open_file(file: Path) -> safe_open:
-    if not file.is_file():
+    if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
         raise CheckpointError(f"{file} is missing, though {INDEX} names it; download the model again")
     try:
         return safe_open(file, framework="pt")

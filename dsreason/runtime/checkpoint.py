@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -348,13 +348,13 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def prune_checkpoints(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and `best`. On rank 0 only."""
+def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
+    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and those `spared`. On rank 0 only."""
     if keep < 0:
         return
     complete = complete_checkpoints(folder)
     for path in complete[: max(len(complete) - keep, 0)]:
-        if path != best:
+        if path not in spared:
             delete_folder(path)
 
 

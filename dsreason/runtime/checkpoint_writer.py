@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,9 +198,9 @@ class CheckpointWriter:
         barrier()
         return self.poll()
 
-    def prune(self, keep: int, best: Path | None) -> None:
-        """Delete, beside training, all but the `keep` newest checkpoints and `best`. On rank 0 only."""
-        self.pruning = self.thread.submit(prune_checkpoints, self.folder, keep, best)
+    def prune(self, keep: int, spared: Collection[Path | None]) -> None:
+        """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On rank 0 only."""
+        self.pruning = self.thread.submit(prune_checkpoints, self.folder, keep, spared)
 
     def close(self) -> None:
         """Wait for what is being deleted."""

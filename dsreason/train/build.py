@@ -42,6 +42,7 @@ from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.stop import StopRequest
+from dsreason.runtime.uploads import Uploader, uploading
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
@@ -79,6 +80,7 @@ class SFTRun:
     memory: MemoryLedger
     watchdog: Watchdog
     writer: CheckpointWriter
+    uploads: Uploader
     stop: StopRequest
     finite: FiniteCheck
     flops: ModelFlops
@@ -103,6 +105,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     world = init_world()
     with ExitStack() as stack:
+        uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
         stack.callback(shutdown)
         stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("sft"))
@@ -166,6 +169,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             memory=memory,
             watchdog=watchdog,
             writer=writer,
+            uploads=uploads,
             stop=stop,
             finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
             flops=model_flops(engine.module.model),

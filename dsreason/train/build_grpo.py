@@ -34,6 +34,7 @@ from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.stop import StopRequest
+from dsreason.runtime.uploads import Uploader, uploading
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import (
     World,
@@ -88,6 +89,7 @@ class GRPORun:
     memory: MemoryLedger
     watchdog: Watchdog
     writer: CheckpointWriter
+    uploads: Uploader
     stop: StopRequest
     finite: FiniteCheck
     total_steps: int
@@ -116,6 +118,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     world = init_world()
     with ExitStack() as stack:
+        uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
         stack.callback(shutdown)
         stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("grpo"))
@@ -189,6 +192,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             memory=sampler.memory,
             watchdog=watchdog,
             writer=writer,
+            uploads=uploads,
             stop=stop,
             finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
             total_steps=total_steps,

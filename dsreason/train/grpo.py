@@ -22,7 +22,7 @@ from dsreason.train.build_grpo import GRPORun, build_grpo
 from dsreason.train.engine_check import check_engine
 from dsreason.train.reference import reset_reference
 from dsreason.train.rollouts import Group, Rollout, choose, cut_steps, informative, to_groups, to_rollouts
-from dsreason.train.sft import finish, is_due, note_skipped, prune, run_validation, save, stop_if_asked
+from dsreason.train.sft import finish, follow_up, is_due, note_skipped, run_validation, save, stop_if_asked
 from dsreason.train.show import show
 from dsreason.train.update import Part, accumulate_gradients, add_fixed_logprobs, cut
 
@@ -45,7 +45,7 @@ def train(grpo: GRPORun) -> None:
     if grpo.state.step == 0 and config.validation.before_training:
         run_validation(grpo)
     while grpo.state.step < grpo.total_steps:
-        prune(grpo, grpo.writer.poll())
+        follow_up(grpo, grpo.writer.poll())
         started, first = time.perf_counter(), grpo.state.step
         with grpo.watchdog.phase("rollout"):
             rollouts = sample(grpo)

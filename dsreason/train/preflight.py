@@ -31,6 +31,7 @@ from dsreason.models.load import load_processor, model_config, parameter_names, 
 from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
+from dsreason.runtime.storage import check_target
 from dsreason.train.check_rewards import check_format, check_functions, row_check
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ def check_model(config: RunConfig) -> Encoder:
     """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
     check_wandb(config.monitor)
     check_zero_values(config.deepspeed)
+    if config.checkpoint.upload:
+        check_target(config.checkpoint.upload)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
     return build_encoder(config, model_path)

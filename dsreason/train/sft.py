@@ -37,7 +37,7 @@ def train(sft: SFTRun) -> None:
     if sft.state.step == 0 and config.validation.before_training:
         run_validation(sft)
     for batches in watched(sft):
-        prune(sft, sft.writer.poll())
+        follow_up(sft, sft.writer.poll())
         started = time.perf_counter()
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
         with sft.watchdog.phase("step"), sft.memory.phase("train"):
@@ -169,12 +169,12 @@ def save(sft: SFTRun, *, last: bool) -> None:
     config, step = sft.config.checkpoint, sft.state.step
     started = time.perf_counter()
     with sft.watchdog.phase("saving checkpoint"), sft.progress.phase("saving checkpoint"):
-        prune(sft, sft.writer.wait())
+        follow_up(sft, sft.writer.wait())
         sft.writer.start(step, sft.state)
         if last:
-            prune(sft, sft.writer.wait())
+            follow_up(sft, sft.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
-        export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"))
+        export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
     sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
@@ -188,23 +188,28 @@ def stop_if_asked(sft: SFTRun) -> None:
         if written != sft.checkpoints / f"step_{step}":
             sft.writer.start(step, sft.state)
             written = sft.writer.wait()
-        prune(sft, written)
+        follow_up(sft, written)
     raise stopped(name, step)
 
 
-def prune(sft: SFTRun, written: Path | None) -> None:
-    """Once a checkpoint is complete, delete those that `checkpoint.keep` no longer covers."""
+def follow_up(sft: SFTRun, written: Path | None) -> None:
+    """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
+    if written is None or not sft.world.is_main:
+        return
     config, best = sft.config.checkpoint, sft.state.best_step
-    if written is not None and sft.world.is_main:
-        sft.writer.prune(config.keep, sft.checkpoints / f"step_{best}" if config.keep_best and best else None)
+    sft.uploads.add(written, last=written.name == f"step_{sft.total_steps}")
+    spared = {sft.checkpoints / f"step_{best}"} if config.keep_best and best else set()
+    sft.writer.prune(config.keep, spared | sft.uploads.in_use())
 
 
 def finish(sft: SFTRun) -> None:
-    """Make up for an export that a run broke off before, and say that all is done."""
-    done = sft.checkpoints / f"step_{sft.state.step}" / MARKER
-    final = sft.output_dir / "export" / "final"
-    if sft.config.checkpoint.export != "none" and on_rank_zero(lambda: is_older(final / "config.json", done)):
-        export(sft, final)
+    """Make up for an export or upload that a run broke off before, and say that all is done."""
+    checkpoint, final = sft.checkpoints / f"step_{sft.state.step}", sft.output_dir / "export" / "final"
+    if sft.config.checkpoint.export != "none":
+        if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
+            export(sft, final, last=True)
+        sft.uploads.add(final, last=True)
+    sft.uploads.add(checkpoint, last=True)
     sft.progress.say(sft.memory.report())
     sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
 
@@ -214,13 +219,14 @@ def is_older(path: Path, other: Path) -> bool:
     return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
 
 
-def export(sft: SFTRun, output: Path) -> None:
-    """Write the policy as a Hugging Face folder, in place of an older one of this run."""
+def export(sft: SFTRun, output: Path, *, last: bool) -> None:
+    """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
     config = sft.config.checkpoint
     dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: delete_folder(output))
     with sft.watchdog.phase("exporting"), sft.progress.phase("exporting"):
         export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
+    sft.uploads.add(output, last=last)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -13,11 +13,13 @@ import pytest
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.adapters import find_adapter
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
+EVAL_RECIPES = sorted((ROOT / "launch" / "recipes").glob("*eval*.toml"))
+RECIPES = sorted(set((ROOT / "launch" / "recipes").glob("*.toml")) - set(EVAL_RECIPES))
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 MAX_BYTES = 500_000
@@ -48,6 +50,16 @@ def tracked_files() -> list[Path]:
 def test_a_recipe_loads_and_its_adapter_exists(recipe: Path) -> None:
     config = load(recipe)
     for source in config.data.all_sources():
+        find_adapter(source.adapter)
+
+
+@pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)
+def test_an_evaluation_recipe_loads_with_a_model_and_questions(recipe: Path) -> None:
+    overrides = ["model.path=tiny:qwen2_5_vl"]
+    if recipe.name == "eval.toml":  # what is asked is the command line's to say
+        overrides.append('datasets=["robovqa"]')
+    config = load_config(EvalConfig, recipe, overrides, default_recipe="eval.toml")
+    for source in config.sources:
         find_adapter(source.adapter)
 
 

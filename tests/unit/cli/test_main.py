@@ -291,6 +291,8 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     monkeypatch.setattr(demo.grpo, "check", lambda config, resume: None)
     exported: list[dict[str, Path]] = []
     monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
+    monkeypatch.setattr(demo, "evaluate_export", lambda folder: folder / "results")
+    monkeypatch.setattr(demo, "accuracy_by_medium", lambda results: {"val/accuracy": 0.875})
     accuracies = {"sft": (0.0, 0.5), "grpo": (0.5, 0.9375)}
     for part, values in accuracies.items():
         Path("out", part).mkdir(parents=True)
@@ -309,7 +311,7 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     assert exported == [{"checkpoint": Path("out/grpo"), "output": Path("out/export")}]
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}
-    assert rows == {"all": ["0.0%", "50.0%", "93.8%"]}
+    assert rows == {"all": ["0.0%", "50.0%", "93.8%", "87.5%"]}
 
 
 def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_found_where_there_is_nothing(tmp_path: Path, folder: str) ->
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
     for step in (10, 2, 20, 1):
         write_checkpoint(tmp_path, step)
-    prune_checkpoints(tmp_path, keep, None if best is None else tmp_path / f"step_{best}")
+    prune_checkpoints(tmp_path, keep, () if best is None else {tmp_path / f"step_{best}"})
     assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
     assert names(tmp_path) == sorted(f"step_{step}" for step in left)
 

@@ -1,0 +1,71 @@
+"""`dsreason push`: checkpoints and exports to S3 or the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+
+from dsreason.config.address import HubAddress, S3Address
+from dsreason.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsreason.runtime.package import Package
+    from dsreason.runtime.storage import Advance
+
+
+def push(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="An export, a checkpoint, or the folder of a run: its complete checkpoints and exports."
+        ),
+    ],
+    to: Annotated[str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name[/folder][@branch].")],
+) -> None:
+    """Upload a checkpoint, an export or a whole run. Files that are there with the same content are not sent again."""
+    from dsreason.runtime.package import finished_folders, is_run, open_package, unfinished_folders
+    from dsreason.runtime.storage import place_in, read_target, upload
+
+    target = read_target(to, "--to")
+    if is_run(folder):
+        packages = [open_package(inside) for inside in finished_folders(folder)]
+        for inside in unfinished_folders(folder):
+            typer.echo(f"left out, not complete: {inside}", err=True)
+        if not packages:
+            raise CheckpointError(f"{folder}: the run has no complete checkpoint and no export yet")
+        places = [(package, place_in(target, package.name)) for package in packages]
+    else:
+        places = [(open_package(folder), target)]
+    for package, place in places:
+        typer.echo(f"{package.folder} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
+        with progress(package, place) as advance:
+            sent = upload(package, place, advance)
+        there = len(package.files) - sent.files
+        typer.echo(
+            f"done: {decimal(sent.num_bytes)} sent"
+            + (f", {there} of {len(package.files)} files were there" if there else ""),
+            err=True,
+        )
+
+
+@contextmanager
+def progress(package: Package, place: S3Address | HubAddress) -> Iterator[Advance]:
+    """A bar on a terminal, elsewhere a line now and then. The Hub's library draws its own."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    from dsreason.runtime.uploads import Report
+
+    console = Console(stderr=True)
+    if not console.is_terminal or isinstance(place, HubAddress):
+        yield Report("sent", package.num_bytes, lambda text: typer.echo(text, err=True))
+        return
+    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=package.num_bytes)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,56 @@
+"""A model folder's chat template, tried before rows and ranks depend on it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from dsreason.errors import CheckpointError
+
+CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
+"""What rendering a short conversation may take; it takes a millisecond."""
+CONVERSATION = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "What is it?"}]}
+]
+
+
+def check_template(path: Path, processor: Any) -> None:
+    """CheckpointError where the chat template does not end, takes gigabytes or fails on a short conversation.
+
+    It is a program that comes with the model. Jinja's sandbox keeps it from files and code, not from loops and long
+    texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is
+    left to the rows, which name themselves.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _try_template(processor, writer)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        problem = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        problem = f"takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB"
+    if problem:
+        raise CheckpointError(f"{path}: the chat template {problem} on a short conversation; take the original model's")
+
+
+def _try_template(processor: Any, writer: int) -> None:
+    """In the child, which it ends: the reason why the template cannot be used goes into the pipe."""
+    signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        processor.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, MemoryError) as error:
+        os._exit(isinstance(error, MemoryError))
+    except Exception as error:  # noqa: BLE001 (whatever a foreign program raises)
+        os.write(writer, f"fails ({type(error).__name__}: {error!s:.200})".encode(errors="replace"))
+    os._exit(0)

@@ -1,0 +1,82 @@
+"""Storage that checkpoints and exports are uploaded to: S3 buckets, and repositories on the Hugging Face Hub.
+
+An upload is complete when its marker is there, which is sent last: a checkpoint's `COMPLETE`, else `UPLOADED.json` with
+the size and SHA-256 of every file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsreason.config.address import HubAddress, S3Address, parse_target
+from dsreason.errors import ConfigError, StorageError
+from dsreason.runtime.package import EXPORTS, Package
+
+Advance = Callable[[int], None]
+"""Called from several threads with the number of bytes just done."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an upload did; files that were there already with the same content are not in it."""
+
+    files: int
+    num_bytes: int
+
+
+class Storage(Protocol):
+    """Both methods raise StorageError, which names the place and the server's answer."""
+
+    def check(self) -> None:
+        """Write something tiny, and remove it."""
+
+    def upload(self, package: Package, advance: Advance) -> Sent: ...
+
+
+def open_storage(target: S3Address | HubAddress) -> Storage:
+    """No request is made yet."""
+    if isinstance(target, S3Address):
+        from dsreason.runtime.storage_s3 import S3Storage
+
+        return S3Storage(target)
+    from dsreason.runtime.storage_hub import HubStorage
+
+    return HubStorage(target)
+
+
+def read_target(text: str, option: str) -> S3Address | HubAddress:
+    try:
+        return parse_target(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def check_target(target: str, option: str = "checkpoint.upload") -> None:
+    """ConfigError unless `target` can be reached and written to now. A repository that does not exist is created."""
+    try:
+        open_storage(read_target(target, option)).check()
+    except StorageError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def upload(package: Package, target: S3Address | HubAddress, advance: Advance = lambda count: None) -> Sent:
+    """Upload a checkpoint or an export so that its files lie right below `target`.
+
+    Raises:
+        StorageError: what storage refused, or a file that cannot be read. What has arrived stays there, another call
+            sends the rest.
+    """
+    try:
+        return open_storage(target).upload(package, advance)
+    except OSError as error:
+        raise StorageError(f"{package.folder}: cannot be read: {error}") from error
+
+
+def place_in(target: S3Address | HubAddress, name: str) -> S3Address | HubAddress:
+    """Where the folder `name` of a run (`checkpoints/step_4`, `export/final`) goes.
+
+    The final export is what a repository on the Hub is loaded by, so it goes to the top of it.
+    """
+    return target if isinstance(target, HubAddress) and name == f"{EXPORTS}/final" else target / name

@@ -1,0 +1,108 @@
+"""Uploads to the Hugging Face Hub. Its library sends only what is not there yet, waits out refusals that may pass, and
+commits when all has arrived."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+from dsreason.config.address import HubAddress
+from dsreason.config.retries import persist
+from dsreason.config.secrets import hide_secrets, quiet_libraries
+from dsreason.errors import StorageError
+from dsreason.runtime.package import Package
+from dsreason.runtime.storage import Advance, Sent
+from dsreason.runtime.storage_s3 import sha256_of
+
+ATTEMPTS = 2
+"""Of a whole upload: the library has already tried each request again."""
+ADVICE = {
+    401: "the token in HF_TOKEN is missing, wrong or expired: make one that may write, in the settings of your account",
+    403: "the token in HF_TOKEN may not write there: it needs the right to write, and you that of the account",
+    404: "no such repository or branch that this token may see: correct the name",
+    429: "too many requests: try again later",
+}
+
+
+@dataclass(frozen=True)
+class HubStorage:
+    """A repository that does not exist is created, and is private then."""
+
+    address: HubAddress
+
+    def check(self) -> None:
+        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed."""
+        with hub_errors(self.address):
+            api = self._open()
+            probe = CommitOperationAdd(path_in_repo=".dsreason-write-test", path_or_fileobj=b"test")
+            api.preupload_lfs_files(self.address.repo, [probe], revision=self.address.revision)
+
+    def upload(self, package: Package, advance: Advance) -> Sent:
+        def once() -> None:
+            with hub_errors(self.address):
+                self._upload(package)
+
+        persist(once, ATTEMPTS)
+        advance(package.num_bytes)
+        return Sent(len(package.files), package.num_bytes)
+
+    def _upload(self, package: Package) -> None:
+        api = self._open()
+        sums = {name: sha256_of(package.folder / name) for name in package.files}
+        api.upload_folder(
+            repo_id=self.address.repo,
+            folder_path=package.folder,
+            path_in_repo=self.address.folder,
+            revision=self.address.revision,
+            allow_patterns=[glob.escape(name) for name in package.files],
+            commit_message=f"Upload {package.name}",
+        )
+        api.upload_file(
+            repo_id=self.address.repo,
+            path_or_fileobj=package.marker_content(sums),
+            path_in_repo=f"{self.address.folder}/{package.marker}".lstrip("/"),
+            revision=self.address.revision,
+            commit_message=f"Upload of {package.name} is complete",
+        )
+
+    def _open(self) -> HfApi:
+        if get_token() is None:
+            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one that may write", status=401)
+        quiet_libraries()
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        api.create_repo(self.address.repo, private=True, exist_ok=True)
+        if self.address.revision is not None:
+            api.create_branch(self.address.repo, branch=self.address.revision, exist_ok=True)
+        return api
+
+
+@contextmanager
+def hub_errors(address: HubAddress) -> Iterator[None]:
+    """What the library raises, as a StorageError. Without its cause: those texts hold signed addresses."""
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise StorageError(f"{address}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it") from None
+    except HfHubHTTPError as error:
+        raise refused(address, error) from None
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        raise StorageError(f"{address}: {first_line(error)}", passing=not isinstance(error, ValueError)) from None
+
+
+def refused(address: HubAddress, error: HfHubHTTPError) -> StorageError:
+    status = error.response.status_code
+    told = (error.server_message or "").strip()
+    text = f"{address}: the Hub answers {status}" + (f" ({hide_secrets(told.splitlines()[0])})" if told else "")
+    passing = status == 429 or status >= 500
+    reason = ADVICE.get(status, "it has a failure: try again later" if passing else "check the name")
+    return StorageError(f"{text}; {reason}", status=status, passing=passing)
+
+
+def first_line(error: Exception) -> str:
+    return hide_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -1,0 +1,618 @@
+"""Uploads to and reads from a real S3 server, with faults in between, and uploads to a stand-in for the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from huggingface_hub import constants
+from moto.server import ThreadedMotoServer
+from PIL import Image
+
+from dsreason.config import retries, s3
+from dsreason.config.address import S3Address, parse_target
+from dsreason.config.schema import CheckpointConfig, DataConfig, ModelConfig
+from dsreason.data import remote
+from dsreason.data.media import load_image, probe_image
+from dsreason.data.remote import local_copy, local_folder
+from dsreason.data.sources import open_datasets
+from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
+from dsreason.models.load import load_processor, resolve_model
+from dsreason.runtime import storage_s3
+from dsreason.runtime.package import open_package
+from dsreason.runtime.storage import Sent, check_target, upload
+from dsreason.runtime.uploads import uploading
+from tests.integration.hub_server import TOKEN, Hub, hub_server
+from tests.integration.s3_server import KEY, REGION, SECRET, Fault, Proxy, proxy_to
+from tests.unit.runtime.made_folders import make_checkpoint, make_export
+
+pytestmark = pytest.mark.integration
+
+PART = 5 * 1024**2
+"""The smallest part that S3 takes."""
+TARGET = S3Address("bucket", "run")
+KEYS = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """botocore's own client of the server, past the proxy, with the bucket `bucket`."""
+    moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto.start()
+    client = botocore.session.get_session().create_client(
+        "s3", REGION, endpoint_url="http://{}:{}".format(*moto.get_host_and_port()), **KEYS
+    )
+    client.create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": REGION})
+    yield client
+    client.close()
+    moto.stop()
+
+
+@pytest.fixture(scope="module")
+def open_proxy(server: Any) -> Iterator[Proxy]:
+    with proxy_to(server.meta.endpoint_url.removeprefix("http://")) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    remote._copy_of.cache_clear()  # as in a new process
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage_s3, "PART_BYTES", PART)
+
+
+@pytest.fixture
+def proxy(server: Any, open_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What S3 requests go through; the bucket is empty."""
+    open_proxy.faults, open_proxy.seen = [], []
+    monkeypatch.setenv("AWS_ENDPOINT_URL", open_proxy.address)
+    yield open_proxy
+    for key in objects(server):
+        server.delete_object(Bucket="bucket", Key=key)
+
+
+def objects(server: Any) -> dict[str, bytes]:
+    keys = [entry["Key"] for entry in server.list_objects_v2(Bucket="bucket").get("Contents", [])]
+    return {key: server.get_object(Bucket="bucket", Key=key)["Body"].read() for key in keys}
+
+
+def put(server: Any, key: str, content: bytes) -> None:
+    server.put_object(Bucket="bucket", Key=key, Body=content)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """With a file of three parts."""
+    return make_export(tmp_path / "D" / "export" / "final", weights=os.urandom(2 * PART + 1000))
+
+
+# ---------------------------------------------------------------- S3, uploads
+
+
+def test_an_export_arrives_with_its_manifest_last(server: Any, proxy: Proxy, export: Path) -> None:
+    done: list[int] = []
+    assert upload(open_package(export), TARGET, done.append) == Sent(2, 2 * PART + 1002)
+    assert sum(done) == 2 * PART + 1002
+    found = objects(server)
+    manifest = json.loads(found.pop("run/UPLOADED.json"))
+    assert found == {f"run/{name}": content for name, content in files_of(export).items()}
+    assert manifest["files"]["model.safetensors"] == {
+        "size": 2 * PART + 1000,
+        "sha256": hashlib.sha256(files_of(export)["model.safetensors"]).hexdigest(),
+    }
+    assert [line for line in proxy.seen if line.startswith("PUT")][-1] == "PUT /bucket/run/UPLOADED.json"
+    assert sum("partNumber=" in line for line in proxy.seen) == 3
+
+
+def test_a_checkpoint_arrives_with_its_own_marker_last(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    upload(open_package(folder), TARGET)
+    assert objects(server) == {f"run/{name}": content for name, content in files_of(folder).items()}
+    assert [line for line in proxy.seen if line.startswith("PUT")][-1] == "PUT /bucket/run/COMPLETE"
+
+
+def test_only_what_is_missing_or_different_is_sent_again_and_the_old_marker_goes_first(
+    server: Any, proxy: Proxy, export: Path
+) -> None:
+    upload(open_package(export), TARGET)
+    assert upload(open_package(export), TARGET) == Sent(0, 0)
+    (export / "config.json").write_text("[]")  # of the same size
+    proxy.seen.clear()
+    assert upload(open_package(export), TARGET) == Sent(1, 2)
+    changes = [line for line in proxy.seen if not line.startswith("HEAD")]
+    assert changes == [
+        "DELETE /bucket/run/UPLOADED.json",
+        "PUT /bucket/run/config.json",
+        "PUT /bucket/run/UPLOADED.json",
+    ]
+    assert objects(server)["run/config.json"] == b"[]"
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault("PUT", "503 SlowDown", "config.json")] * 3,
+        [Fault("PUT", "500 InternalError", "partNumber=2")] * 2,
+        [Fault("PUT", "cut", "partNumber=2"), Fault("PUT", "cut", "config.json")],
+        [Fault("PUT", "lose answer", "partNumber=3"), Fault("POST", "lose answer", "uploadId=")],
+        [Fault("PUT", "damage", "partNumber=1"), Fault("PUT", "damage", "config.json")],
+        [Fault("HEAD", "503 SlowDown"), Fault("POST", "500 InternalError", "uploads")],
+        [Fault("PUT", "429 TooManyRequests", "UPLOADED.json")],
+    ],
+    ids=lambda faults: f"{faults[0].kind} {faults[0].path}",
+)
+def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faults: list[Fault]) -> None:
+    proxy.faults = list(faults)
+    upload(open_package(export), TARGET)
+    assert proxy.faults == []
+    found = objects(server)
+    assert found.pop("run/UPLOADED.json")
+    assert found == {f"run/{name}": content for name, content in files_of(export).items()}
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_a_time(
+    server: Any, proxy: Proxy, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "READ_LIMIT_S", 0.3)
+    proxy.faults = [Fault("PUT", "hang", "config.json")]
+    upload(open_package(export), TARGET)
+    assert "run/UPLOADED.json" in objects(server)
+    monkeypatch.setattr(retries, "ATTEMPTS", 2)
+    proxy.faults = [Fault("PUT", "hang")] * 50
+    (export / "config.json").write_text("[]")
+    with pytest.raises(StorageError, match=r"^s3://bucket/run/config\.json: .*[Tt]imeout"):
+        upload(open_package(export), TARGET)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "retries"),
+    [
+        (
+            Fault("PUT", "403 AccessDenied"),
+            "the server answers 403 AccessDenied (said the test); these keys may not",
+            0,
+        ),
+        (Fault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
+        (Fault("PUT", "400 AuthorizationHeaderMalformed"), "set AWS_REGION to the region of the bucket", 0),
+        (Fault("PUT", "503 SlowDown"), "the server answers 503 SlowDown (said the test)", 5),
+        (Fault("PUT", "cut"), "Connection was closed", 5),
+        (Fault("PUT", "damage"), "damaged on the way", 5),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_what_does_not_pass_is_named_and_leaves_no_marker_and_the_folder_as_it_was(
+    server: Any,
+    proxy: Proxy,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    message: str,
+    retries: int,
+) -> None:
+    folder = make_export(tmp_path / "model")
+    before = files_of(folder)
+    proxy.faults = [fault] * 100
+    with pytest.raises(StorageError) as caught:
+        upload(open_package(folder), TARGET)
+    assert str(caught.value).startswith("s3://bucket/run/config.json: ")
+    assert message in str(caught.value)
+    assert caplog.text.count("trying again") == retries
+    assert "run/UPLOADED.json" not in objects(server)
+    assert files_of(folder) == before
+
+
+def test_parts_of_a_file_that_failed_do_not_stay_behind(server: Any, proxy: Proxy, export: Path) -> None:
+    proxy.faults = [Fault("PUT", "403 AccessDenied", "partNumber=2")]
+    with pytest.raises(StorageError, match="403 AccessDenied"):
+        upload(open_package(export), TARGET)
+    assert server.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
+
+
+def test_an_upload_goes_on_where_it_failed(server: Any, proxy: Proxy, export: Path) -> None:
+    proxy.faults = [Fault("PUT", "403 AccessDenied", "model.safetensors")] * 10
+    with pytest.raises(StorageError):
+        upload(open_package(export), TARGET)
+    proxy.faults = []
+    assert upload(open_package(export), TARGET) == Sent(1, 2 * PART + 1000)  # config.json was there
+    assert "run/UPLOADED.json" in objects(server)
+
+
+def test_a_target_is_checked_by_an_object_that_does_not_stay(server: Any, proxy: Proxy) -> None:
+    check_target("s3://bucket/run")
+    assert [line.split()[0] for line in proxy.seen] == ["PUT", "HEAD", "DELETE"]
+    assert objects(server) == {}
+
+
+def test_a_target_that_cannot_be_written_is_a_configuration_error(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.upload: s3://other/.* 404 NoSuchBucket .*create the bucket other"
+    ):
+        check_target("s3://other/run")
+    proxy.faults = [Fault("PUT", "403 AccessDenied")]
+    with pytest.raises(ConfigError, match="403 AccessDenied"):
+        check_target("s3://bucket/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed_port()}")
+    with pytest.raises(ConfigError, match="Could not connect"):
+        check_target("s3://bucket/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:sentinel@127.0.0.1")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL holds a user and a password") as caught:
+        check_target("s3://bucket/run")
+    assert "sentinel" not in str(caught.value)
+
+
+def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from s3fs import S3FileSystem
+
+    S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        check_target("s3://bucket/run")
+    S3FileSystem.clear_instance_cache()
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_run_uploads_in_the_background_and_ends_with_an_error_where_it_cannot(
+    server: Any, proxy: Proxy, tmp_path: Path
+) -> None:
+    config = CheckpointConfig(upload="s3://bucket/run", upload_what="all")
+    first, second = (make_checkpoint(tmp_path / "D" / "checkpoints" / f"step_{n}") for n in (1, 2))
+    before = files_of(tmp_path)
+    proxy.faults = [Fault("PUT", "403 AccessDenied", "step_2/weights.pt")] * 2
+    with pytest.raises(StorageError) as caught, uploading(config) as uploads:
+        uploads.add(first, last=False)
+        uploads.add(second, last=True)
+    assert f"dsreason push {second} --to s3://bucket/run/checkpoints/step_2" in str(caught.value)
+    assert str(first) not in str(caught.value)
+    assert "run/checkpoints/step_1/COMPLETE" in objects(server)
+    assert "run/checkpoints/step_2/COMPLETE" not in objects(server)
+    assert files_of(tmp_path) == before
+
+
+# ---------------------------------------------------------------- S3, reading
+
+
+def png(color: str = "red") -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and ".locks" not in path.parts]
+
+
+def test_media_are_read_from_s3_and_fetched_once(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+    put(server, "a b.png", png())
+    assert probe_image("s3://bucket/a b.png") == (3, 4)
+    assert load_image("s3://bucket/a b.png").getpixel((0, 0)) == (255, 0, 0)
+    assert [line.split()[0] for line in proxy.seen].count("GET") == 1
+    assert [path.name for path in cached(tmp_path)] == ["a b.png"]
+
+
+def test_a_replaced_object_is_fetched_anew(server: Any, proxy: Proxy) -> None:
+    put(server, "a.png", png())
+    first = local_copy("s3://bucket/a.png")
+    put(server, "a.png", png("blue"))
+    remote._copy_of.cache_clear()  # as in a new process
+    second = local_copy("s3://bucket/a.png")
+    assert first != second
+    assert second.read_bytes() == png("blue")
+
+
+def test_a_copy_that_was_deleted_is_fetched_again(server: Any, proxy: Proxy) -> None:
+    put(server, "a.png", png())
+    shutil.rmtree(local_copy("s3://bucket/a.png").parent)
+    assert local_copy("s3://bucket/a.png").read_bytes() == png()
+
+
+def test_a_cut_download_goes_on_and_never_has_the_final_name(
+    server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "READ_BYTES", 1000)
+    content = os.urandom(5500)
+    put(server, "clip.mp4", content)
+    proxy.faults = [Fault("GET", "cut answer")] * 2 + [Fault("GET", "503 SlowDown")]
+    assert local_copy("s3://bucket/clip.mp4").read_bytes() == content
+
+    put(server, "other.mp4", content)
+    proxy.faults = [Fault("GET", "403 AccessDenied", "other.mp4")]
+    monkeypatch.setattr(proxy, "take", failing_third_get(proxy))
+    with pytest.raises(StorageError, match=r"^s3://bucket/other\.mp4: the server answers 403"):
+        local_copy("s3://bucket/other.mp4")
+    (begun,) = [path for path in cached(tmp_path) if path.name == "other.mp4"]
+    assert begun.parent.suffix == ".partial"
+    assert begun.read_bytes() == content[:2000]
+
+
+def failing_third_get(proxy: Proxy) -> Any:
+    gets: list[str] = []
+
+    def take(method: str, path: str) -> str:
+        if method == "GET":
+            gets.append(path)
+        return "403 AccessDenied" if len(gets) == 3 else ""
+
+    return take
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("s3://bucket/none.png", "s3://bucket/none.png: there is no such object"),
+        ("s3://nowhere/a.png", "no bucket nowhere"),
+        ("s3://bucket", "names a bucket, not a file"),
+        ("s3://key:sentinel@bucket/a.png", "keys do not belong into an address"),
+        ("http://host/a.png", "media must be local files or s3:// addresses"),
+        ("https://host/a.png", "media must be local files or s3:// addresses"),
+    ],
+)
+def test_what_cannot_be_read_names_itself_as_a_fault_of_the_data(proxy: Proxy, address: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_image(address)
+    assert message in str(caught.value)
+    assert "sentinel" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["403 AccessDenied", "503 SlowDown"])
+def test_a_refusal_is_no_fault_of_the_data(server: Any, proxy: Proxy, kind: str) -> None:
+    put(server, "a.png", png())
+    proxy.faults = [Fault("GET", kind)] * 10
+    with pytest.raises(StorageError, match=kind):
+        load_image("s3://bucket/a.png")
+
+
+def fetch_in_process(address: str) -> tuple[str, int]:
+    path = local_copy(address)
+    return str(path), path.stat().st_size
+
+
+def test_several_processes_fetch_an_object_once_also_after_a_fork(server: Any, proxy: Proxy) -> None:
+    put(server, "first.bin", b"1")
+    local_copy("s3://bucket/first.bin")  # the connection of this process must not be used by its children
+    put(server, "large.bin", os.urandom(10**6))
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        found = set(pool.map(fetch_in_process, ["s3://bucket/large.bin"] * 8, chunksize=1))
+    assert [size for _, size in found] == [10**6]
+    assert sum(line.startswith("GET /bucket/large.bin") for line in proxy.seen) == 1
+
+
+def test_a_data_set_is_read_from_s3_with_media_beside_it(server: Any, proxy: Proxy) -> None:
+    rows = [
+        {"id": "1", "image": "media/a.png", "question": "?", "answer": "red"},
+        {"id": "2", "image": "s3://bucket/elsewhere/b.png", "question": "?", "answer": "blue"},
+    ]
+    put(server, "set/train.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    put(server, "set/media/a.png", png())
+    put(server, "elsewhere/b.png", png("blue"))
+    for path in ("s3://bucket/set/train.jsonl", "s3://bucket/set"):
+        training, _ = open_datasets(DataConfig(adapter="jsonl", path=path))
+        media = [sample.messages[0]["content"][0]["image"] for sample in training]
+        assert media == ["s3://bucket/set/media/a.png", "s3://bucket/elsewhere/b.png"]
+        assert [load_image(file).getpixel((0, 0)) for file in media] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_media_of_local_rows_are_read_below_media_path_in_s3(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+    row = {"id": "1", "image": "a.png", "question": "?", "answer": "red"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    config = DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), media_path="s3://bucket/media")
+    sample = open_datasets(config)[0][0]
+    assert sample.messages[0]["content"][0]["image"] == "s3://bucket/media/a.png"
+
+
+def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "1", "image": "../a.png", "question": "?", "answer": "x"}))
+    config = DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), media_path="s3://bucket/media")
+    with pytest.raises(DataError, match=r"row 1 .*\.\./a\.png leads out of s3://bucket/media"):
+        _ = open_datasets(config)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://bucket/none.jsonl", "there is no such object"),
+        ("s3://bucket/none", "there is nothing below this address"),
+        ("s3://key:sentinel@bucket/rows.jsonl", "keys do not belong into an address"),
+        ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is an address"),
+    ],
+)
+def test_a_data_set_that_is_not_there_names_itself(proxy: Proxy, path: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_datasets(DataConfig(adapter="jsonl", path=path))
+    assert message in str(caught.value)
+    assert "sentinel" not in str(caught.value)
+
+
+def test_an_object_whose_name_would_leave_the_folder_is_refused(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+    put(server, "set/../../evil.json", b"[]")
+    with pytest.raises(DataError, match="would leave its folder"):
+        local_folder("s3://bucket/set", lambda name: True)
+    assert cached(tmp_path) == []
+
+
+def test_a_model_is_read_from_s3_without_pickles_and_inner_folders(
+    server: Any, proxy: Proxy, tiny_qwen2_5_vl: Path, tmp_path: Path
+) -> None:
+    for name, content in files_of(tiny_qwen2_5_vl).items():
+        put(server, f"models/tiny/{name}", content)
+    put(server, "models/tiny/pytorch_model.bin", b"pickle")
+    put(server, "models/tiny/checkpoints/step_1/rng.safetensors", b"")
+    folder = resolve_model(ModelConfig(path="s3://bucket/models/tiny"), tmp_path / "models")
+    assert files_of(folder) == files_of(tiny_qwen2_5_vl)
+    load_processor(folder)
+    assert resolve_model(ModelConfig(path="s3://bucket/models/tiny/"), tmp_path / "models") == folder
+
+
+def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+    put(server, "models/other/readme.txt", b"x")
+    for path, message in {
+        "s3://bucket/none": "there is nothing below this address",
+        "s3://bucket/models/other": "no config.json there",
+        "https://me:sentinel@host/model": "https://…@host/model: is an address",
+    }.items():
+        with pytest.raises(CheckpointError, match="^model.path") as caught:
+            resolve_model(ModelConfig(path=path), tmp_path)
+        assert message in str(caught.value)
+        assert "sentinel" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- the Hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # the library's waits are fixed
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with hub_server() as (found, address):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield found
+
+
+def test_an_export_becomes_a_private_repository_and_its_manifest_comes_last(hub: Hub, tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "export" / "final")
+    upload(open_package(folder), parse_target("hub:user/name"))
+    found = hub.repositories["user/name@main"]
+    assert json.loads(found["UPLOADED.json"])["files"].keys() == {"config.json", "model.safetensors"}
+    assert {name: found[name] for name in files_of(folder)} == files_of(folder)
+    assert hub.commits == [["config.json", "model.safetensors"], ["UPLOADED.json"]]
+    assert hub.created[0]["visibility"] == "private"
+
+
+def test_a_checkpoint_goes_to_the_folder_and_branch_that_were_given(hub: Hub, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    (folder / "universal").mkdir()
+    (folder / "universal" / "made_later").write_text("x")
+    upload(open_package(folder), parse_target("hub:user/name/checkpoints/step_4@dev"))
+    assert sorted(hub.repositories["user/name@dev"]) == [
+        f"checkpoints/step_4/{name}" for name in ("COMPLETE", "trainer_state.json", "weights.pt")
+    ]
+    assert hub.commits[-1] == ["checkpoints/step_4/COMPLETE"]
+
+
+@pytest.mark.parametrize("refused", ["create", "preupload", "commit"])
+def test_a_refusal_of_the_hub_that_passes_is_waited_out(hub: Hub, tmp_path: Path, refused: str) -> None:
+    hub.refuse, hub.refused, hub.times = 503, refused, 1
+    upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
+    assert hub.times == 0
+    assert "UPLOADED.json" in hub.repositories["user/name@main"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "message"),
+    [
+        ("create", 401, "the token in HF_TOKEN is missing, wrong or expired"),
+        ("create", 403, "the token in HF_TOKEN may not write there"),
+        ("create", 429, "too many requests: try again later"),
+        ("preupload", 401, "the token in HF_TOKEN is missing, wrong or expired"),
+        ("preupload", 404, "no such repository or branch"),
+        ("preupload", 500, "it has a failure: try again later"),
+        ("commit", 403, "the token in HF_TOKEN may not write there"),
+        ("commit", 429, "too many requests: try again later"),
+        ("commit", 500, "it has a failure: try again later"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_named_and_the_folder_stays_as_it_was(
+    hub: Hub, tmp_path: Path, refused: str, status: int, message: str
+) -> None:
+    folder = make_export(tmp_path / "model")
+    before = files_of(folder)
+    hub.refuse, hub.refused = status, refused
+    with pytest.raises(StorageError) as caught:
+        upload(open_package(folder), parse_target("hub:user/name"))
+    assert str(caught.value).startswith(f"hub:user/name: the Hub answers {status} (said the test); {message}")
+    assert hub.commits == []
+    assert files_of(folder) == before
+
+
+def test_a_hub_target_is_checked_without_a_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_target("hub:user/name")
+    assert hub.commits == []
+    assert any("preupload" in line for line in hub.seen)
+    hub.refuse, hub.refused = 403, "preupload"
+    with pytest.raises(ConfigError, match="^checkpoint.upload: hub:user/name: the Hub answers 403"):
+        check_target("hub:user/name")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "none")
+    with pytest.raises(ConfigError, match="no token; set HF_TOKEN"):
+        check_target("hub:user/name")
+
+
+def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    with pytest.raises(StorageError, match=r"^hub:user/name: .*[Cc]onnect"):
+        upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
+
+
+# ---------------------------------------------------------------- the command, and secrets
+
+
+def run_push(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys, typer\nfrom dsreason.cli.push import push\nfrom dsreason.errors import DsReasonError\n"
+        "from dsreason.config import retries\nretries.FIRST_WAIT_S = 0.01\n"
+        "try:\n    typer.run(push)\nexcept DsReasonError as error:\n"
+        "    sys.stderr.write(f'error: {error}'); sys.exit(error.exit_code)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_pushes_and_shows_no_secret_whatever_happens(
+    server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("S3FS_LOGGING_LEVEL", "DEBUG")
+    folder = make_export(tmp_path / "model")
+    proxy.faults = [Fault("PUT", "503 SlowDown", "config.json")]
+    done = run_push(folder, "--to", "s3://bucket/run")
+    assert (done.returncode, "done: 9 bytes sent" in done.stderr) == (0, True), done.stderr
+    assert "503 SlowDown (said the test); trying again in" in done.stderr
+    proxy.faults = [Fault("PUT", "403 AccessDenied")] * 5
+    refused = run_push(folder, "--to", "s3://bucket/other")
+    assert refused.returncode == 1
+    assert "error: s3://bucket/other/config.json: the server answers 403 AccessDenied" in refused.stderr
+    for shown in (done.stdout, done.stderr, refused.stdout, refused.stderr):
+        assert "Traceback" not in shown
+        for secret in (KEY, SECRET, "Signature="):
+            assert secret not in shown

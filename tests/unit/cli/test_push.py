@@ -1,0 +1,106 @@
+"""`dsreason push`: what it uploads and its errors; real uploads are in tests/integration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from dsreason.cli.push import push
+from dsreason.errors import CheckpointError, ConfigError, DsReasonError
+from dsreason.runtime import storage
+from dsreason.runtime.package import Package
+from dsreason.runtime.storage import Advance, Sent
+from tests.unit.runtime.made_folders import make_checkpoint, make_export
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+
+    def upload(package: Package, target: object, advance: Advance) -> Sent:
+        found.append((package.name, str(target)))
+        advance(package.num_bytes)
+        return Sent(1, 7)
+
+    monkeypatch.setattr(storage, "upload", upload)
+    return found
+
+
+def call(*arguments: object) -> Result:
+    app = typer.Typer()
+    app.command()(push)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("make", [make_checkpoint, make_export])
+def test_a_single_folder_goes_right_below_the_target(
+    tmp_path: Path, sent: list[tuple[str, str]], make: Callable[[Path], Path]
+) -> None:
+    folder = make(tmp_path / "somewhere" / "model")
+    ended = call(folder, "--to", "s3://bucket/a/")
+    assert ended.exit_code == 0, ended.output
+    assert sent == [("somewhere/model", "s3://bucket/a")]
+    assert f"{folder} (2 files, 9 bytes) → s3://bucket/a" in ended.stderr
+    assert "done: 7 bytes sent, 1 of 2 files were there" in ended.stderr
+
+
+def test_of_a_run_everything_complete_is_uploaded_and_the_rest_is_named(
+    tmp_path: Path, sent: list[tuple[str, str]]
+) -> None:
+    make_checkpoint(tmp_path / "checkpoints" / "step_2")
+    make_export(tmp_path / "export" / "final")
+    (tmp_path / "checkpoints" / "step_3").mkdir()
+    ended = call(tmp_path, "--to", "hub:user/name")
+    assert ended.exit_code == 0, ended.output
+    assert sent == [("checkpoints/step_2", "hub:user/name/checkpoints/step_2"), ("export/final", "hub:user/name")]
+    assert f"left out, not complete: {tmp_path / 'checkpoints' / 'step_3'}" in ended.stderr
+
+
+def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+    make_checkpoint(tmp_path / "checkpoints" / "step_1")
+    (make_checkpoint(tmp_path / "checkpoints" / "step_2") / "weights.pt").write_text("half")
+    ended = call(tmp_path, "--to", "s3://bucket")
+    assert isinstance(ended.exception, CheckpointError)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("prepare", "to", "error", "message"),
+    [
+        (make_export, "bucket/a/b", ConfigError, "--to: 'bucket/a/b' is no place to upload to"),
+        (make_export, "s3://key:sentinel@bucket", ConfigError, "--to: s3://…@…: keys do not belong into an address"),
+        (lambda folder: None, "s3://bucket", ConfigError, "no such folder"),
+        (Path.mkdir, "s3://bucket", ConfigError, "is no export"),
+        (
+            lambda folder: (make_checkpoint(folder) / "COMPLETE").unlink(),
+            "s3://bucket",
+            CheckpointError,
+            "COMPLETE is missing",
+        ),
+        (
+            lambda folder: (folder / "checkpoints").mkdir(parents=True),
+            "s3://bucket",
+            CheckpointError,
+            "no complete checkpoint",
+        ),
+    ],
+)
+def test_what_cannot_be_pushed_is_a_usage_error(
+    tmp_path: Path,
+    sent: list[tuple[str, str]],
+    prepare: Callable[[Path], object],
+    to: str,
+    error: type[DsReasonError],
+    message: str,
+) -> None:
+    prepare(tmp_path / "model")
+    ended = call(tmp_path / "model", "--to", to)
+    assert isinstance(ended.exception, error)
+    assert ended.exception.exit_code == 2
+    assert message in str(ended.exception)
+    assert "sentinel" not in str(ended.exception)
+    assert sent == []

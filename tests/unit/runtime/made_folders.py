@@ -1,0 +1,22 @@
+"""Small folders of the shape of checkpoints and exports."""
+
+import json
+from pathlib import Path
+
+STATE, WEIGHTS = b"{}", b"weights"
+
+
+def make_checkpoint(folder: Path, weights: bytes = WEIGHTS) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_bytes(STATE)
+    (folder / "weights.pt").write_bytes(weights)
+    sizes = {"trainer_state.json": len(STATE), "weights.pt": len(weights)}
+    (folder / "COMPLETE").write_text(json.dumps({"files": sizes}))
+    return folder
+
+
+def make_export(folder: Path, weights: bytes = WEIGHTS) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(b"{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
