@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import data, demo, eval, export, grpo, push, score, sft
+from dsreason.cli import data, demo, eval, export, grpo, infer, push, score, sft
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
 
@@ -25,6 +25,7 @@ app.command()(grpo.grpo)
 app.command()(export.export)
 app.command("eval")(eval.evaluate)
 app.command()(score.score)
+app.command()(infer.infer)
 app.add_typer(data.app, name="data")
 app.command()(push.push)
 app.command()(demo.demo)

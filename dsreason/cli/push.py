@@ -25,7 +25,9 @@ def push(
             metavar="DIR", help="An export, a checkpoint, or the folder of a run: its complete checkpoints and exports."
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name[/folder][@branch].")],
+    to: Annotated[
+        str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name, also hub:user/name/folder@branch.")
+    ],
 ) -> None:
     """Upload a checkpoint, an export or a whole run. Files that are there with the same content are not sent again."""
     from dsreason.runtime.package import finished_folders, is_run, open_package, unfinished_folders

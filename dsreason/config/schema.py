@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are small random models for trying things."""
+    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are small random models to try things."""
     revision: str | None = None
     """Hub revision."""
     max_length: int = Field(4096, ge=8)

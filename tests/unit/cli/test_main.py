@@ -317,3 +317,17 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
 def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
     assert demo.first_and_last(tmp_path / "m.jsonl", prefix="val/") == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("sft", "grpo", "export", "eval", "score", "infer", "push", "demo"),
+        *("data fetch", "data clip", "data inspect", "data validate"),
+    ],
+)
+def test_every_command_of_the_contract_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.app([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert "--help" in capsys.readouterr().out

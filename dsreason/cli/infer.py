@@ -1,0 +1,169 @@
+"""`dsreason infer`: ask a model about images and videos."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from dsreason.errors import ConfigError
+from dsreason.runtime import launch
+
+if TYPE_CHECKING:
+    from dsreason.evaluation.infer import Answering
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+class Engine(StrEnum):
+    auto = "auto"
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+def infer(
+    model: Annotated[
+        str, typer.Option(help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run or checkpoint of ours.")
+    ],
+    image: Annotated[
+        list[str] | None, typer.Option(help="Image file; may be repeated. Images are shown first.")
+    ] = None,
+    video: Annotated[
+        list[str] | None, typer.Option(help="Video file; may be repeated. Videos follow images, then the prompt.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} a line.')
+    ] = None,
+    system: Annotated[str, typer.Option(help="System message; default: that of the model's chat template.")] = "",
+    reasoning: Annotated[
+        bool, typer.Option("--reasoning", help="Ask for <think>…</think> <answer>…</answer> in the system message.")
+    ] = False,
+    fps: Annotated[float | None, typer.Option(help="Frames a second to show of a video; default: 4.")] = None,
+    nframes: Annotated[int | None, typer.Option(min=1, help="Frames to show of a video, instead of --fps.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Largest size of an image or frame.")] = None,
+    total_pixels: Annotated[
+        int,
+        typer.Option(min=1, help="Largest sum over a video's frames, two frames counted once; 784 or 1024 a token."),
+    ] = 6_422_528,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 4096,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens of this probability together.")] = 0.95,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that were used are drawn less.")] = 1.05,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answer.")] = 0,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps", help="Write the time on each frame, in a black border below it.")
+    ] = False,
+    save_frames: Annotated[Path | None, typer.Option(help="Folder for the pictures that the model is shown.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, and nothing else.")] = False,
+    engine: Annotated[
+        Engine, typer.Option(help="vllm streams nothing; auto: transformers, or vllm for many prompts on a GPU.")
+    ] = Engine.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: what the model's config.json says.")] = Dtype.auto,
+) -> None:
+    """Ask a model about images and videos. The answer is streamed to stdout, remarks go to stderr."""
+    if launch.is_rank():
+        raise ConfigError("infer: is one process; call it plainly")
+    vision = frame_settings(fps, nframes, max_pixels, total_pixels)
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p ({top_p:g}) must be greater than 0 and at most 1")
+    if repetition_penalty <= 0:
+        raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be greater than 0; 1 is none")
+    if not (image or video):
+        raise ConfigError("no medium given; give --image FILE or --video FILE")
+    launch.prepare_environment()
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):  # libraries log to stdout, from their import on
+        from dsreason.evaluation.infer import InferSettings, read_prompts
+        from dsreason.evaluation.infer import infer as run
+        from dsreason.rollout.protocol import Sampling
+
+        prompts = read_prompts(prompt, prompt_file)
+        settings = InferSettings(
+            model=model,
+            images=tuple(image or ()),
+            videos=tuple(video or ()),
+            vision=vision,
+            system=system,
+            reasoning=reasoning,
+            sampling=Sampling(
+                temperature=temperature,
+                top_p=top_p,
+                max_completion_length=max_tokens,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+            ),
+            timestamps=timestamps,
+            save_frames=save_frames,
+            engine=engine.value,
+            dtype=dtype.value,
+        )
+        for answering in run(settings, prompts, say):
+            if as_json:
+                write_json(answering, stdout)
+            else:
+                write_text(answering, stdout, heading=len(prompts) > 1)
+
+
+def frame_settings(
+    fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int
+) -> dict[str, float]:
+    """The keys of a media part; `fps` is 4 where nothing says how many frames."""
+    if fps is not None and nframes is not None:
+        raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) exclude each other; give one")
+    if fps is not None and fps <= 0:
+        raise ConfigError(f"--fps ({fps:g}) must be greater than 0")
+    found = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
+    return {key: value for key, value in found.items() if value is not None} | {"total_pixels": total_pixels}
+
+
+def write_json(answering: Answering, stdout: TextIO) -> None:
+    for _ in answering:
+        pass
+    typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
+
+
+def write_text(answering: Answering, stdout: TextIO, *, heading: bool) -> None:
+    """The text as it comes; thoughts are dim on a terminal."""
+    if heading:
+        typer.echo(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
+    for text, thought in thoughts_apart(answering):
+        typer.echo(typer.style(text, dim=True) if thought and stdout.isatty() else text, file=stdout, nl=False)
+        stdout.flush()
+    typer.echo("\n" if heading else "", file=stdout)
+    tokens, seconds = len(answering.ids), answering.seconds
+    say(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s")
+    if answering.finish_reason == "length":
+        say("the answer is cut off: --max-tokens, or what the model has room for, is reached")
+
+
+def thoughts_apart(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is thoughts); the tags, which may come in several pieces, belong to the thoughts."""
+    held, thinking = "", False
+    for piece in pieces:
+        held += piece
+        while (at := held.find(THOUGHT if thinking else THINK)) >= 0:
+            end = at + len(THOUGHT) * thinking
+            yield held[:end], thinking
+            held, thinking = held[end:], not thinking
+        tag = THOUGHT if thinking else THINK
+        begun = next(n for n in range(len(tag) - 1, -1, -1) if held.endswith(tag[:n]))  # of a tag that may follow
+        yield held[: len(held) - begun], thinking
+        held = held[len(held) - begun :]
+    yield held, thinking
+
+
+def say(text: str) -> None:
+    typer.echo(text, err=True)
