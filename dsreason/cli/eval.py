@@ -162,7 +162,10 @@ def run(config: EvalConfig) -> None:
     from dsreason.cli.score import print_reports
     from dsreason.evaluation.report import write_reports
     from dsreason.evaluation.run import evaluate as run_evaluation
+    from dsreason.evaluation.settings import vision_note
 
+    if (note := vision_note(config)) and launch.is_first_rank():
+        typer.echo(f"note: {note}", err=True)
     folder, throughput = run_evaluation(config)
     if launch.is_first_rank():
         typer.echo(str(throughput), err=True)

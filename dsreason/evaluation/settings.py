@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.load import dump_config
+from dsreason.config.output import CONFIG_FILE
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.results import RUN_FILE, read_json, safe_name, write_text
@@ -37,6 +38,26 @@ def model_fingerprint(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def vision_note(config: EvalConfig) -> str | None:
+    """What to know where a model of one of our runs is asked with other vision settings than it was trained with."""
+    trained = trained_vision(Path(str(config.model.path)).expanduser())
+    asked = config.vision_of().model_dump(exclude_none=True)
+    if trained is None or trained == asked:
+        return None
+    return f"the model was trained with data.vision {trained or 'at its defaults'}, and is asked with vision {asked}"
+
+
+def trained_vision(model: Path) -> dict[str, Any] | None:
+    """`data.vision` of the run that a folder belongs to (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`), None if none."""
+    for folder in (model, *list(model.absolute().parents)[:2]):
+        file = folder / CONFIG_FILE
+        record = read_json(file) if file.is_file() else None
+        if isinstance(record, dict) and "deepspeed" in record:  # a run's, not a model's
+            vision = record["config"]["data"].get("vision")
+            return None if vision is None else {key: value for key, value in vision.items() if value is not None}
+    return None
+
+
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
@@ -55,22 +76,21 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
 
     Raises:
         ConfigError: names the settings that differ, with both values; with `evaluation.overwrite` the results there of
-            the data sets of this evaluation are deleted instead.
+            the data sets of this evaluation are deleted first, unless there are others.
     """
     settings, file = settings_of(config, model), folder / RUN_FILE
+    replaced = []
     if config.evaluation.overwrite:
-        for name in (*config.datasets, *(source.dataset for source in config.sources)):
-            shutil.rmtree(folder / safe_name(name), ignore_errors=True)
-    if file.exists() and has_results(folder):
+        names = (*config.datasets, *(source.dataset for source in config.sources))
+        replaced = [folder / safe_name(name) for name in names]
+    if any(result.parent not in replaced for result in folder.glob("*/*.json")):
+        if not file.exists():
+            raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         check_same_settings(read_json(file), settings, folder)
-    elif has_results(folder):
-        raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
+    for old in replaced:
+        shutil.rmtree(old, ignore_errors=True)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
-
-
-def has_results(folder: Path) -> bool:
-    return any(folder.glob("*/*.json"))
 
 
 def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> None:

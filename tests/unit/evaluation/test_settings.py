@@ -1,0 +1,101 @@
+"""Which evaluation a folder holds, and how the model was trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import ConfigError
+from dsreason.evaluation.results import write_text
+from dsreason.evaluation.settings import model_fingerprint, open_run_folder, trained_vision, vision_note
+
+MODEL = {"name": "m", "fingerprint": "1"}
+
+
+def config(**changes: Any) -> EvalConfig:
+    return EvalConfig.model_validate({"datasets": ["robovqa"], "model": {"path": "m"}, **changes})
+
+
+def with_results(folder: Path) -> Path:
+    open_run_folder(folder, config(), MODEL)
+    write_text(folder / "robovqa" / "1.json", "[]")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "words"),
+    [
+        ({"evaluation": {"seed": 2}}, MODEL, "evaluation.seed was 1 and is 2"),
+        ({"generation": {"top_p": 0.5}}, MODEL, "generation.top_p was 0.95 and is 0.5"),
+        ({}, MODEL | {"fingerprint": "2"}, "model.fingerprint was '1' and is '2'"),
+        ({"vision": {"nframes": 4}}, MODEL, "vision.nframes was None and is 4"),
+    ],
+)
+def test_other_settings_or_weights_are_refused(
+    tmp_path: Path, changes: dict[str, Any], model: dict[str, str], words: str
+) -> None:
+    folder = with_results(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        open_run_folder(folder, config(**changes), model)
+
+
+@pytest.mark.parametrize("changes", [{"datasets": ["robovqa", "av"]}, {"evaluation": {"limit": 5, "batch_size": 2}}])
+def test_more_questions_and_other_batches_continue(tmp_path: Path, changes: dict[str, Any]) -> None:
+    open_run_folder(with_results(tmp_path), config(**changes), MODEL)
+
+
+def test_overwriting_deletes_the_answers_of_these_data_sets_alone(tmp_path: Path) -> None:
+    folder = with_results(tmp_path)
+    write_text(folder / "av" / "1.json", "[]")
+    open_run_folder(folder, config(evaluation={"overwrite": True}), MODEL)
+    assert not (folder / "robovqa").exists() and (folder / "av").exists()
+
+
+def test_overwriting_some_with_other_settings_than_the_rest_deletes_nothing(tmp_path: Path) -> None:
+    folder = with_results(tmp_path)
+    write_text(folder / "av" / "1.json", "[]")
+    with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
+        open_run_folder(folder, config(evaluation={"overwrite": True, "seed": 2}), MODEL)
+    assert (folder / "robovqa").exists()
+
+
+def test_overwriting_all_takes_other_settings(tmp_path: Path) -> None:
+    folder = with_results(tmp_path)
+    open_run_folder(folder, config(evaluation={"overwrite": True, "seed": 2}), MODEL)
+    assert not (folder / "robovqa").exists()
+
+
+def test_results_without_settings_are_refused(tmp_path: Path) -> None:
+    write_text(tmp_path / "robovqa" / "1.json", "[]")
+    with pytest.raises(ConfigError, match="run.json"):
+        open_run_folder(tmp_path, config(), MODEL)
+
+
+def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for content in (b"a" * 200_000, b"a" * 199_999 + b"b", b"a" * 199_999):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        found.add(model_fingerprint(tmp_path))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])
+def test_a_model_of_a_run_tells_what_it_was_trained_with(tmp_path: Path, inside: str) -> None:
+    record = {"config": {"data": {"vision": {"nframes": 2, "fps": None}}}, "deepspeed": {}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    model = tmp_path / inside
+    model.mkdir(parents=True, exist_ok=True)
+    if inside:
+        (model / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    assert trained_vision(model) == {"nframes": 2}
+    note = vision_note(config(model={"path": str(model)}))
+    assert note is not None and "{'nframes': 2}" in note and "{'fps': 4.0}" in note
+    assert vision_note(config(model={"path": str(model)}, vision={"nframes": 2})) is None
+
+
+def test_another_model_has_no_such_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    assert trained_vision(tmp_path) is None
