@@ -5,11 +5,12 @@
 
 Both sides turn the same conversation into token ids and pixels: ours by `Encoder.encode_prompt`, theirs by
 `process_vision_info` and the processor of Qwen2.5-VL (resizing off, as its authors advise). Each runs in a process of its
-own on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. What
-we remember of a file's header is forgotten before every round. Videos of `--seconds` at 1280x720 and 30 frames a second
+own on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. CPU
+time, of all threads, says the same where other work on the machine disturbs the clock. What we remember of a file's header
+is forgotten before every round. Videos of `--seconds` at 1280x720 and 30 frames a second
 are made first: H.264, a texture that moves.
 
-`frames` says whether both chose the same frames and size. The pixels are normalised; one step of an 8-bit pixel is 0.0145
+`frames` says whether frames and size are those that we chose. The pixels are normalised; one step of an 8-bit pixel is 0.0145
 to 0.0153, as the colours' deviations differ.
 """
 
@@ -23,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,10 +147,11 @@ class Theirs:
         return Encoded(list(map(int, metadata[0]["frames_indices"])), grid, inputs["pixel_values_videos"].numpy())
 
 
-def measure(messages: list[dict[str, Any]]) -> float:
-    started = time.perf_counter()
+def measure(messages: list[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds on the clock, and of CPU time in all threads."""
+    started, used = time.perf_counter(), time.process_time()
     side.encode(messages)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - used
 
 
 def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
@@ -179,30 +181,38 @@ def conversation(file: Path, fps: float, max_pixels: int | None) -> list[dict[st
     return [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
 
 
+class Found(NamedTuple):
+    """Of one side: medians, and what sets its result apart from ours."""
+
+    seconds: float
+    cpu_seconds: float
+    apart: str
+
+
 def compare(
     sides: dict[str, ProcessPoolExecutor], messages: list[dict[str, Any]], rounds: int, scratch: Path
-) -> dict[str, tuple[float, str]]:
-    """Median seconds of each side, and what sets its result apart from ours. The first call, which warms up, compares."""
-    seconds: dict[str, list[float]] = {}
+) -> dict[str, Found]:
+    """The first call of each side, which also warms up, is for the comparison of what they make."""
+    taken: dict[str, list[tuple[float, float]]] = {}
     apart: dict[str, str] = {}
-    kept: dict[str, tuple[list[int], list[int]]] = {}
     for name, process in sides.items():
         try:
-            kept[name] = process.submit(keep, messages, scratch / f"{name}.npy").result()
+            kept = process.submit(keep, messages, scratch / f"{name}.npy").result()
         except (RuntimeError, AttributeError, ImportError) as error:
             print(f"  {name} left out: {str(error).splitlines()[0]}")
             continue
-        seconds[name] = []
-        same = kept[name] == kept[OURS]
-        apart[name] = "other frames or size"
-        if same:
+        taken[name] = []
+        if name == OURS:
+            ours, apart[name] = kept, ""
+        elif kept != ours:
+            apart[name] = "others"
+        else:
             mean, largest = differences(scratch / f"{OURS}.npy", scratch / f"{name}.npy")
             apart[name] = f"same    {mean:9.5f} {largest:9.4f}"
     for _ in range(rounds):
-        for name in seconds:
-            taken: Future[float] = sides[name].submit(measure, messages)
-            seconds[name].append(taken.result())
-    return {name: (statistics.median(found), apart[name]) for name, found in seconds.items()}
+        for name, found in taken.items():
+            found.append(sides[name].submit(measure, messages).result())
+    return {name: Found(*map(statistics.median, zip(*taken[name], strict=True)), apart[name]) for name in taken}
 
 
 def parse() -> argparse.Namespace:
@@ -212,7 +222,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, nargs="*", default=[30, 120], help="lengths of the videos to make")
     parser.add_argument("--fps", type=float, nargs="+", default=[2, 4])
     parser.add_argument("--max-pixels", nargs="+", default=["81920", "default"])
-    parser.add_argument("--readers", nargs="+", default=["decord", "torchcodec"], help="of qwen-vl-utils")
+    parser.add_argument(
+        "--readers", nargs="+", default=["decord", "torchcodec"], choices=["decord", "torchcodec", "torchvision"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="cores that each side may use")
     return parser.parse_args()
@@ -226,10 +238,9 @@ def main() -> None:
         for name in ("av", "torch", "torchvision", "transformers", "qwen-vl-utils", *arguments.readers)
     )
     print(f"{versions}; {arguments.threads} core(s) each, medians of {arguments.rounds}; load {os.getloadavg()[0]:.1f}")
-    print(
-        f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}  frames  mean diff  max diff"
-    )
-    ratios: dict[str, list[float]] = {name: [] for name in arguments.readers}
+    columns = f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}{'CPU s':>8}{'ratio':>7}"
+    print(f"{columns}  frames  mean diff  max diff")
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.readers}
     spawn = multiprocessing.get_context("spawn")  # a fork would share what the libraries have read
     sides = {
         name: ProcessPoolExecutor(1, mp_context=spawn, initializer=start, initargs=(name, arguments.threads))
@@ -241,18 +252,19 @@ def main() -> None:
         for file, fps, pixels in ((f, s, p) for f in files for s in arguments.fps for p in arguments.max_pixels):
             limit = None if pixels == "default" else int(pixels)
             found = compare(sides, conversation(file, fps, limit), arguments.rounds, scratch)
-            ours, _ = found[OURS]
-            for name, (seconds, apart) in found.items():
-                row = f"{file.name:14}{fps:4g} {pixels:>10}  {name:11}{1 / seconds:8.2f}{seconds / ours:7.2f}"
-                print(row if name == OURS else f"{row}  {apart}", flush=True)
+            ours = found[OURS]
+            for name, one in found.items():
+                ratio = one.seconds / ours.seconds, one.cpu_seconds / ours.cpu_seconds
+                row = f"{file.name:14}{fps:4g} {pixels:>10}  {name:11}{1 / one.seconds:8.2f}{ratio[0]:7.2f}"
+                print(f"{row}{one.cpu_seconds:8.3f}{ratio[1]:7.2f}  {one.apart}", flush=True)
                 if name != OURS:
-                    ratios[name].append(seconds / ours)
+                    ratios[name].append(ratio)
     for process in sides.values():
         process.shutdown()
     for name, found in ratios.items():
-        if found:
-            print(f"clips/s, ours / {name}: {min(found):.2f} to {max(found):.2f}, median {statistics.median(found):.2f} "
-                  f"(goal {GOAL})")  # fmt: skip
+        for title, values in zip(("on the clock", "in CPU time"), zip(*found, strict=True), strict=False):
+            spread = f"{min(values):.2f} to {max(values):.2f}, median {statistics.median(values):.2f}"
+            print(f"clips/s, ours / {name}, {title}: {spread} (goal {GOAL})")
 
 
 if __name__ == "__main__":

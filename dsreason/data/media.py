@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import av
 import numpy as np
@@ -72,10 +72,9 @@ def local_path(path: str | Path) -> Path:
     if is_s3(text):
         text = str(local_copy(text))
     elif "://" in text:
-        parts = urlsplit(text)
-        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        if not text.startswith(("file:///", "file://localhost/")):
             raise DataError(f"{text}: media must be local files or s3:// addresses; download it and give the path")
-        text = unquote(parts.path)
+        text = unquote(text.removeprefix("file://").removeprefix("localhost"))
     file = Path(text)
     if not os.path.exists(file):  # unlike Path.exists, False for a path that is too long
         raise DataError(f"{text:.300}: no such file")
@@ -122,7 +121,7 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
     except DataError:
         raise
     except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
-        raise DataError(f"{file}: not a usable image: {error or type(error).__name__}") from error
+        raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -133,15 +133,16 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         dtype = DTYPES.get(settings.dtype) or model_config(folder).dtype or torch.float32
         encoder, longest = prompt_encoder(settings, folder, dtype)
         samples = [sample_of(settings, number, prompt) for number, prompt in enumerate(prompts)]
-        rooms = [longest - check_length(encoder, sample, longest) for sample in samples]
+        lengths = [check_length(encoder, sample, longest) for sample in samples]
+        needed = min(longest, max(lengths) + settings.sampling.max_completion_length)
         first = encoder.encode_prompt(samples[0])
         save_frames(first, settings.save_frames)
         say("loading the weights …")
-        draw_ids = open_engine(settings, folder, dtype, encoder, longest, len(prompts), stack)
+        draw_ids = open_engine(settings, folder, dtype, encoder, needed, len(prompts), stack)
         tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
-        for number, (sample, room) in enumerate(zip(samples, rooms, strict=True)):
+        for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
             encoded = encoder.encode_prompt(sample) if number else first
-            ids = draw_ids(encoded, shortened(settings.sampling, room, say), number)
+            ids = draw_ids(encoded, shortened(settings.sampling, longest - length, say), number)
             yield Answering(settings.model, encoded, ids, stop_ids, tokenizer)
 
 
@@ -177,35 +178,44 @@ def open_engine(
     folder: Path,
     dtype: torch.dtype,
     encoder: PromptEncoder,
-    longest: int,
+    max_length: int,
     num_prompts: int,
     stack: ExitStack,
 ) -> Draw:
-    """What draws tokens, with the weights loaded, until `stack` closes."""
+    """What draws tokens, with the weights loaded, until `stack` closes; vLLM with room for `max_length` at a time."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")
     on_gpu = torch.cuda.is_available()
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
-        return stack.enter_context(vllm_engine(folder, dtype, encoder, longest))
+        return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
     model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to("cuda" if on_gpu else "cpu")
     banned_ids, stop_ids = media_token_ids(encoder.processor.tokenizer), stop_token_ids(folder)
     return partial(draw_tokens, model, banned_ids=banned_ids, stop_ids=stop_ids)
 
 
 @contextmanager
-def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, longest: int) -> Iterator[Draw]:
+def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
     """vLLM's answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
     world = init_world()
-    engine = VLLMEngine(folder, encoder.processor.tokenizer, world, dtype=dtype, max_model_len=longest)
+    engine = VLLMEngine(
+        folder,
+        encoder.processor.tokenizer,
+        world,
+        dtype=dtype,
+        max_model_len=max_length,
+        gpu_memory_utilization=0.9,  # nothing else needs it
+    )
+
+    def draw_ids(prompt: EncodedPrompt, sampling: Sampling, number: int) -> Iterator[int]:
+        yield from engine.generate([prompt], sampling, version=VERSION, streams=[number])[0].ids
+
     try:
         load_weights(engine, folder)
-        yield lambda prompt, sampling, number: iter(
-            engine.generate([prompt], sampling, version=VERSION, streams=[number])[0].ids
-        )
+        yield draw_ids
     finally:
         engine.shutdown()
         shutdown()

@@ -133,7 +133,7 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # what transformers raises for a wrong value has no common class
-        raise CheckpointError(f"{path}: config.json cannot be read: {error or type(error).__name__}") from error
+        raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
     try:
         family_of(config.model_type)
     except CheckpointError as error:

@@ -8,15 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.sandbox import SecurityError
 
 from dsreason.errors import CheckpointError
 
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
 """What rendering a short conversation may take; it takes a millisecond."""
-CONVERSATION = [
-    {"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "What is it?"}]}
-]
+TEXT = "What is it?"
+CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}], TEXT)
 
 
 def check_template(path: Path, processor: Any) -> None:
@@ -31,7 +31,7 @@ def check_template(path: Path, processor: Any) -> None:
     if child == 0:
         _try_template(processor, writer)
     os.close(writer)
-    with os.fdopen(reader, encoding="utf-8") as pipe:
+    with os.fdopen(reader, encoding="utf-8", errors="replace") as pipe:
         problem = pipe.read()
     _, status = os.waitpid(child, 0)
     if status:
@@ -41,16 +41,30 @@ def check_template(path: Path, processor: Any) -> None:
 
 
 def _try_template(processor: Any, writer: int) -> None:
-    """In the child, which it ends: the reason why the template cannot be used goes into the pipe."""
+    """In the child, which it ends: why the template cannot be used goes into the pipe."""
     signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        processor.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, MemoryError) as error:
-        os._exit(isinstance(error, MemoryError))
-    except Exception as error:  # noqa: BLE001 (whatever a foreign program raises)
-        os.write(writer, f"fails ({type(error).__name__}: {error!s:.200})".encode(errors="replace"))
+        problems = [_problem(processor, content) for content in CONTENTS]
+    except MemoryError:
+        os._exit(1)
+    if all(problems):  # some templates take text only
+        os.write(writer, problems[0].encode(errors="replace"))
     os._exit(0)
+
+
+def _problem(processor: Any, content: Any) -> str:
+    try:
+        processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever a foreign program raises)
+        if isinstance(error, TemplateError) and not isinstance(error, SecurityError | TemplateSyntaxError):
+            return ""
+        return f"fails ({type(error).__name__}: {error!s:.200})"
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dsreason.errors import CheckpointError
 from dsreason.runtime.engine import hf_name
 
-UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError, AssertionError)
+UNREADABLE = (
+    *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
+    *(LookupError, ValueError, TypeError, AttributeError),
+)
+"""What reading a damaged file, or one with other content than a checkpoint's, may raise."""
 
 
 @contextlib.contextmanager
@@ -38,7 +44,22 @@ def safe_loading() -> Iterator[None]:
 
 
 def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded."""
+    """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded.
+
+    Raises:
+        CheckpointError: a rank's file is missing or damaged, or is one of another run.
+    """
+    try:
+        for name, pieces, shape in sliced_tensors(checkpoint, saved):
+            yield hf_name(name), assemble(pieces, shape)
+    except UNREADABLE as cause:
+        raise CheckpointError(
+            f"{checkpoint}: its files do not fit together ({type(cause).__name__}: {cause}); choose another checkpoint"
+        ) from cause
+
+
+def sliced_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
+    """Name, parts rank by rank, and shape of every parameter."""
     ranks = range(saved["world_size"])
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
     if saved["zero_stage"] == 3:
@@ -53,7 +74,24 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
     for name, described in saved["parameters"].items():
         if name not in slices:
             raise CheckpointError(f"{checkpoint}: {name} is not in the checkpoint; choose another one")
-        yield hf_name(name), assemble(slices[name], torch.Size(described["shape"]))
+        yield name, slices[name], torch.Size(described["shape"])
+
+
+def check_names(checkpoint: Path, saved: dict[str, Any]) -> None:
+    """CheckpointError where a rank's files hold parameters that trainer_state.json does not name.
+
+    Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
+    """
+    for rank in range(saved["world_size"]):
+        model = load_model_file(checkpoint, rank, saved["zero_stage"])
+        shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
+        mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
+        names = {name for named in (*shapes, *mappings) for name in named}
+        if foreign := sorted(names - saved["parameters"].keys()):
+            raise CheckpointError(
+                f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved['parameters'])} parameters of "
+                "trainer_state.json do not name; choose another checkpoint"
+            )
 
 
 def untrained(saved: dict[str, Any]) -> list[str]:
@@ -108,6 +146,9 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
     try:
         with safe_loading():
-            return torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+            loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
     except UNREADABLE as cause:
         raise CheckpointError(f"{found[0]}: cannot be read ({cause}); choose another checkpoint") from cause
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{found[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
+    return loaded

@@ -64,10 +64,12 @@ REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for 
 GONE_WITHIN = 60.0
 
 
-def start(folder: Path, command: str, name: str) -> subprocess.Popen[str]:
+def start(folder: Path, command: str, log: str) -> subprocess.Popen[str]:
     call = [str(Path(sys.executable).parent / "dsreason"), command, "--config", f"{command}.toml", "--nproc", "2"]
-    log = (folder / f"{name}.log").open("a")
-    return subprocess.Popen([*call, "--output-dir", name, "--resume", "auto"], cwd=folder, stdout=log, stderr=log)
+    with (folder / log).open("w") as output:
+        return subprocess.Popen(
+            [*call, "--output-dir", "run", "--resume", "auto"], cwd=folder, stdout=output, stderr=output
+        )
 
 
 def newest(run: Path) -> int:
@@ -108,18 +110,19 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
 
     moments, run, hits = random.Random(kills), tmp_path / "run", 0
     for kill in range(kills):
-        before, process = newest(run), start(tmp_path, command, "run")
+        log = tmp_path / f"{kill}.log"
+        before, process = newest(run), start(tmp_path, command, log.name)
         wait_for_moment(process, run, before, moments, writing=kill % 2 == 0)
-        assert process.poll() is None, (tmp_path / "run.log").read_text()
+        assert process.poll() is None, log.read_text()
         rank = moments.choice(psutil.Process(process.pid).children())
         rank.send_signal(signal.SIGKILL)
         process.wait(timeout=GONE_WITHIN)
         hits += bool(list(run.glob("checkpoints/.saving_*")))
         assert process.returncode not in (0, 2), f"kill {kill}"
         assert newest(run) >= before, f"kill {kill} lost checkpoints"
-        assert "starting fresh" not in (tmp_path / "run.log").read_text() or kill == 0 or before == 0
-    process = start(tmp_path, command, "run")
-    assert process.wait(timeout=900) == 0, (tmp_path / "run.log").read_text()
+        assert before == 0 or "starting fresh" not in log.read_text(), f"kill {kill}"
+    process = start(tmp_path, command, "last.log")
+    assert process.wait(timeout=900) == 0, (tmp_path / "last.log").read_text()
 
     print(f"{command}: {kills} kills, {hits} while a checkpoint was being written")
     assert steps_of(run) == steps_of(tmp_path / "whole")

@@ -1,0 +1,175 @@
+"""`dsreason infer` on tiny models: the engine's own answers, streamed, from every kind of model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from dsreason.cli.infer import infer as command
+from dsreason.evaluation.engine import VERSION, load_weights
+from dsreason.evaluation.infer import InferSettings, infer, prompt_encoder, sample_of
+from dsreason.models.load import load_processor
+from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.transformers_engine import TransformersEngine
+from tests.integration.command import dsreason
+from tests.integration.rows import write_mixed_rows
+
+pytestmark = pytest.mark.integration
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")
+GREEDY = Sampling(temperature=0, max_completion_length=12)
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """An image and a video."""
+    folder = write_mixed_rows(tmp_path_factory.mktemp("media")).parent
+    return str(folder / "1_0.png"), str(folder / "2.mp4")
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[str, str]:
+    """stdout and stderr of `dsreason infer OPTIONS`."""
+    app = typer.Typer()
+    app.command()(command)
+    capsys.readouterr()
+    app([str(option) for option in options], standalone_mode=False)
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3, max_completion_length=12, seed=4)],
+    ids=["greedy", "sampled with a penalty"],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_answers_are_those_of_the_rollout_engine(
+    tiny: Path, media: tuple[str, str], sampling: Sampling, dtype: str
+) -> None:
+    settings = InferSettings(
+        str(tiny), images=media[:1], videos=media[1:], vision={"fps": 4.0}, sampling=sampling, dtype=dtype
+    )
+    prompts = ["Which way does it move?", "What colour?"]
+    torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    engine = TransformersEngine(
+        tiny, load_processor(tiny).tokenizer, dtype=torch_dtype, device=torch.device("cpu"), batch_size=1
+    )
+    load_weights(engine, tiny)
+    encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
+    encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
+    expected = engine.generate(encoded, sampling, version=VERSION)
+    for answering, completion in zip(infer(settings, prompts, say=print), expected, strict=True):
+        text = "".join(answering)
+        assert tuple(answering.ids) == completion.ids
+        assert text == completion.text == answering.result()["full_response"]
+        assert answering.finish_reason == completion.finish_reason
+        assert answering.result()["completion_tokens"] == len(completion.ids)
+
+
+def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model=tiny:qwen2_5_vl", f"--image={media[0]}", f"--video={media[1]}", "--prompt=Where?", "--fps=2"]
+    out, err = run(capsys, *options, "--json", "--max-tokens=5", "--timestamps")
+    found = json.loads(out)
+    assert list(found) == [
+        "model",
+        "media",
+        "prompt",
+        "prompt_tokens",
+        "reasoning",
+        "answer",
+        "full_response",
+        "finish_reason",
+        "completion_tokens",
+        "seconds",
+    ]
+    assert [medium["path"] for medium in found["media"]] == list(media)
+    assert [medium["kind"] for medium in found["media"]] == ["image", "video"]
+    assert found["prompt"] == "Where?"
+    assert 1 <= found["completion_tokens"] <= 5
+    assert "loading the weights" in err
+
+
+def test_several_prompts_are_answered_under_their_headings(
+    media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Where?"}\n{"prompt": "When?"}\n')
+    options = ["--model=tiny:qwen3_vl", f"--video={media[1]}", f"--prompt-file={tmp_path / 'p.jsonl'}"]
+    options += ["--temperature=0", "--max-tokens=6"]
+    out, err = run(capsys, *options)
+    lines = [json.loads(line) for line in run(capsys, *options, "--json")[0].splitlines()]
+    assert [line["prompt"] for line in lines] == ["Where?", "When?"]
+    first, second = (line["full_response"] for line in lines)
+    assert out == f"## Where?\n\n{first}\n\n## When?\n\n{second}\n\n"
+    assert err.count("prompt tokens") == 2
+    assert err.count("cut off") == sum(line["finish_reason"] == "length" for line in lines)
+
+
+def test_the_same_seed_gives_the_same_answer(media: tuple[str, str]) -> None:
+    def text(seed: int) -> str:
+        sampling = Sampling(temperature=1.0, max_completion_length=10, seed=seed)
+        settings = InferSettings("tiny:qwen2_5_vl", images=media[:1], sampling=sampling)
+        (answering,) = [(list(answering), answering)[1] for answering in infer(settings, ["Where?"], say=print)]
+        return answering.result()["full_response"]
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_run_a_checkpoint_and_an_export_answer_alike(
+    media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [
+        "data.limit=16",
+        "train.max_steps=2",
+        "train.global_batch_size=4",
+        "train.precision=fp32",
+        "data.validation=2",
+    ]
+    ended = dsreason("sft", "--output-dir=D", "--nproc=1", *(f"--set={c}" for c in changes), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    answers = []
+    folder = tmp_path / "D"
+    for model in (folder, folder / "checkpoints" / "step_2", folder / "checkpoints", folder / "export" / "final"):
+        options = [f"--model={model}", f"--video={media[1]}", "--prompt=Where?", "--temperature=0", "--max-tokens=8"]
+        out, err = run(capsys, *options, "--json", "--dtype=fp32")
+        answers.append(json.loads(out)["full_response"])
+        assert ("exporting" in err) == ("checkpoints" in str(model))
+    assert len(set(answers)) == 1
+
+
+@needs_shared
+@pytest.mark.parametrize("option", ["image=photo.jpg", "image=sample.png", "video=sample.mp4", "video=packer.mp4"])
+def test_real_media_are_answered(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, name = option.split("=")
+    options = ["--model=tiny:qwen2_5_vl", f"--{kind}={SHARED / name}", "--prompt=What?", "--max-tokens=4", "--json"]
+    (medium,) = json.loads(run(capsys, *options)[0])["media"]
+    seconds = {"sample.mp4": 2.5, "packer.mp4": 10.003}.get(name)
+    assert medium["seconds"] == seconds
+    assert medium["frames"] == {"sample.mp4": 10, "packer.mp4": 40}.get(name, 1)
+
+
+def test_the_command_streams_text_to_stdout_and_ends_with_2_on_a_mistake(
+    media: tuple[str, str], tmp_path: Path
+) -> None:
+    options = ["infer", "--model=tiny:qwen2_5_vl", f"--image={media[0]}", "--prompt=What?", "--max-tokens=3"]
+    ended = dsreason(*options, "--json", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["prompt"] == "What?"
+    wrong = dsreason("infer", "--model=nowhere/at all", f"--image={media[0]}", "--prompt=What?", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stdout == ""
+    assert "error: --model nowhere/at all: no such folder" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_vllm_gives_the_answers_of_transformers(media: tuple[str, str], tmp_path: Path) -> None:
+    options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt=What?", "--max-tokens=6", "--json"]
+    options += ["--temperature=0", "--dtype=fp32"]
+    ended = [dsreason(*options, f"--engine={engine}", cwd=tmp_path) for engine in ("vllm", "transformers")]
+    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
+    by_vllm, by_transformers = (json.loads(one.stdout) for one in ended)
+    assert by_vllm["full_response"] == by_transformers["full_response"]
+    assert by_vllm["completion_tokens"] == by_transformers["completion_tokens"]

@@ -1,0 +1,236 @@
+"""The files of a training run: pickles with code, pieces of other runs, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.errors import CheckpointError
+from dsreason.runtime.checkpoint import check_sizes, choose_checkpoint, read_checkpoint
+from dsreason.runtime.rng import load_rng_state
+from dsreason.runtime.shards import UNREADABLE, check_names, checkpoint_tensors
+from tests.unit.hostile.guard import guarded, refused
+from tests.unit.hostile.inputs import damaged, safetensors, tensor
+
+OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+NAMES = ("layer.weight", "layer.bias")
+SHAPES = {"layer.weight": [3, 2], "layer.bias": [3]}
+
+
+def optimizer_state(rank: int) -> dict[str, Any]:
+    """Rank's half of each parameter: 3 of 6 numbers, 2 of 3 (padded)."""
+    return {"optimizer_state_dict": {"fp32_flat_groups": [torch.arange(5.0) + 10 * rank]}}
+
+
+def model_state() -> dict[str, Any]:
+    shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    return {"param_shapes": [shapes], "frozen_param_shapes": {}, "frozen_param_fragments": {}}
+
+
+@pytest.fixture
+def saved() -> dict[str, Any]:
+    parameters = {name: {"shape": shape, "trained": True} for name, shape in SHAPES.items()}
+    state = {"step": 1, "model_path": "base"}
+    return {"state": state, "world_size": 2, "zero_stage": 3, "precision": "bf16", "parameters": parameters}
+
+
+@pytest.fixture
+def checkpoint(here: Path, saved: dict[str, Any]) -> Path:
+    """A ZeRO-3 checkpoint of two ranks, as DeepSpeed lays it out."""
+    folder = here / "checkpoints" / "step_1"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        torch.save(optimizer_state(rank), folder / OPTIMIZER.format(rank))
+        torch.save(model_state(), folder / MODEL.format(rank))
+    (folder / "trainer_state.json").write_text(json.dumps(saved))
+    mark(folder)
+    return folder
+
+
+def mark(folder: Path) -> None:
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
+    (folder / "COMPLETE").write_text(json.dumps({"files": files}))
+
+
+def tensors(checkpoint: Path, saved: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: values.tolist() for name, values in checkpoint_tensors(checkpoint, saved)}
+
+
+def test_the_checkpoint_itself_can_be_read(checkpoint: Path, saved: dict[str, Any]) -> None:
+    assert tensors(checkpoint, saved) == {"layer.weight": [[0, 1], [2, 10], [11, 12]], "layer.bias": [3, 4, 13]}
+    check_names(checkpoint, saved)
+
+
+class Planted:
+    """Unpickling this writes the file `executed`."""
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (Path("executed"), "code ran")
+
+
+class Called:
+    """Unpickling this runs a command."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+class Evaluated:
+    def __reduce__(self) -> Any:
+        return eval, ("open('executed', 'w')",)
+
+
+@pytest.mark.parametrize("planted", [Planted, Called, Evaluated])
+@pytest.mark.parametrize("file", [OPTIMIZER, MODEL])
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "the older format"])
+def test_planted_code_is_not_run(
+    checkpoint: Path, saved: dict[str, Any], executed: Path, file: str, planted: type, old: bool
+) -> None:
+    path = checkpoint / file.format(1)
+    torch.save({"optimizer_state_dict": planted()}, path, _use_new_zipfile_serialization=not old)
+    refused(lambda: tensors(checkpoint, saved), CheckpointError, str(path), "cannot be read")
+
+
+def write(name: str, content: Any) -> Callable[[Path], Any]:
+    return lambda folder: torch.save(content, folder / name)
+
+
+def cut(name: str, keep: float) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(
+        (folder / name).read_bytes()[: int(keep * (folder / name).stat().st_size)]
+    )
+
+
+RANK1, MODEL0 = OPTIMIZER.format(1), MODEL.format(0)
+LARGER = {"optimizer_state_dict": {"fp32_flat_groups": [torch.zeros(2)]}}
+FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing": (lambda folder: (folder / RANK1).unlink(), ["rank_1", "is missing"]),
+    "no bytes": (cut(RANK1, 0), [RANK1, "cannot be read"]),
+    "cut in the middle": (cut(RANK1, 0.5), [RANK1, "cannot be read"]),
+    "cut at the end": (cut(RANK1, 0.99), [RANK1, "cannot be read"]),
+    "a folder": (lambda folder: ((folder / RANK1).unlink(), (folder / RANK1).mkdir()), [RANK1, "cannot be read"]),
+    "a list": (write(RANK1, [1]), [RANK1, "holds a list"]),
+    "a tensor": (write(RANK1, torch.zeros(3)), [RANK1, "holds a Tensor"]),
+    "nothing in it": (write(RANK1, {}), ["step_1", "do not fit together (KeyError: 'optimizer_state_dict')"]),
+    "no groups": (
+        write(RANK1, {"optimizer_state_dict": {"fp32_flat_groups": []}}),
+        ["do not fit together (IndexError"],
+    ),
+    "shorter groups": (write(RANK1, LARGER), ["do not fit together (RuntimeError"]),
+    "groups of another kind": (
+        write(RANK1, {"optimizer_state_dict": {"fp32_flat_groups": "x"}}),
+        ["do not fit together"],
+    ),
+    "other parameters": (
+        write(MODEL0, {**model_state(), "param_shapes": [{"other": torch.Size([3, 2])}]}),
+        ["layer.weight is not in the checkpoint"],
+    ),
+    "shapes of another kind": (write(MODEL0, {**model_state(), "param_shapes": 3}), ["do not fit together"]),
+    "shapes of another run": (
+        write(MODEL0, {**model_state(), "param_shapes": [{name: torch.Size([9, 9]) for name in NAMES}]}),
+        ["do not fit together (RuntimeError"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_does_not_fit_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
+    spoil, words = FILES[name]
+    spoil(checkpoint)
+    refused(lambda: tensors(checkpoint, saved), CheckpointError, *words)
+
+
+@pytest.mark.parametrize("foreign", ["../../../../outside/new", "/outside/new", "layer.other"])
+@pytest.mark.parametrize("key", ["param_shapes", "frozen_param_shapes", "param_slice_mappings"])
+def test_names_that_would_lead_out_are_refused(checkpoint: Path, saved: dict[str, Any], foreign: str, key: str) -> None:
+    if key == "param_slice_mappings":
+        torch.save({"optimizer_state_dict": {key: [{foreign: 1}]}}, checkpoint / OPTIMIZER.format(1))
+    else:
+        value = {foreign: torch.Size([1])}
+        torch.save({**model_state(), key: [value] if key == "param_shapes" else value}, checkpoint / MODEL.format(1))
+    refused(lambda: check_names(checkpoint, saved), CheckpointError, "step_1", "rank 1", repr(foreign))
+
+
+RNG: dict[str, bytes] = {
+    "no bytes": b"",
+    "rubbish": bytes(99),
+    "no states": safetensors({"a": tensor()}, bytes(4)),
+    "rubbish beside them": safetensors({"__metadata__": {"scalars": "{"}, "a": tensor()}, bytes(4)),
+    "states in a list": safetensors({"__metadata__": {"scalars": "[]"}, "a": tensor()}, bytes(4)),
+    "short states": safetensors(
+        {
+            "__metadata__": {"scalars": '{"python": [3, null], "numpy": [0, 0, 0.0]}'},
+            "python": tensor("I64", [1], [0, 8]),
+            "numpy": tensor("I64", [1], [8, 16]),
+            "torch": tensor("U8", [4], [16, 20]),
+        },
+        bytes(20),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RNG)
+def test_damaged_random_states_raise_what_resuming_expects(here: Path, name: str) -> None:
+    (here / "rng").write_bytes(RNG[name])
+
+    def load() -> bool:
+        with pytest.raises(UNREADABLE):
+            load_rng_state(here / "rng", torch.device("cpu"))
+        return True
+
+    assert guarded(load)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"rubbish", b"\xff\xfe", b'{"state": '])
+def test_a_damaged_state_is_named(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "trainer_state.json").write_bytes(content)
+    refused(lambda: read_checkpoint(checkpoint), CheckpointError, "trainer_state.json: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"gone.pt": 3}, ["gone.pt: is missing"]),
+        ({"trainer_state.json": 3}, ["trainer_state.json: has", "instead of 3"]),
+        ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of 3"]),
+        ({"trainer_state.json": None}, ["trainer_state.json: has", "instead of None"]),
+        ([], ["does not list the files"]),
+        ("all", ["does not list the files"]),
+    ],
+)
+def test_a_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
+    (checkpoint / "COMPLETE").write_text(json.dumps({"files": files}))
+    refused(lambda: check_sizes(checkpoint), CheckpointError, str(checkpoint), *words)
+
+
+@pytest.mark.parametrize("name", ["step_1x", "step_", "step_-1", "step_1/../step_1", ".saving_step_9"])
+def test_folders_with_other_names_are_never_resumed(checkpoint: Path, name: str) -> None:
+    folder = checkpoint.parent
+    if "/" not in name:
+        (folder / name).mkdir()
+        (folder / name / "COMPLETE").write_text('{"files": {}}')
+    assert guarded(lambda: choose_checkpoint(folder, "auto")) == checkpoint
+
+
+def test_random_damage_is_an_error_or_harmless(checkpoint: Path, saved: dict[str, Any]) -> None:
+    chance = random.Random(0)
+    path = checkpoint / RANK1
+    original = path.read_bytes()
+
+    def read_damaged() -> None:
+        for _ in range(150):
+            path.write_bytes(damaged(original, chance, most=8))
+            try:
+                assert set(tensors(checkpoint, saved)) == set(NAMES)
+            except CheckpointError as error:
+                assert "step_1" in str(error)
+
+    guarded(read_damaged)

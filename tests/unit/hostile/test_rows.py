@@ -1,0 +1,179 @@
+"""Rows of data sets: JSON that breaks parsers, fields of other kinds, paths that lead away, tables with code in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.sources import open_datasets
+from dsreason.errors import DataError
+from tests.unit.hostile.guard import guarded, refused
+
+ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
+GOOD = json.dumps(ROW)
+
+
+@pytest.fixture(autouse=True)
+def picture(here: Path) -> None:
+    Image.new("RGB", (28, 28)).save(here / "a.png")
+
+
+def samples(path: Path | str, **keys: Any) -> list[Any]:
+    training, _ = open_datasets(DataConfig(adapter="jsonl", path=str(path), validation=0, **keys))
+    return list(training)
+
+
+FILES: dict[str, tuple[str, str | bytes, str]] = {
+    "list, cut": ("a.json", "[" + GOOD, "a.json: not JSON"),
+    "list, UTF-16": ("a.json", f"[{GOOD}]".encode("utf-16"), "a.json"),
+    "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: not a JSON object"),
+    "empty list": ("a.json", "[]", "a.json (split train): the data set is empty"),
+    "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: not a JSON object"),
+    "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: not a JSON object"),
+    "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: not a JSON object"),
+    "lines, no bytes": ("a.jsonl", "", "a.jsonl (split train): the data set is empty"),
+    "rubbish named .parquet": ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", "a.parquet: cannot be read"),
+    "rubbish named .arrow": ("a.arrow", b"ARROW1" + bytes(99), "a.arrow"),
+    "pickle named .pkl": ("a.pkl", pickle.dumps([ROW]), "the ending '.pkl' is not one that is read"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_rows_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(here / "cache"))
+    file, content, words = FILES[name]
+    (here / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        guarded(lambda: samples(here / file))
+    assert words in str(caught.value)
+
+
+ROWS: dict[str, tuple[Any, list[str]]] = {
+    "list": ([1], []),
+    "number": (7, []),
+    "text": ("text", []),
+    "null": (None, []),
+    "no fields": ({}, ["'question'"]),
+    "question that is a list": ({**ROW, "question": ["a"]}, ["question", "must be a text"]),
+    "answer that is a number": ({**ROW, "answer": 3}, ["answer", "must be a text"]),
+    "image that is a number": ({**ROW, "image": 3}, []),
+    "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["needs the path of a file"]),
+    "image with NUL": ({**ROW, "image": "a\0.png"}, ["no file"]),
+    "image above the folder": ({**ROW, "image": "../outside/flag"}, ["'7'", "../outside/flag leads out of"]),
+    "image below and above the folder": ({**ROW, "image": "b/../../outside/flag"}, ["leads out of"]),
+    "image above the folder as an address": ({**ROW, "image": "file://../outside/flag"}, ["leads out of"]),
+    "image on the web": ({**ROW, "image": "http://127.0.0.1:1/a.png"}, ["http://127.0.0.1:1/a.png is an address"]),
+    "image in a data address": ({**ROW, "image": "data://text/plain"}, ["is an address"]),
+    "image that is a folder": ({**ROW, "image": "folder"}, ["no file"]),
+    "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no file"]),
+    "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes, is str"]),
+    "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["needs the path of a file"]),
+    "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),
+}
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_refused_with_its_place(here: Path, kind: str, name: str) -> None:
+    row, words = ROWS[name]
+    os.mkfifo(here / "fifo")
+    (here / "folder").mkdir()
+    text = f"[{GOOD}, {json.dumps(row)}]" if kind == "json" else f"{GOOD}\n{json.dumps(row)}\n"
+    (here / f"rows.{kind}").write_text(text)
+    refused(lambda: samples(here / f"rows.{kind}"), DataError, f"rows.{kind}, row 2", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("\ufeff" + GOOD, ["7"]),
+        (GOOD.replace('"7"', '"6", "id": "7"'), ["7"]),
+        (GOOD[:-1] + ', "score": NaN, "most": Infinity}', ["7"]),
+        (GOOD[:-1] + ', "note": "' + "x" * 10_000_000 + '"}', ["7"]),
+        (f"\n\n{GOOD}\r\n\n", ["7"]),
+        (f"[{GOOD}, {GOOD}]", ["7", "7"]),
+    ],
+    ids=["mark of the byte order", "key twice", "NaN", "a line of 10 MB", "empty lines", "list named .jsonl"],
+)
+def test_what_is_odd_but_clear_is_read(here: Path, text: str, ids: list[str]) -> None:
+    (here / "rows.jsonl").write_text(text)
+    assert guarded(lambda: [sample.id for sample in samples(here / "rows.jsonl")]) == ids
+
+
+def test_links_and_absolute_paths_are_the_users_to_allow(here: Path) -> None:
+    Image.new("RGB", (28, 28)).save(here / "cache.png")
+    (here / "linked").symlink_to(here.parent / "outside")
+    rows = [{**ROW, "image": str(here / "cache.png")}, {**ROW, "image": "linked/flag"}]
+    (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    paths = [sample.messages[0]["content"][0]["image"] for sample in samples(here / "rows.jsonl")]
+    assert paths == [str(here / "cache.png"), str(here / "linked" / "flag")]
+
+
+SETTINGS = """
+from dsreason.data.types import Sample
+def to_sample(row):
+    part = {"type": "video", "video": "a.png", **row}
+    return Sample("7", [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}])
+"""
+
+
+@pytest.mark.parametrize("fps", ["NaN", "Infinity", "-1", "1e999", '"2"', "[2]", "true"])
+def test_a_rate_that_is_none_is_refused_before_decoding(here: Path, fps: str) -> None:
+    from dsreason.data.media import VideoInfo
+    from dsreason.data.vision import sample_frames
+
+    (here / "own.py").write_text(SETTINGS)
+    (here / "rows.jsonl").write_text(f'{{"fps": {fps}}}')
+    data = DataConfig(adapter=str(here / "own.py"), path=str(here / "rows.jsonl"), validation=0)
+    part = open_datasets(data)[0][0].messages[0]["content"][0]
+    refused(lambda: sample_frames(VideoInfo(9, 1.0, 28, 28, 9.0), part), DataError, "fps is ")
+
+
+# ---------------------------------------------------------------- code that comes with data
+
+
+class Planted:
+    """Unpickling this writes the file `executed`."""
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (Path("executed"), "code ran")
+
+
+def test_a_pickle_in_the_schema_of_a_table_is_not_loaded(here: Path, executed: Path) -> None:
+    described = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Planted()),
+    }
+    fields = [pyarrow.field(key, pyarrow.string(), metadata=described if key == "id" else None) for key in ROW]
+    table = pyarrow.table([pyarrow.array([value]) for value in ROW.values()], schema=pyarrow.schema(fields))
+    pyarrow.parquet.write_table(table, here / "rows.parquet")
+    assert guarded(lambda: [sample.id for sample in samples(here / "rows.parquet")]) == ["7"]
+
+
+@pytest.mark.parametrize("script", ["rows.py", "data.py", "__init__.py"])
+def test_a_script_in_a_data_set_is_not_run(here: Path, executed: Path, script: str) -> None:
+    folder = here / "rows"
+    folder.mkdir()
+    (folder / script).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n")
+    (folder / "train.jsonl").write_text(GOOD)
+    if script == "rows.py":  # as the folder: what `datasets` ran in the past
+        refused(lambda: samples(folder, media_path=str(here)), DataError, "scripts are no longer supported", "rows.py")
+    else:
+        assert guarded(lambda: [sample.id for sample in samples(folder, media_path=str(here))]) == ["7"]
+
+
+def test_an_adapter_beside_the_data_is_not_run(here: Path, executed: Path) -> None:
+    for name in ("adapter.py", "jsonl.py", "conftest.py", "rows.py"):
+        (here / name).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
+    (here / "rows.jsonl").write_text(GOOD)
+    assert guarded(lambda: [sample.id for sample in samples(here / "rows.jsonl")]) == ["7"]

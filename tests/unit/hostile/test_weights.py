@@ -1,0 +1,260 @@
+"""Model folders: damaged or claiming weights, configurations that cannot be built, and code that comes with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsreason.errors import CheckpointError
+from dsreason.models.load import load_model, load_processor, model_config
+from dsreason.models.tiny import build_tiny
+from tests.unit.hostile.guard import guarded, refused
+from tests.unit.hostile.inputs import change_json, safetensors, tensor
+
+Spoil = Callable[[Path], Any]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return build_tiny("qwen2_5_vl", folder, hidden_size=64, num_layers=1, vision_depth=1)
+
+
+@pytest.fixture
+def model(here: Path, base: Path) -> Iterator[Path]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield Path(shutil.copytree(base, here / "model"))
+
+
+def load(model: Path) -> torch.nn.Module:
+    return load_model(model, dtype=torch.float32)
+
+
+def weights(content: bytes) -> Spoil:
+    return lambda model: (model / WEIGHTS).write_bytes(content)
+
+
+def first_as(dtype: torch.dtype) -> Spoil:
+    """With the first tensor in another dtype."""
+
+    def spoil(model: Path) -> None:
+        tensors = load_file(model / WEIGHTS)
+        name = next(iter(tensors))
+        save_file({**tensors, name: tensors[name].to(dtype)}, model / WEIGHTS)
+
+    return spoil
+
+
+def index(content: Any) -> Spoil:
+    """An index in place of the weights: a weight map, or the text of the file."""
+    text = content if isinstance(content, str) else json.dumps({"weight_map": content})
+    return lambda model: ((model / WEIGHTS).unlink(), (model / INDEX).write_text(text))
+
+
+def config(section: str = "", **values: Any) -> Spoil:
+    def spoil(model: Path) -> None:
+        change_json(model / "config.json", lambda document: (document[section] if section else document).update(values))
+
+    return spoil
+
+
+def text(name: str, content: str) -> Spoil:
+    return lambda model: (model / name).write_text(content)
+
+
+DAMAGED = "truncated or damaged"
+LOAD: dict[str, tuple[Spoil, list[str]]] = {
+    "header longer than the file": (weights((1 << 40).to_bytes(8, "little") + b"{}"), [DAMAGED, "header too large"]),
+    "header of 2^63 bytes": (weights((1 << 63).to_bytes(8, "little") + b"{}"), [DAMAGED, "header too large"]),
+    "header that is no JSON": (weights(safetensors(b"garbage!")), [DAMAGED, "invalid JSON"]),
+    "header that is a list": (weights(safetensors([])), [DAMAGED]),
+    "nested header": (weights(safetensors(b'{"a":' * 50_000)), [DAMAGED]),
+    "overlapping tensors": (
+        weights(
+            safetensors({"a": tensor(shape=[2], offsets=[0, 8]), "b": tensor(shape=[2], offsets=[4, 12])}, bytes(12))
+        ),
+        [DAMAGED, "invalid offset"],
+    ),
+    "hole before a tensor": (
+        weights(safetensors({"a": tensor(offsets=[8, 12])}, bytes(12))),
+        [DAMAGED, "invalid offset"],
+    ),
+    "tensor beyond the file": (weights(safetensors({"a": tensor(shape=[9], offsets=[0, 36])}, bytes(4))), [DAMAGED]),
+    "unknown dtype": (weights(safetensors({"a": tensor("F99")}, bytes(4))), [DAMAGED, "F99"]),
+    "shape that overflows": (weights(safetensors({"a": tensor(shape=[1 << 40] * 2)}, bytes(4))), [DAMAGED, "overflow"]),
+    "negative shape": (weights(safetensors({"a": tensor(shape=[-1])}, bytes(4))), [DAMAGED, "`-1`"]),
+    "no tensors": (weights(safetensors({})), ["text_config.num_hidden_layers = 1", "0 tensors"]),
+    "whole numbers": (first_as(torch.int64), ["1 that are no trainable numbers", "(I64)"]),
+    "flags": (first_as(torch.bool), ["1 that are no trainable numbers", "(BOOL)"]),
+    "complex numbers": (first_as(torch.complex64), ["1 that are no trainable numbers", "(C64)"]),
+    "quantised numbers": (first_as(torch.float8_e4m3fn), ["1 that are no trainable numbers", "(F8_E4M3)"]),
+    "index with a file elsewhere": (index({"a": "/etc/passwd"}), [INDEX, "outside its folder: /etc/passwd"]),
+    "index with a file above": (index({"a": "../outside/flag"}), [INDEX, "outside its folder"]),
+    "index with the folder above": (index({"a": ".."}), [".. is missing"]),
+    "index with a number": (index({"a": 3}), [INDEX, "is damaged"]),
+    "index with a list": (index({"a": ["b"]}), [INDEX, "is damaged"]),
+    "index with kinds mixed": (index({"a": 3, "b": "c"}), [INDEX, "is damaged"]),
+    "index with a long name": (index({"a": "a" * 5000}), ["aaa", "is missing"]),
+    "index with NUL": (index({"a": "a\0b"}), ["is missing"]),
+    "index with a pickle": (index({"a": "pytorch_model.bin"}), ["pytorch_model.bin is missing"]),
+    "index that is a list": (index("[]"), [INDEX, "is damaged"]),
+    "nested index": (index("[" * 100_000), [INDEX, "is damaged"]),
+    "negative size": (config("text_config", hidden_size=-64), ["config.json", "negative dimension"]),
+    "no heads": (config("text_config", num_attention_heads=0), ["config.json", "division"]),
+    "size beyond memory": (config("text_config", hidden_size=1 << 40), ["config.json", "overflow"]),
+    "vocabulary of 2^40": (config("text_config", vocab_size=1 << 40), ["of another shape", "1099511627776"]),
+    "heads of 2^36": (config("text_config", head_dim=1 << 36), ["config.json asks for 34359738368 values", "inv_freq"]),
+    "100 million layers": (config("vision_config", depth=10**8), ["vision_config.depth = 100000000", "32 tensors"]),
+    "unknown activation": (config("text_config", hidden_act="evil"), ["config.json", "evil"]),
+    "generation settings of rubbish": (text("generation_config.json", "{"), ["generation_config.json"]),
+    "generation settings in a list": (text("generation_config.json", "[1]"), ["generation_config.json"]),
+}
+CONFIG: dict[str, tuple[Spoil, list[str]]] = {
+    "rubbish": (text("config.json", "rubbish"), []),
+    "a list": (text("config.json", "[]"), []),
+    "a text": (text("config.json", '"qwen2_5_vl"'), []),
+    "nested": (text("config.json", '{"a":' * 5000), ["recursion"]),
+    "a path as the type": (config(model_type="../../outside"), ["../../outside"]),
+    "a number as the type": (config(model_type=3), []),
+    "a list as the type": (config(model_type=["qwen2_5_vl"]), []),
+    "a text as a size": (config("text_config", hidden_size="64"), ["hidden_size"]),
+    "negative layers": (config("text_config", num_hidden_layers=-1), ["num_hidden_layers"]),
+    "a list as a section": (config(text_config=[1]), ["text_config"]),
+    "an unknown dtype": (config(dtype="evil"), ["evil"]),
+    "a function as the dtype": (config(dtype="load"), []),
+    "a text as quantisation": (config(quantization_config="x"), []),
+    "a list of wrong layers": (config("text_config", layer_types=[3]), ["layer_types"]),
+}
+
+
+def processor_json(**values: Any) -> Spoil:
+    """The image processor's own file with other values, where nothing else says them."""
+
+    def spoil(model: Path) -> None:
+        change_json(model / "processor_config.json", lambda document: document.pop("image_processor"))
+        change_json(model / "preprocessor_config.json", lambda document: document.update(values))
+
+    return spoil
+
+
+def tokenizer_json(**values: Any) -> Spoil:
+    return lambda model: change_json(model / "tokenizer.json", lambda document: document.update(values))
+
+
+PROCESSOR: dict[str, tuple[Spoil, list[str]]] = {
+    "tokenizer of rubbish": (text("tokenizer.json", "rubbish"), []),
+    "tokenizer in a list": (text("tokenizer.json", "[]"), []),
+    "nested tokenizer": (text("tokenizer.json", "[" * 100_000), ["recursion"]),
+    "unknown model of a tokenizer": (tokenizer_json(model={"type": "Evil"}), []),
+    "broken pattern": (
+        tokenizer_json(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+        ["unmatched parenthesis"],
+    ),
+    "tokenizer settings of rubbish": (text("tokenizer_config.json", "rubbish"), []),
+    "tokenizer settings in a list": (text("tokenizer_config.json", "[]"), []),
+    "processor of rubbish": (text("processor_config.json", "rubbish"), []),
+    "processor that is a function": (
+        lambda model: change_json(model / "processor_config.json", lambda d: d.update(processor_class="os.system")),
+        ["no processor of images and videos"],
+    ),
+    "image processor that is a function": (processor_json(image_processor_type="os.system"), []),
+    "patches of no size": (processor_json(patch_size=0), ["patch_size 0, config.json says 14"]),
+    "patches of another size": (processor_json(patch_size=16), ["patch_size 16, config.json says 14"]),
+    "negative merging": (processor_json(merge_size=-2), ["merge_size -2, config.json says 2"]),
+    "limits of another kind": (processor_json(size={"height": 28, "width": 28}), ["shortest_edge"]),
+}
+
+
+@pytest.mark.parametrize("name", LOAD)
+def test_a_model_is_refused(model: Path, name: str) -> None:
+    spoil, words = LOAD[name]
+    spoil(model)
+    refused(lambda: load(model), CheckpointError, str(model), *words)
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_a_configuration_is_refused(model: Path, name: str) -> None:
+    spoil, words = CONFIG[name]
+    spoil(model)
+    refused(lambda: model_config(model), CheckpointError, f"{model}: config.json cannot be read", *words)
+
+
+@pytest.mark.parametrize("name", PROCESSOR)
+def test_a_processor_is_refused(model: Path, name: str) -> None:
+    spoil, words = PROCESSOR[name]
+    spoil(model)
+    refused(lambda: load_processor(model), CheckpointError, f"{model}: ", *words)
+
+
+def test_weights_that_are_no_numbers_are_loaded(model: Path) -> None:
+    tensors = load_file(model / WEIGHTS)
+    save_file({name: torch.full_like(values, torch.nan) for name, values in tensors.items()}, model / WEIGHTS)
+    assert guarded(lambda: all(parameter.isnan().all() for parameter in load(model).parameters()))
+
+
+CODE = """
+open({sentinel!r}, "w").write("code ran")
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+class Evil(PreTrainedConfig): model_type = "evil"
+"""
+CLASSES = (
+    *("AutoConfig", "AutoModelForImageTextToText", "AutoProcessor", "AutoTokenizer", "AutoImageProcessor"),
+    "AutoVideoProcessor",
+)
+
+
+@pytest.fixture
+def with_code(model: Path, executed: Path) -> Path:
+    """Every file of the model names classes in a script beside it."""
+    (model / "evil.py").write_text(CODE.format(sentinel=str(executed)))
+    for file in model.glob("*config.json"):
+        change_json(file, lambda document: document.update(auto_map=dict.fromkeys(CLASSES, "evil.Evil")))
+    return model
+
+
+def test_code_of_a_model_that_needs_none_is_not_run(with_code: Path) -> None:
+    assert guarded(lambda: load(with_code) is not None and load_processor(with_code) is not None)
+
+
+def test_code_of_a_model_that_needs_it_is_not_run(with_code: Path) -> None:
+    config(model_type="evil")(with_code)
+    refused(lambda: load(with_code), CheckpointError, "config.json cannot be read", "custom code")
+
+
+def test_code_of_a_processor_is_not_run(with_code: Path) -> None:
+    change_json(with_code / "processor_config.json", lambda document: document.update(processor_class="Evil"))
+    refused(lambda: load_processor(with_code), CheckpointError, "cannot be loaded", "custom code")
+
+
+def test_code_of_a_tokenizer_is_not_run(with_code: Path) -> None:
+    change_json(with_code / "tokenizer_config.json", lambda document: document.update(tokenizer_class="Evil"))
+    assert guarded(lambda: load_processor(with_code) is not None)  # config.json decides the class
+
+
+class Planted:
+    """Unpickling this writes the file `executed`."""
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (Path("executed"), "code ran")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_unread(model: Path, executed: Path, name: str) -> None:
+    (model / WEIGHTS).unlink()
+    torch.save({"a": Planted()}, model / name)
+    refused(lambda: load(model), CheckpointError, f"pickled weights only ({name})")
+
+
+def test_a_pickle_named_safetensors_is_not_unpickled(model: Path, executed: Path) -> None:
+    torch.save({"a": Planted()}, model / WEIGHTS)
+    refused(lambda: load(model), CheckpointError, WEIGHTS, DAMAGED)
