@@ -62,7 +62,9 @@ def rank(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
     waiting = CheckpointWriter(engine, folder / "waiting", world, background=False)
     beside = CheckpointWriter(engine, folder / "beside", world)
-    found: dict[str, list[float]] = {name: [] for name in ("waited", "stall", "written", "step alone", "step meanwhile")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("waited", "stall", "written", "step alone", "step meanwhile")
+    }
     for number in range(arguments.rounds + 1):
         found["step alone"] += [step(engine, width) for _ in range(3)]
         started = time.perf_counter()

@@ -34,7 +34,14 @@ def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Names
         "generation.max_tokens": arguments.length,
         "vision.nframes": 2,
     }
-    command = [str(Path(sys.executable).parent / "dsreason"), "eval", "--model", arguments.model, "--adapter", "builtin"]
+    command = [
+        str(Path(sys.executable).parent / "dsreason"),
+        "eval",
+        "--model",
+        arguments.model,
+        "--adapter",
+        "builtin",
+    ]
     command += ["--limit", str(arguments.questions), "--results-dir", str(folder / name), "--overwrite"]
     command += [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
