@@ -14,7 +14,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.runtime.checkpoint import check_sizes, read_checkpoint
+from dsreason.runtime.checkpoint import check_sizes, read_state
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.shards import checkpoint_tensors
 from dsreason.runtime.world import World, agree, barrier
@@ -218,7 +218,7 @@ def export_checkpoint(
         dtype: "bf16", "fp32", or "auto" for the precision of the run.
         source: folder of the base model, where it is no longer the one that the checkpoint names.
     """
-    saved = read_checkpoint(checkpoint)
+    saved = read_state(checkpoint)
     check_sizes(checkpoint)
     return write_model_folder(
         checkpoint_tensors(checkpoint, saved),

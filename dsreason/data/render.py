@@ -114,6 +114,8 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error
+    except Exception as error:  # a program that comes with the model
+        raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
 
 
 # ---------------------------------------------------------------- checking messages

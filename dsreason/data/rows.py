@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import datasets
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+UNREADABLE = (ValueError, RecursionError)
+"""What is no JSON, no UTF-8, a number of 5000 digits, or nested a thousand times."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
@@ -72,7 +74,7 @@ class JsonListRows(Rows):
         rows = _parse_json(path)
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
-        texts = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+        texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
         self.ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         self.block = b"".join(texts)
 
@@ -111,7 +113,7 @@ class JsonLinesRows(Rows):
             line = file.readline()
         try:
             return json.loads(line.decode("utf-8-sig"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise DataError(
                 f"{self.path}, line {self.lines[index]}: not a JSON object ({error}); correct the line"
             ) from error
@@ -273,7 +275,7 @@ def _read_json(path: Path) -> Rows:
 def _parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{path}: not JSON ({error}); correct the file") from error
 
 

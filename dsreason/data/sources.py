@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,9 @@ CONTROL_TOKENS = (
     "<|endoftext|>",
 )
 """The models' own marks: in a text they would be read as media or as the end of a turn."""
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""Half a character: JSON can say it, no tokenizer takes it."""
 
 HELD_OUT_SEED = 0
 """Not `train.seed`: runs that differ in their seed are measured on the same rows."""
@@ -212,6 +216,8 @@ def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -
 def check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
+    if SURROGATE.search(text):
+        raise DataError(f"the text contains half a character (a lone surrogate): {text!r:.200}")
     for token in CONTROL_TOKENS:
         if token in text:
             raise DataError(
@@ -225,7 +231,7 @@ def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3
     Whether an object in S3 exists is seen when it is read.
     """
     if isinstance(given, dict) and given.get("bytes"):
-        return embedded_file(given["bytes"], Path(given.get("path") or "").suffix)
+        return embedded_file(given["bytes"], Path(str(given.get("path") or "")).suffix)
     if isinstance(given, dict):
         given = given.get("path")
     if not isinstance(given, str) or not given:
@@ -244,8 +250,8 @@ def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3
         path = media_root / path
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
-    if not path.is_file():
-        raise DataError(f"{kind}: no file {path}")
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
+        raise DataError(f"{kind}: no file {str(path)[:300]}")
     return path
 
 

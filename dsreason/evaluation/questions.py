@@ -122,7 +122,7 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     clip = Path(os.path.normpath(folder / video))
     if not video or clip == folder or not clip.is_relative_to(folder):
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
-    if clip.is_file():
+    if os.path.isfile(clip):  # unlike Path.is_file, False for a path that is too long
         return clip, None
     packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
     hint = f"; {packed[0]} there is not unpacked: `dsreason data fetch` does that" if packed else ""

@@ -27,7 +27,7 @@ from deepspeed.checkpoint import ds_to_universal
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.runtime.engine import full_shape
 from dsreason.runtime.rng import load_rng_state, take_rng_state
-from dsreason.runtime.shards import UNREADABLE, load_model_file, load_optimizer_file, safe_loading
+from dsreason.runtime.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
 from dsreason.runtime.world import World, agree, barrier, on_rank_zero
 
 MARKER = "COMPLETE"
@@ -148,13 +148,13 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
     Raises:
         CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
     """
-    saved = on_rank_zero(lambda: read_checkpoint(path))
+    saved = on_rank_zero(lambda: read_state(path))
     check_files(path, world)
     check_matches(path, saved, engine)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
     error: CheckpointError | None = None
     if saved["world_size"] != world.size:
-        on_rank_zero(lambda: make_universal(path))
+        on_rank_zero(lambda: make_universal(path, saved))
     try:
         if saved["world_size"] == world.size:
             load_same_size(engine, path)
@@ -183,6 +183,27 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return read_json(path / STATE_FILE)
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """trainer_state.json of a complete checkpoint; CheckpointError where it lacks what loading needs."""
+    saved = read_checkpoint(path)
+    try:
+        TrainerState(**saved["state"])
+        facts = {key: saved[key] for key in ("world_size", "zero_stage", "precision")}
+        if (
+            facts["world_size"] < 1
+            or facts["zero_stage"] not in (1, 2, 3)
+            or facts["precision"] not in ("bf16", "fp32")
+        ):
+            raise ValueError(", ".join(f"{key} {value!r}" for key, value in facts.items()))
+        for described in saved["parameters"].values():
+            torch.Size(described["shape"]), described["trained"]
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
+        raise CheckpointError(
+            f"{path / STATE_FILE}: is not what a checkpoint holds ({type(cause).__name__}: {cause}); choose another one"
+        ) from cause
+    return saved
+
+
 def check_files(path: Path, world: World) -> None:
     """Sizes of all files, and that this rank can read its own.
 
@@ -206,6 +227,8 @@ def check_sizes(path: Path) -> None:
     if not isinstance(files, dict):
         raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
     for name, size in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MARKER}: names {name!r}, which is no file in it; choose another checkpoint")
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing; choose another checkpoint")
@@ -254,10 +277,11 @@ def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
         raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
 
 
-def make_universal(path: Path) -> None:
+def make_universal(path: Path, saved: dict[str, Any]) -> None:
     """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state."""
     if (path / UNIVERSAL).is_dir():
         return
+    check_names(path, saved)
     partial = path / f"{SAVING}{UNIVERSAL}"
     delete_folder(partial)
     arguments = Namespace(
@@ -386,9 +410,12 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
         raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint") from cause
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: holds a {type(document).__name__}; choose another checkpoint")
+    return document
 
 
 def flush_files(folder: Path) -> None:

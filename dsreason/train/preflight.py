@@ -28,7 +28,7 @@ from dsreason.losses.objective import objective_of
 from dsreason.models.families import family_of
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
-from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_checkpoint
+from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_state
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
 from dsreason.runtime.storage import check_target
@@ -123,7 +123,7 @@ def check_resume(config: RunConfig, resume: str | None) -> None:
     """
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
-        saved = read_checkpoint(checkpoint)
+        saved = read_state(checkpoint)
         check_sizes(checkpoint)
         check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dsreason.errors import CheckpointError
-from dsreason.runtime.checkpoint import check_sizes, choose_checkpoint, read_checkpoint
+from dsreason.export import export_checkpoint
+from dsreason.runtime.checkpoint import check_sizes, choose_checkpoint, make_universal, read_checkpoint, read_state
 from dsreason.runtime.rng import load_rng_state
 from dsreason.runtime.shards import UNREADABLE, check_names, checkpoint_tensors
 from tests.unit.hostile.guard import guarded, refused
@@ -195,9 +196,50 @@ def test_a_damaged_state_is_named(checkpoint: Path, content: bytes) -> None:
     refused(lambda: read_checkpoint(checkpoint), CheckpointError, "trainer_state.json: cannot be read")
 
 
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "empty": lambda saved: {},
+    "no state": lambda saved: saved.pop("state") and saved,
+    "state with a foreign key": lambda saved: saved | {"state": {"stop": 1}},
+    "state in a list": lambda saved: saved | {"state": [1]},
+    "ranks in a text": lambda saved: saved | {"world_size": "2"},
+    "no ranks": lambda saved: saved | {"world_size": 0},
+    "another stage": lambda saved: saved | {"zero_stage": 7},
+    "another precision": lambda saved: saved | {"precision": "int8"},
+    "parameters in a list": lambda saved: saved | {"parameters": ["layer.weight"]},
+    "parameters without shapes": lambda saved: saved | {"parameters": {"layer.weight": {}}},
+    "shapes of another kind": lambda saved: saved | {"parameters": {"layer.weight": {"shape": "x", "trained": True}}},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(STATES[name](saved)))
+    mark(checkpoint)
+    words = ["trainer_state.json: is not what a checkpoint holds"]
+    refused(lambda: read_state(checkpoint), CheckpointError, *words)
+    refused(lambda: export_checkpoint(checkpoint, checkpoint.parent / "out"), CheckpointError, *words)
+
+
+@pytest.mark.parametrize("content", ["[]", '"x"', "3", "[" * 100_000])
+@pytest.mark.parametrize("file", ["trainer_state.json", "COMPLETE"])
+def test_a_file_of_another_kind_is_named(checkpoint: Path, file: str, content: str) -> None:
+    (checkpoint / file).write_text(content)
+    use = read_state if file == "trainer_state.json" else check_sizes
+    refused(lambda: use(checkpoint), CheckpointError, f"{file}: ")
+
+
+def test_names_that_would_lead_out_never_reach_the_converter(checkpoint: Path, saved: dict[str, Any]) -> None:
+    foreign = "../../../../../outside/new"
+    torch.save({**model_state(), "param_shapes": [{foreign: torch.Size([1])}]}, checkpoint / MODEL.format(1))
+    refused(lambda: make_universal(checkpoint, saved), CheckpointError, "rank 1", repr(foreign))
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
+        ({"../../../outside/flag": 9}, ["COMPLETE: names '../../../outside/flag'"]),
+        ({"/etc/passwd": 9}, ["COMPLETE: names '/etc/passwd'"]),
+        ({".": 9}, ["COMPLETE: names '.'"]),
         ({"gone.pt": 3}, ["gone.pt: is missing"]),
         ({"trainer_state.json": 3}, ["trainer_state.json: has", "instead of 3"]),
         ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of 3"]),

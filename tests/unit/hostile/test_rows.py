@@ -32,11 +32,20 @@ def samples(path: Path | str, **keys: Any) -> list[Any]:
     return list(training)
 
 
+def deep(levels: int) -> str:
+    return '{"id": ' + "[" * levels + "]" * levels + "}"
+
+
 FILES: dict[str, tuple[str, str | bytes, str]] = {
+    "list, nested": ("a.json", "[" * 100_000, "a.json: not JSON"),
+    "list, nested rows": ("a.json", f"[{deep(100_000)}]", "a.json: not JSON"),
+    "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", "a.json: not JSON"),
     "list, cut": ("a.json", "[" + GOOD, "a.json: not JSON"),
     "list, UTF-16": ("a.json", f"[{GOOD}]".encode("utf-16"), "a.json"),
     "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: not a JSON object"),
     "empty list": ("a.json", "[]", "a.json (split train): the data set is empty"),
+    "lines, nested": ("a.jsonl", deep(100_000), "a.jsonl, line 1"),
+    "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", "a.jsonl, line 1"),
     "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: not a JSON object"),
     "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: not a JSON object"),
     "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: not a JSON object"),
@@ -67,7 +76,9 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "answer that is a number": ({**ROW, "answer": 3}, ["answer", "must be a text"]),
     "image that is a number": ({**ROW, "image": 3}, []),
     "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["needs the path of a file"]),
+    "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no file"]),
     "image with NUL": ({**ROW, "image": "a\0.png"}, ["no file"]),
+    "image with half a character": ({**ROW, "image": "\ud800.png"}, ["no file"]),
     "image above the folder": ({**ROW, "image": "../outside/flag"}, ["'7'", "../outside/flag leads out of"]),
     "image below and above the folder": ({**ROW, "image": "b/../../outside/flag"}, ["leads out of"]),
     "image above the folder as an address": ({**ROW, "image": "file://../outside/flag"}, ["leads out of"]),
@@ -76,8 +87,11 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "image that is a folder": ({**ROW, "image": "folder"}, ["no file"]),
     "image that is a FIFO": ({**ROW, "image": "fifo"}, ["no file"]),
     "image whose bytes are a text": ({**ROW, "image": {"bytes": "abc"}}, ["must be bytes, is str"]),
+    "image whose path is a number": ({**ROW, "image": {"bytes": "abc", "path": 3}}, []),
     "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["needs the path of a file"]),
     "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),
+    "question with half a character": ({**ROW, "question": "a\ud800"}, ["half a character"]),
+    "answer with half a character": ({**ROW, "answer": "\udfff"}, ["half a character"]),
 }
 
 

@@ -98,6 +98,16 @@ def test_roles_that_a_template_refuses_are_told_with_the_sample(model: Path) -> 
     refused(lambda: render_prompt(processor, SAMPLE), DataError, "'7'", "refuses the roles user", "no users here")
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{% include 'x' %}", "{% for i in range(10**9) %}{% endfor %}"]
+)
+def test_a_template_that_fails_later_is_told_with_the_sample(model: Path, source: str) -> None:
+    (model / "chat_template.jinja").write_text("{% if messages|length > 1 %}" + source + "{% endif %}")
+    processor = load_processor(model)
+    longer = Sample("7", [*SAMPLE.messages, {"role": "assistant", "content": "red"}, *SAMPLE.messages])
+    refused(lambda: render_prompt(processor, longer), DataError, "'7'", "the chat template fails")
+
+
 def test_a_template_that_takes_text_only_is_accepted(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ messages[0].content + '!' }}")
     assert guarded(lambda: load_processor(model).apply_chat_template(SAMPLE.messages, tokenize=False)) == "What is it?!"
