@@ -34,7 +34,7 @@ class RolloutError(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How completions are drawn. The stop tokens are those of the model's generation config.
 
@@ -49,14 +49,14 @@ class Sampling:
     """Sample from this many most probable tokens; 0 keeps all."""
     max_completion_length: int = 64
     """Longest completion in tokens, the stop token included."""
+    seed: int = 0
+    """A prompt draws from the random stream (seed, its stream's number), whatever it is batched with."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens that the prompt or the completion holds, and multiplies the negative ones."""
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that the completion holds."""
     frequency_penalty: float = 0.0
     """Taken from the logits of tokens as often as the completion holds them."""
-    seed: int = 0
-    """A prompt draws from the random stream (seed, its stream's number), whatever it is batched with."""
 
     def __post_init__(self) -> None:
         out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0

@@ -108,8 +108,6 @@ def finish(partial: Path, final: Path, world: World) -> None:
             "the output folder must be on a file system that all hosts share"
         )
     with as_save_error(final):
-        for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts copies of its own code there
-            (partial.parent / script).unlink(missing_ok=True)
         sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         write_json(partial / MARKER, {"files": sizes})
         flush_files(partial)
@@ -365,6 +363,11 @@ def complete_checkpoints(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).is_file()]
     return sorted(found, key=checkpoint_step)
+
+
+def unfinished_steps(folder: Path) -> list[int]:
+    """Of checkpoints that are being written."""
+    return [int(path.name.removeprefix(f"{SAVING}step_")) for path in folder.glob(f"{SAVING}step_*")]
 
 
 def checkpoint_step(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import logging
 import shutil
@@ -61,11 +62,14 @@ class SnapshotEngine(TorchCheckpointEngine):
     def in_place(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Inside, `engine.save_checkpoint` fills `files` instead of the disk."""
         self.files, self.copied, self.writer = [], self.copying, engine.checkpoint_engine
-        engine.checkpoint_engine = self
+        engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
+        engine._copy_recovery_script = lambda path: (
+            None
+        )  # of DeepSpeed's own code; it fails on a full disk, on one rank
         try:
             yield
         finally:
-            engine.checkpoint_engine = self.writer
+            engine.checkpoint_engine, engine._copy_recovery_script = self.writer, copy_script
 
     def save(self, state_dict: Any, path: str) -> None:
         name = Path(path).name
@@ -225,10 +229,11 @@ class CheckpointWriter:
         writing, self.writing = self.writing, None
         concurrent.futures.wait([writing.future])
         barrier()
-        on_rank_zero(lambda: delete_folder(writing.partial))
+        on_rank_zero(lambda: remove(writing.partial))
+        free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
-            f"{writing.final}: rank {rank} could not write it: {text}; older checkpoints are as they were. Mend that, and "
-            "continue with --resume auto"
+            f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
+            "as they were. Mend that, and continue with --resume auto"
         )
 
 
@@ -245,6 +250,12 @@ def outcome(future: Future[None]) -> str | None:
     return "" if error is None else f"{type(error).__name__}: {error}".strip()
 
 
+def remove(partial: Path) -> None:
+    """What was written of a checkpoint that failed; where even that fails, the next start does it."""
+    with contextlib.suppress(OSError):
+        delete_folder(partial)
+
+
 def partial_check(partial: Path, size: int) -> Callable[[], None]:
     """Refuses, and removes the folder again, where the disk has no room for `size` bytes."""
 
@@ -252,7 +263,7 @@ def partial_check(partial: Path, size: int) -> Callable[[], None]:
         free = shutil.disk_usage(partial).free
         if SPARE_DISK * size <= free:
             return
-        delete_folder(partial)
+        remove(partial)
         raise SaveError(
             f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
             "checkpoints are as they were. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"

@@ -195,6 +195,8 @@ class Failure:
     mendable: bool
     """A `DsReasonError`: told without a traceback, and not worth a restart."""
     time: float
+    signal: int = 0
+    """That killed it."""
 
 
 class RankError(DsReasonError):
@@ -259,20 +261,24 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
             failure = first_failure(_left_errors(Path(error_dir)), exit_codes(error.failures))
-            return _as_stopped(failure, received[0]) if received else failure
+            return _as_stopped(failure, received) if received else failure
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
     return None
 
 
-def _as_stopped(failure: Failure, name: str) -> Failure:
-    """How ranks end that were told to by signal `name`: they say so, or had not come to their first step."""
+def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
+    """How ranks end that were told to by signals: they say so, or the signal itself ended them; else it is a failure."""
+    name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
-    if failure.mendable:
-        return failure
-    return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, mendable=True)
+    if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
+        return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, mendable=True)
+    if failure.signal == signal.SIGTERM and len(received) > 1:
+        text, code = f"ended at once by a second {received[1]}, nothing was saved", 128 + signal.SIGTERM
+        return replace(failure, text=text, exit_code=code, mendable=True)
+    return failure
 
 
 @contextmanager
@@ -358,7 +364,7 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
         text = f"rank {rank} was killed by {name}{hint}"
     else:
         text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
-    return Failure(rank, text, exit_code=1, mendable=False, time=0.0)
+    return Failure(rank, text, exit_code=1, mendable=False, time=0.0, signal=max(0, -exit_code))
 
 
 @contextmanager

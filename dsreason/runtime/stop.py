@@ -38,13 +38,15 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        log.warning("%s: stopping after this step", self.name)
         for again in self.before.keys() - {signal.SIGUSR1}:
             signal.signal(again, self.before[again])
 
     def asked(self) -> str:
         """The signal that any rank got, or "". Collective."""
-        return next(filter(None, gather_objects(self.name)), "")
+        name = next(filter(None, gather_objects(self.name)), "")
+        if name:
+            log.warning("%s: stopping after this step", name)
+        return name
 
 
 def stopped(name: str, step: int) -> Stopped:

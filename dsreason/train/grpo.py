@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,13 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     """`num_generations` completions of each of this rank's prompts, scored."""
     rollout, size = grpo.config.rollout, grpo.config.grpo.num_generations
     seed = int(np.random.SeedSequence((grpo.config.train.seed, prompts.batch)).generate_state(1)[0])
-    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_completion_length, seed)
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_completion_length=rollout.max_completion_length,
+        seed=seed,
+    )
     repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
     streams = [number * size + i for number in prompts.numbers for i in range(size)]  # the same on any number of ranks
     completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
@@ -150,7 +157,8 @@ def grpo_step(grpo: GRPORun, part: Part) -> dict[str, float]:
     with grpo.memory.phase("train"):
         update = accumulate_gradients(engine, part, config, grpo.world, grpo.banned_ids)
         folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
-        mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
+        if math.isfinite(update.metrics["train/loss"]):  # else it is no sign of two different policies
+            mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
         engine.step()
     metrics = update.metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     return grpo.finite.metrics(metrics, part.batches, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import CheckpointError
 from dsreason.export import export_engine
-from dsreason.runtime.checkpoint import checkpoint_step, complete_checkpoints, delete_folder
+from dsreason.runtime.checkpoint import checkpoint_step, complete_checkpoints, delete_folder, unfinished_steps
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.world import World, on_rank_zero
 
@@ -37,8 +37,9 @@ def reset_reference(
 
 
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
-    """References that neither the run nor one of its checkpoints goes on with."""
-    steps = [step, *map(checkpoint_step, complete_checkpoints(output_dir / "checkpoints"))]
+    """References that neither the run nor one of its checkpoints, those being written included, goes on with."""
+    checkpoints = output_dir / "checkpoints"
+    steps = [step, *map(checkpoint_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
     needed = {f"step_{reset_step(one, every)}" for one in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:

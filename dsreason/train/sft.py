@@ -14,7 +14,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import MARKER, delete_folder
+from dsreason.runtime.checkpoint import MARKER, STATE_FILE, delete_folder, read_json
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
@@ -183,12 +183,12 @@ def stop_if_asked(sft: SFTRun) -> None:
     step, name = sft.state.step, sft.stop.asked()
     if not name or step == sft.total_steps:
         return
+    checkpoint = sft.checkpoints / f"step_{step}"
     with sft.watchdog.phase("saving checkpoint"), sft.progress.phase(f"{name}: saving checkpoint"):
-        written = sft.writer.wait()
-        if written != sft.checkpoints / f"step_{step}":
+        follow_up(sft, sft.writer.wait())
+        if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
             sft.writer.start(step, sft.state)
-            written = sft.writer.wait()
-        follow_up(sft, written)
+            follow_up(sft, sft.writer.wait())
     raise stopped(name, step)
 
 
@@ -196,10 +196,11 @@ def follow_up(sft: SFTRun, written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
     if written is None or not sft.world.is_main:
         return
-    config, best = sft.config.checkpoint, sft.state.best_step
+    config = sft.config.checkpoint
     sft.uploads.add(written, last=written.name == f"step_{sft.total_steps}")
-    spared = {sft.checkpoints / f"step_{best}"} if config.keep_best and best else set()
-    sft.writer.prune(config.keep, spared | sft.uploads.in_use())
+    # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
+    bests = {sft.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
+    sft.writer.prune(config.keep, {sft.checkpoints / f"step_{best}" for best in bests if best} | sft.uploads.in_use())
 
 
 def finish(sft: SFTRun) -> None:
