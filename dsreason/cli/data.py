@@ -141,9 +141,6 @@ def clip(
     events: Annotated[
         Path | None, typer.Option(help="holoassist: data-annotation*.json; default: the one in or beside --raw.")
     ] = None,
-    count_from: Annotated[
-        int, typer.Option(min=0, max=1, help="holoassist: number of the first action in the clips' names.")
-    ] = 0,
     workers: WorkersOption = None,
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="Exit with 0 also where raw videos are missing.")
@@ -155,14 +152,11 @@ def clip(
     """
     launch.prepare_environment()
     from dsreason.data.clip import cut_clips, needed_clips
-    from dsreason.data.clip_rules import counts_from_zero, rule_for
+    from dsreason.data.clip_rules import rule_for
 
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
-    rule = rule_for(dataset, raw, events=events, count_from=count_from)
-    if dataset == CutDataset.holoassist and count_from == 0 and not counts_from_zero(names):
-        note = f"none of the {len(names)} names counts actions from 0; if they count from 1, give --count-from 1"
-        typer.echo(f"note: {note}", err=True)
+    rule = rule_for(dataset, raw, events=events)
     clips = cut_clips(names, rule, folder / "clips", workers=cores(workers), track=track)
     for text in [*clips.missing, *clips.failed]:
         typer.echo(text)

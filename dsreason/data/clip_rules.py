@@ -1,24 +1,25 @@
 """What the name of a Cosmos-Reason1 clip says: which raw video it was cut from, and which part of it.
 
-All ranges are half-open: the first frame is in, the last is not, so that `end - start` frames are cut.
+The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the first frame is in, the last is
+not, so that `end - start` frames are cut.
 
-- agibot, `327-648642-head-120-260.mp4`: frames 120 to 259 of the view `head` of episode 648642 of task 327.
-- holoassist, `R005-7July-DSLR_coarse_2_fine_0.mp4`: the fine grained action number 0 within the coarse grained action
-  number 2 of the recording R005-7July-DSLR, from its start to its end in seconds. Actions are numbered in the order of
-  their start, from 0 (`count_from`); a fine one belongs to the coarse one during which it starts.
-- bridgev2, `<folder>.<episode>._.totalframe050.clipframe032.mp4`: the first 32 of the 50 frames of the episode. As
-  totalframe counts the frames of the whole, clipframe counts those of the clip: its end frame is not in it.
+- agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
+  episode 809829 of task 574; a sixth part, where there is one, says nothing about the cut.
+- holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine grained action whose `id` is 41 in the annotations of the
+  recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is not looked at.
+- bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes of the
+  folder are written as `-`. There may be a `_` between episode and totalframe.
 
 Raw data may lie in these ways below the folder `raw`:
 
-- agibot (AgiBotWorld): `observations/<task>/<episode>/videos/<view>_color.mp4`, also without `observations/`, without
-  `videos/` or without `_color`.
-- holoassist: `<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`), `videos/<recording>.mp4`
-  or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
-  `{"video_name": …, "events": [{"label": "Coarse grained action", "start": seconds, "end": seconds}, …]}`.
-- bridgev2 (BridgeData V2): `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`, `<folder>/traj<episode>/images0/…`,
-  `<folder>/raw/traj_group*/traj<episode>/images0/…`, or a video `<folder>/<episode>.mp4`. Dots of `<folder>` in the name
-  may be slashes of a path.
+- agibot (AgiBotWorld): `observations/<task>/<episode>/videos/<view>.mp4`, also without `observations/` or `videos/`, or with
+  `_color` after the view.
+- holoassist: `videos/<recording>/Export_py/Video_pitchshift.mp4` (or `Video.mp4`, `Video_compress.mp4`), also without
+  `videos/`, `videos/<recording>.mp4` or `<recording>.mp4`; and the actions in `data-annotation*.json`, a list of
+  `{"video_name": …, "events": [{"label": "Fine grained action", "id": 41, "start": seconds, "end": seconds}, …]}`.
+- bridgev2 (BridgeData V2): the frames (`image_0`) of an episode as `<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …`,
+  `<folder>/traj<episode>/images0/…`, `<folder>/raw/traj_group*/traj<episode>/images0/…`, or a video
+  `<folder>/<episode>.mp4`. The published `out.npy` are pickles, which are not read: export their frames first.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from dsreason.errors import ConfigError, DataError
 
 VIDEOS = (".mp4", ".mkv", ".avi", ".mov", ".webm")
 HOLOASSIST_VIDEOS = ("Export_py/Video_pitchshift.mp4", "Export_py/Video.mp4", "Export_py/Video_compress.mp4")
-COARSE, FINE = "Coarse grained action", "Fine grained action"
+FINE = "Fine grained action"
 
-AGIBOT = re.compile(r"(?P<task>\d+)-(?P<episode>\d+)-(?P<view>[A-Za-z]\w*)-(?P<start>\d+)-(?P<end>\d+)")
+AGIBOT = re.compile(r"(?P<task>\d+)-(?P<episode>\d+)-(?P<view>[A-Za-z]\w*)-(?P<start>\d+)-(?P<end>\d+)(-\d+)?")
 HOLOASSIST = re.compile(r"(?P<recording>.+)_coarse_(?P<coarse>\d+)_fine_(?P<fine>\d+)")
-BRIDGE = re.compile(r"(?P<folder>.+)\.(?P<episode>[^.]+)\._\.totalframe(?P<total>\d+)\.clipframe(?P<clip>\d+)")
+BRIDGE = re.compile(r"(?P<folder>.+)\.(?P<episode>(?!_\.)[^.]+)\.(_\.)?totalframe(?P<total>\d+)\.clipframe(?P<clip>\d+)")
 
 FORMS = {
-    "agibot": "task-episode-view-start-end.mp4, as 327-648642-head-120-260.mp4",
-    "holoassist": "recording_coarse_N_fine_M.mp4, as R005-7July-DSLR_coarse_2_fine_0.mp4",
-    "bridgev2": "folder.episode._.totalframeNNN.clipframeMMM.mp4, as kitchen.12._.totalframe050.clipframe032.mp4",
+    "agibot": "task-episode-view-start-end.mp4, as 574-809829-head_color-440-699-1.mp4",
+    "holoassist": "recording_coarse_N_fine_M.mp4, as R005-7July-DSLR_coarse_2_fine_41.mp4",
+    "bridgev2": "folder.episode.totalframeNNN.clipframeMMM.mp4, as kitchen-train.12.totalframe058.clipframe018.mp4",
 }
 
 
@@ -63,8 +64,8 @@ class Cut:
     total: int | None = None
 
 
-Actions = dict[str, list[list[tuple[float, float]]]]
-"""Recording → coarse actions in order → (start, end) in seconds of the fine actions in order."""
+Actions = dict[str, dict[int, tuple[float, float]]]
+"""Recording → id of a fine action → its start and end in seconds."""
 
 
 class MissingRaw(DataError):
@@ -75,16 +76,15 @@ Rule = Callable[[str], Cut]
 """From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError where it says nothing usable."""
 
 
-def rule_for(dataset: str, raw: Path, *, events: Path | None = None, count_from: int = 0) -> Rule:
-    """The rule of a data set; `events` and `count_from` are for holoassist.
+def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
+    """The rule of a data set; `events` is the file of actions of holoassist.
 
     ConfigError, DataError: no raw folder, or no usable file of actions (holoassist).
     """
     if not raw.is_dir():
         raise ConfigError(f"--raw {raw}: no such folder; give the folder with the raw videos of {dataset}")
     if dataset == "holoassist":
-        actions = read_actions(events or find_actions(raw))
-        return partial(holoassist_cut, raw=raw, actions=actions, count_from=count_from)
+        return partial(holoassist_cut, raw=raw, actions=read_actions(events or find_actions(raw)))
     return partial({"agibot": agibot_cut, "bridgev2": bridge_cut}[dataset], raw=raw)
 
 
@@ -103,7 +103,7 @@ def agibot_cut(name: str, raw: Path) -> Cut:
     match = check_name(name, "agibot")
     task, episode, view = match["task"], match["episode"], match["view"]
     episodes = [raw / "observations" / task / episode, raw / task / episode]
-    places = [folder / stem for one in episodes for folder in (one / "videos", one) for stem in (f"{view}_color", view)]
+    places = [folder / stem for one in episodes for folder in (one / "videos", one) for stem in (view, f"{view}_color")]
     source = first_file(videos(places), name)
     return cut_of(name, source, int(match["start"]), int(match["end"]), "frames")
 
@@ -111,7 +111,8 @@ def agibot_cut(name: str, raw: Path) -> Cut:
 def bridge_cut(name: str, raw: Path) -> Cut:
     match = check_name(name, "bridgev2")
     episode, total = match["episode"], int(match["total"])
-    places = list(dict.fromkeys([raw / match["folder"], raw / match["folder"].replace(".", "/")]))
+    folder = match["folder"]
+    places = list(dict.fromkeys(raw / name for name in (folder.replace("-", "/"), folder, folder.replace(".", "/"))))
     names = [episode, f"traj{episode}"]
     candidates = [place / one / "images0" for place in places for one in names]
     for place in places:
@@ -123,21 +124,16 @@ def bridge_cut(name: str, raw: Path) -> Cut:
     return cut
 
 
-def holoassist_cut(name: str, raw: Path, actions: Actions, count_from: int = 0) -> Cut:
+def holoassist_cut(name: str, raw: Path, actions: Actions) -> Cut:
     match = check_name(name, "holoassist")
-    recording, coarse, fine = match["recording"], int(match["coarse"]) - count_from, int(match["fine"]) - count_from
-    places = [raw / recording / file for file in HOLOASSIST_VIDEOS]
+    recording, fine = match["recording"], int(match["fine"])
+    places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
     source = first_file([*places, *videos([raw / "videos" / recording, raw / recording])], name)
     if recording not in actions:
         raise DataError(f"{name}: the recording {recording} has no annotated actions")
-    if not 0 <= coarse < len(actions[recording]):
-        found = f"{recording} has {len(actions[recording])} coarse actions"
-        raise DataError(f"{name}: {found}, counted from {count_from}; see --count-from")
-    if not 0 <= fine < len(actions[recording][coarse]):
-        found = f"coarse action {match['coarse']} of {recording} has {len(actions[recording][coarse])} fine ones"
-        raise DataError(f"{name}: {found}, counted from {count_from}; see --count-from")
-    start, end = actions[recording][coarse][fine]
-    return cut_of(name, source, start, end, "seconds")
+    if fine not in actions[recording]:
+        raise DataError(f"{name}: {recording} has {len(actions[recording])} fine actions, none with the id {fine}")
+    return cut_of(name, source, *actions[recording][fine], "seconds")
 
 
 def cut_of(
@@ -167,11 +163,6 @@ def first_file(candidates: Sequence[Path], name: str) -> Path:
 # ---------------------------------------------------------------- actions of HoloAssist
 
 
-def counts_from_zero(names: Iterable[str]) -> bool:
-    """Whether a name has an action with the number 0: in names that count from 1 none does."""
-    return any(re.search(r"_(coarse|fine)_0+(_|$)", name) for name in names)
-
-
 def find_actions(raw: Path) -> Path:
     found = sorted([*raw.glob("data-annotation*.json"), *raw.parent.glob("data-annotation*.json")])
     if not found:
@@ -182,22 +173,18 @@ def find_actions(raw: Path) -> Path:
 def read_actions(file: Path) -> Actions:
     try:
         recordings = json.loads(file.read_text(encoding="utf-8"))
-        return {entry["video_name"]: fine_by_coarse(entry["events"]) for entry in recordings}
+        return {entry["video_name"]: fine_actions(entry["events"]) for entry in recordings}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{file}: is not an annotation of HoloAssist ({type(error).__name__}: {error}); expected a list of "
-            '{"video_name", "events": [{"label", "start", "end"}]}'
+            '{"video_name", "events": [{"label", "id", "start", "end"}]}'
         ) from error
 
 
-def fine_by_coarse(events: Iterable[dict[str, Any]]) -> list[list[tuple[float, float]]]:
-    """Of one recording; see the module for the rule.
-
-    Example: coarse 0–10 and 10–20, fine 1–3, 4–9.5 and 10–12 → [[(1, 3), (4, 9.5)], [(10, 12)]].
-    """
-    spans: dict[str, list[tuple[float, float]]] = {COARSE: [], FINE: []}
+def fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    """Of one recording, by id; of events with the same one the first."""
+    found: dict[int, tuple[float, float]] = {}
     for event in events:
-        if event["label"] in spans:
-            spans[event["label"]].append((float(event["start"]), float(event["end"])))
-    coarse, fine = sorted(spans[COARSE]), sorted(spans[FINE])
-    return [[span for span in fine if start <= span[0] < end] for start, end in coarse]
+        if event["label"] == FINE:
+            found.setdefault(int(event["id"]), (float(event["start"]), float(event["end"])))
+    return found

@@ -24,8 +24,9 @@ from dsreason.errors import ConfigError, DataError
 ENCODER = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Hardly to be told from the original."""
-IMAGE_FPS = Fraction(5)
-"""BridgeData V2 was recorded at 5 frames per second."""
+IMAGE_FPS = Fraction(30)
+"""As cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: what a model is asked
+about such a clip, and how many of its frames it sees, depends on it."""
 IMAGES = (".jpg", ".jpeg", ".png")
 
 

@@ -89,7 +89,7 @@ def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
     assert call("fetch", "--dataset", "agibot").exit_code == 0
     missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert missing.exit_code == 1
-    assert f"{CLIP}: no raw video, such as observations/327/648642/videos/head_color.mp4" in missing.stdout
+    assert f"{CLIP}: no raw video, such as observations/327/648642/videos/head.mp4" in missing.stdout
     assert "0 cut, 0 there already, 1 without a raw video, 0 that cannot be cut" in missing.stderr
     assert call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing").exit_code == 0
     Path("327/648642").mkdir(parents=True)
@@ -113,14 +113,6 @@ def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowe
     result = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0", "--allow-missing")
     assert result.exit_code == 1
     assert "has 6 frames; 3 to 8 frames do not lie within them" in result.stdout
-
-
-def test_names_that_may_count_from_1_are_asked_about() -> None:
-    Path("rows.json").write_text(json.dumps([{"video": "R_0_coarse_1_fine_2.mp4"}]))
-    Path("data-annotation.json").write_text("[]")
-    arguments = ["clip", "--dataset", "holoassist", "--raw", ".", "--annotations", "rows.json", "--workers", "0"]
-    assert "if they count from 1, give --count-from 1" in call(*arguments).stderr
-    assert "count" not in call(*arguments, "--count-from", "1").stderr
 
 
 # ---------------------------------------------------------------- inspect

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dsreason.data.clip import cut_clips, needed_clips
-from dsreason.data.clip_rules import Cut, MissingRaw, check_name, fine_by_coarse, rule_for
+from dsreason.data.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
 from dsreason.data.cutting import cut_clip
 from dsreason.data.media import load_video, probe_video
 from dsreason.data.processes import Failure, run_tasks
@@ -50,7 +50,24 @@ def write(file: Path, content: bytes = b"") -> Path:
 )
 def test_agibot_names_give_the_frames_of_a_view(tmp_path: Path, raw_file: str) -> None:
     source = write(tmp_path / raw_file)
-    assert rule_for("agibot", tmp_path)("327-648642-head-120-260") == Cut(source, 120, 260, "frames")
+    for name in ("327-648642-head-120-260", "327-648642-head-120-260-8"):
+        assert rule_for("agibot", tmp_path)(name) == Cut(source, 120, 260, "frames")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name"),
+    [
+        ("agibot", "574-809829-head_center_fisheye_color-440-699-1"),
+        ("agibot", "390-705065-head_center_fisheye_color-1140-1285-8"),
+        (
+            "bridgev2",
+            "numpy_256-icra-toykitchen_fixed_cam_resetfree-tabletop_dark_wood-02-train.12.totalframe058.clipframe018",
+        ),
+        ("holoassist", "R005-7July-DSLR_coarse_2_fine_41"),
+    ],
+)
+def test_published_names_follow_the_rules(dataset: str, name: str) -> None:
+    check_name(name, dataset)
 
 
 @pytest.mark.parametrize(
@@ -65,45 +82,45 @@ def test_agibot_names_give_the_frames_of_a_view(tmp_path: Path, raw_file: str) -
 )
 def test_bridge_names_give_the_first_frames_of_an_episode(tmp_path: Path, raw_file: str) -> None:
     source = write(tmp_path / raw_file / "im_0.jpg").parent if raw_file.endswith("0") else write(tmp_path / raw_file)
-    name = "v2.kitchen.stack.12._.totalframe050.clipframe032"
-    assert rule_for("bridgev2", tmp_path)(name) == Cut(source, 0, 32, "frames", total=50)
+    names = ["v2.kitchen.stack.12._.totalframe050.clipframe032", "v2.kitchen.stack.12.totalframe050.clipframe032"]
+    if "." not in raw_file.split("/")[0]:
+        names.append("v2-kitchen-stack.12.totalframe050.clipframe032")
+    for name in names:
+        assert rule_for("bridgev2", tmp_path)(name) == Cut(source, 0, 32, "frames", total=50)
 
 
 EVENTS = [
-    {"label": "Fine grained action", "start": 10, "end": 12.5},
-    {"label": "Coarse grained action", "start": 10, "end": 20.0},
-    {"label": "Conversation", "start": 2, "end": 3},
-    {"label": "Fine grained action", "start": 4.0, "end": 9.5},
-    {"label": "Fine grained action", "start": 1.25, "end": 3},
-    {"label": "Coarse grained action", "start": 0, "end": 10},
+    {"label": "Coarse grained action", "id": 1, "start": 10, "end": 20.0},
+    {"label": "Fine grained action", "id": 41, "start": 10, "end": 12.5},
+    {"label": "Conversation", "id": 3, "start": 2, "end": 3},
+    {"label": "Fine grained action", "id": 7, "start": 4.0, "end": 9.5},
 ]
 
 
-def test_a_fine_action_belongs_to_the_coarse_one_in_which_it_starts() -> None:
-    assert fine_by_coarse(EVENTS) == [[(1.25, 3.0), (4.0, 9.5)], [(10.0, 12.5)]]
+def test_fine_actions_are_known_by_their_id() -> None:
+    assert fine_actions(EVENTS) == {41: (10.0, 12.5), 7: (4.0, 9.5)}
 
 
 @pytest.mark.parametrize(
-    ("raw_file", "name", "count_from", "seconds"),
+    ("raw_file", "name", "seconds"),
     [
-        ("R1/Export_py/Video_pitchshift.mp4", "R1_coarse_0_fine_1", 0, (4.0, 9.5)),
-        ("R1/Export_py/Video_compress.mp4", "R1_coarse_1_fine_0", 0, (10.0, 12.5)),
-        ("videos/R1.mp4", "R1_coarse_1_fine_1", 1, (1.25, 3.0)),
+        ("R1/Export_py/Video_pitchshift.mp4", "R1_coarse_0_fine_7", (4.0, 9.5)),
+        ("videos/R1/Export_py/Video_compress.mp4", "R1_coarse_9_fine_41", (10.0, 12.5)),
+        ("videos/R1.mp4", "R1_coarse_1_fine_41", (10.0, 12.5)),
     ],
 )
 def test_holoassist_names_give_the_seconds_of_an_action(
-    tmp_path: Path, raw_file: str, name: str, count_from: int, seconds: tuple[float, float]
+    tmp_path: Path, raw_file: str, name: str, seconds: tuple[float, float]
 ) -> None:
     source = write(tmp_path / raw_file)
     (tmp_path / "data-annotation-trainval-v1_1.json").write_text(json.dumps([{"video_name": "R1", "events": EVENTS}]))
-    assert rule_for("holoassist", tmp_path, count_from=count_from)(name) == Cut(source, *seconds, "seconds")
+    assert rule_for("holoassist", tmp_path)(name) == Cut(source, *seconds, "seconds")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("R1_coarse_2_fine_0", "R1 has 2 coarse actions, counted from 0"),
-        ("R1_coarse_1_fine_1", "coarse action 1 of R1 has 1 fine ones, counted from 0; see --count-from"),
+        ("R1_coarse_2_fine_0", "R1 has 2 fine actions, none with the id 0"),
         ("R2_coarse_0_fine_0", "the recording R2 has no annotated actions"),
     ],
 )
@@ -133,7 +150,7 @@ def test_holoassist_needs_its_file_of_actions(tmp_path: Path) -> None:
         ("agibot", "327-648642-../x-1-2", "is not the name of a clip of agibot"),
         ("holoassist", "R1_fine_0", "the rule is recording_coarse_N_fine_M"),
         ("holoassist", "../R1_coarse_0_fine_0", "could lead out"),
-        ("bridgev2", "a.1.totalframe050.clipframe010", r"the rule is folder\.episode"),
+        ("bridgev2", "a.totalframe050.clipframe010", r"the rule is folder\.episode"),
         ("bridgev2", "a/../../b.1._.totalframe050.clipframe010", "could lead out"),
         ("bridgev2", "a...b.1._.totalframe050.clipframe010", "could lead out"),
     ],
@@ -157,9 +174,7 @@ def test_a_range_that_cannot_be_is_told(tmp_path: Path, dataset: str, name: str,
 
 
 def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        MissingRaw, match=r"1-2-head-3-4: no raw video, such as .*observations/1/2/videos/head_color\.mp4"
-    ):
+    with pytest.raises(MissingRaw, match=r"1-2-head-3-4: no raw video, such as .*observations/1/2/videos/head\.mp4"):
         rule_for("agibot", tmp_path)("1-2-head-3-4")
 
 
@@ -231,7 +246,7 @@ def test_images_become_a_clip_in_the_order_of_their_numbers(tmp_path: Path, end:
     raw = write_images(tmp_path / "images0", 12)
     cut_clip(Cut(raw, 0, end, "frames", total=12), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == list(range(end))
-    assert probe_video(tmp_path / "clip.mp4").fps == pytest.approx(5)
+    assert probe_video(tmp_path / "clip.mp4").fps == pytest.approx(30)
 
 
 def test_an_odd_side_loses_a_pixel(tmp_path: Path) -> None:
