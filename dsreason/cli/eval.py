@@ -74,6 +74,10 @@ def evaluate(
     changes += overrides or ()  # last, as they may concern what the others set
     loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
     if launch.is_rank():
+        if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
+            raise ConfigError(
+                f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
+            )
         run(loaded)
         return
     launch.prepare_environment()
@@ -83,6 +87,7 @@ def evaluate(
     if loaded.server.url is None:
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     if ranks == 1:
+        launch.leave_no_children()
         run(loaded)
         return
     check(loaded)

@@ -40,7 +40,9 @@ FINE = "Fine grained action"
 
 AGIBOT = re.compile(r"(?P<task>\d+)-(?P<episode>\d+)-(?P<view>[A-Za-z]\w*)-(?P<start>\d+)-(?P<end>\d+)(-\d+)?")
 HOLOASSIST = re.compile(r"(?P<recording>.+)_coarse_(?P<coarse>\d+)_fine_(?P<fine>\d+)")
-BRIDGE = re.compile(r"(?P<folder>.+)\.(?P<episode>(?!_\.)[^.]+)\.(_\.)?totalframe(?P<total>\d+)\.clipframe(?P<clip>\d+)")
+BRIDGE = re.compile(
+    r"(?P<folder>.+)\.(?P<episode>(?!_\.)[^.]+)\.(_\.)?totalframe(?P<total>\d+)\.clipframe(?P<clip>\d+)"
+)
 
 FORMS = {
     "agibot": "task-episode-view-start-end.mp4, as 574-809829-head_color-440-699-1.mp4",

@@ -28,6 +28,7 @@ from dsreason.data.sources import Source, check_text, open_source, vision_settin
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.grading import kind_of
+from dsreason.evaluation.parsing import parse
 from dsreason.evaluation.types import Kind, Question
 from dsreason.rewards.text import final_answer
 
@@ -137,6 +138,7 @@ def benchmark_sample(clip: Path, pair: dict[str, Any], config: EvalConfig) -> tu
     meta = {key: pair[key] for key in ("question_kind",) if key in pair}
     sample = with_checked_answer(Sample(clip.stem, [], str(answer).strip(), options, meta))
     kind = checked_kind(sample)
+    check_reference(sample, kind)
     lines = [text_field(pair, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
@@ -172,6 +174,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
         try:
             sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
             kind = config.kind or checked_kind(sample)
+            check_reference(sample, kind)
             sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
@@ -298,6 +301,12 @@ def numbered(
         options=sample.options,
         problem=problem,
     )
+
+
+def check_reference(sample: Sample, kind: Kind) -> None:
+    """DataError where the reference is none of its kind: no answer could be right."""
+    if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
+        raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
 def checked_kind(sample: Sample) -> Kind:

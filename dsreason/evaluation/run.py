@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,11 @@ from dsreason.evaluation.sampling import sampling
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import AnswerType, Parsed, Question, Result
 from dsreason.runtime.progress import Advance
+
+log = logging.getLogger(__name__)
+
+NOT_ASKED = "not asked yet"
+"""Error of questions that an evaluation has not come to."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,11 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
         DsReasonError: no such data set, model or server; a folder that holds results of other settings.
     """
     questions = load_questions(config)
+    if absent := [question for question in questions if question.problem]:
+        log.warning(
+            *("%d of %d questions cannot be asked and count as wrong, such as %s: %s", len(absent), len(questions)),
+            *(absent[0].id, absent[0].problem),
+        )
     with ExitStack() as stack:
         answering = stack.enter_context(open_answering(config))
         folder = run_folder(config, answering.model["name"])
@@ -94,16 +105,16 @@ class Evaluation:
     answering: Answering
 
     def run(self, questions: Sequence[Question], advance: Advance) -> Iterator[Result]:
-        """The results that were not there before, each once it is stored.
+        """The answers that were not there before, each once it is stored.
 
         A batch of which anything is missing is asked as a whole: what is computed together rounds alike, so that an
-        evaluation gives the same answers however often it was interrupted. Clips that are missing are noted first.
+        evaluation gives the same answers however often it was interrupted. Until then a question is stored as not asked.
         """
         kept = self.read_kept(questions)
-        absent = [question for question in questions if question.problem and question.id not in kept]
-        advance(sum(question.id in kept for question in questions) + len(absent))
-        for question in absent:
-            yield self.store(question, Reply(error=question.problem), attempts=0)
+        for question in questions:  # so that whatever is scored, also after a kill, has all questions
+            if question.id not in kept:
+                self.store(question, Reply(error=question.problem or NOT_ASKED), attempts=0)
+        advance(sum(question.id in kept or question.problem is not None for question in questions))
         for batch in self.answering.answerer.batches(self.batches(questions, kept)):
             for question, reply, attempts in self.answers(batch):
                 if question.id not in kept:
@@ -205,7 +216,13 @@ def media_of(question: Question) -> list[str]:
 def check_same(question: Question, stored: Result, file: Path) -> None:
     """DataError where a stored answer is to another question."""
     asked = [text_of(message) for message in question.sample.messages]
-    for what, old, new in (("asks", stored.prompt, asked), ("has the answer", stored.correct_answer, question.answer)):
+    for what, old, new in (
+        ("asks", stored.prompt, asked),
+        ("has the answer", stored.correct_answer, question.answer),
+        ("has the options", stored.options, question.options),
+        ("is of kind", stored.kind, question.kind),
+        ("shows", stored.media, media_of(question)),
+    ):
         if old != new:
             raise DataError(
                 f"{file}: {question.id} {what} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "

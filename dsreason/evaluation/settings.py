@@ -18,6 +18,9 @@ from dsreason.runtime.record import git_state, versions
 DECIDING = ("evaluation", "generation", "vision")
 MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size"}
 """What does not change an answer. Data sets may be added, too: each stored answer is compared with its question."""
+CHUNK = 65536
+SOURCES = "vision of "
+"""Before a source's data set: these are compared only where both evaluations have it."""
 MODEL = ("dtype", "max_length", "engine", "trust_remote_code", "attention")
 
 
@@ -27,14 +30,17 @@ def run_folder(config: EvalConfig, model_name: str) -> Path:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Tells model folders apart: the config, and name, size and header of each weights file."""
+    """Tells model folders apart: small files whole, of each weights file its size and a part of every 256th of it."""
     found = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        found.update(f"{file.name} {file.stat().st_size}".encode())
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
+        found.update(f"{file.name} ".encode() + file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            found.update(opened.read(65536))
-            opened.seek(max(0, file.stat().st_size - 65536))
-            found.update(opened.read())
+            for start in range(0, size, max(CHUNK, size // 256)):
+                opened.seek(start)
+                found.update(opened.read(CHUNK))
     return found.hexdigest()[:16]
 
 
@@ -61,13 +67,16 @@ def trained_vision(model: Path) -> dict[str, Any] | None:
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
-    found: dict[str, Any] = {f"model.{name}": value for name, value in model.items()}
+    told_apart = "fingerprint" in model  # however its path is spelled
+    found: dict[str, Any] = {f"model.{key}": value for key, value in model.items() if key != "path" or not told_apart}
     if config.server.url is None:
         found |= {f"model.{name}": document["model"][name] for name in MODEL}
     else:
         found["server.video"] = config.server.video
     for section in DECIDING:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
+    for source in config.sources:
+        found[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
     return found
 
 
@@ -79,27 +88,29 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
             the data sets of this evaluation are deleted first, unless there are others.
     """
     settings, file = settings_of(config, model), folder / RUN_FILE
-    replaced = []
+    replaced: list[Path] = []
     if config.evaluation.overwrite:
         names = (*config.datasets, *(source.dataset for source in config.sources))
         replaced = [folder / safe_name(name) for name in names]
     if any(result.parent not in replaced for result in folder.glob("*/*.json")):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
-        check_same_settings(read_json(file), settings, folder)
+        settings = same_settings(read_json(file), settings, folder)
     for old in replaced:
         shutil.rmtree(old, ignore_errors=True)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
 
 
-def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> None:
+def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings with what is recorded of other data sets; ConfigError where those of both differ."""
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
         raise ConfigError(f"{folder / RUN_FILE}: holds no settings; give another results_dir")
+    compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
     differing = [
         f"{key} was {before.get(key)!r} and is {settings.get(key)!r}"
-        for key in sorted(before.keys() | settings.keys())
+        for key in sorted(compared | before.keys() & settings.keys())
         if before.get(key) != settings.get(key)
     ]
     if differing:
@@ -108,3 +119,4 @@ def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> 
             + "\n  ".join(differing)
             + "\ngive another results_dir, or set evaluation.overwrite = true to replace what is there"
         )
+    return before | settings

@@ -53,6 +53,9 @@ def p_of(p_value: float) -> str:
 def facts(summary: Summary) -> dict[str, str]:
     """What there is to say of a run beside its accuracies."""
     found = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
+    if summary.unanswered:
+        question, why = next(iter(summary.unanswered.items()))
+        found["without an answer"] = f"{len(summary.unanswered)}, such as {question}: {why:.200}"
     if summary.accuracy.clustered:
         found["95% interval, clustered by clip"] = between(summary.accuracy.clustered)
     return found | score_facts(summary)

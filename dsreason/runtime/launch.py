@@ -83,11 +83,15 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
     die_with_parent()
-    # torch's data workers would outlive a killed rank, and keep its connections open: its peers would not notice.
-    os.register_at_fork(after_in_child=end_with_parent)
+    leave_no_children()
     if started_by_us() and not is_first_rank():
         redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
+
+
+def leave_no_children() -> None:
+    """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
+    os.register_at_fork(after_in_child=end_with_parent)
 
 
 def die_with_parent() -> None:

@@ -46,6 +46,17 @@ def test_more_questions_and_other_batches_continue(tmp_path: Path, changes: dict
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 
 
+def test_a_source_s_own_vision_is_compared_where_both_evaluations_have_it(tmp_path: Path) -> None:
+    def rows(name: str, fps: float) -> dict[str, Any]:
+        return {"datasets": [], "sources": [{"path": f"{name}.jsonl", "vision": {"fps": fps}}]}
+
+    open_run_folder(tmp_path, config(**rows("a", 2.0)), MODEL)
+    write_text(tmp_path / "a" / "1.json", "[]")
+    open_run_folder(tmp_path, config(**rows("b", 1.0)), MODEL)
+    with pytest.raises(ConfigError, match="vision of a was {'fps': 2.0} and is {'fps': 3.0}"):
+        open_run_folder(tmp_path, config(**rows("a", 3.0)), MODEL)
+
+
 def test_overwriting_deletes_the_answers_of_these_data_sets_alone(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
     write_text(folder / "av" / "1.json", "[]")
@@ -76,10 +87,13 @@ def test_results_without_settings_are_refused(tmp_path: Path) -> None:
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = set()
-    for content in (b"a" * 200_000, b"a" * 199_999 + b"b", b"a" * 199_999):
+    middle = b"a" * 100_000 + b"b" + b"a" * 99_999
+    for content in (b"a" * 200_000, b"a" * 199_999 + b"b", b"a" * 199_999, middle):
         (tmp_path / "model.safetensors").write_bytes(content)
         found.add(model_fingerprint(tmp_path))
-    assert len(found) == 3
+    assert len(found) == 4
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert model_fingerprint(tmp_path) not in found
 
 
 @pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])
