@@ -51,11 +51,10 @@ integration: setup ## Run the tests with real ranks and engines.
 gpu: setup ## Run the tests that need a GPU.
 	$(PY) -m pytest tests/gpu
 
-check: setup ## Format, lint, types of the torch-free rooms, unit tests.
+check: setup ## Format, lint, types of the torch-free rooms.
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy dsreason/config dsreason/cli
-	$(PY) -m pytest -q tests/unit
 
 fix: setup ## Format and mend what ruff can mend.
 	$(PY) -m ruff check --fix .

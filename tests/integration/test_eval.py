@@ -147,12 +147,10 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     assert all("<think> your reasoning </think>" in item["prompt"][1] for item in found)
 
 
-NUM_QUESTIONS, NUM_KILLS = 200, 5
+NUM_QUESTIONS, NUM_KILLS = 200, 3
 
 
-def test_killed_five_times_it_ends_with_the_results_of_an_undisturbed_one(
-    tiny_qwen2_5_vl: Path, tmp_path: Path
-) -> None:
+def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(tiny_qwen2_5_vl: Path, tmp_path: Path) -> None:
     options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", NUM_QUESTIONS, *FP32]
     options += [
         "--set",

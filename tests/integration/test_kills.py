@@ -1,6 +1,6 @@
 """Ranks killed at random moments, checkpoint writing included: `--resume auto` ends with the undisturbed run's weights.
 
-pytest tests/integration/test_kills.py --kills 25      # of SFT and of GRPO each; 2 in continuous integration
+pytest tests/integration/test_kills.py --kills 25      # of SFT and of GRPO each; 1 in continuous integration
 """
 
 from __future__ import annotations
