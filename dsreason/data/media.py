@@ -151,12 +151,12 @@ def probe_video(path: str | Path) -> VideoInfo:
 
 @lru_cache(maxsize=65536)
 def _probed(file: Path, modified: int, size: int) -> VideoInfo:
-    with _opened_video(file) as (container, stream):
+    with opened_video(file) as (container, stream):
         average = float(stream.average_rate or 0)
         if _header_is_exact(file, size, stream):
             num_frames, fps = stream.frames, average
         else:
-            num_frames, times = _packet_times(container, stream)
+            num_frames, times = packet_times(container, stream)
             fps = _rate_of(times, stream, average)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
@@ -205,7 +205,7 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 @contextmanager
-def _opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
         # A playlist in disguise must not make FFmpeg open or fetch anything else.
         allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
@@ -259,9 +259,7 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     return kept == stream.frames == len(stream.index_entries)
 
 
-def _packet_times(
-    container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES
-) -> tuple[int, list[int]]:
+def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
     """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
 
     The times are empty where the file does not give a different one to every frame. Reading ends after `most` frames.
@@ -292,7 +290,7 @@ def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None
     frames: list[np.ndarray] = []
     count = 0
     chosen = set(wanted)
-    with _opened_video(file) as (container, stream):
+    with opened_video(file) as (container, stream):
         for index, frame in enumerate(container.decode(stream)):
             count = index + 1
             if index in chosen:
@@ -309,8 +307,8 @@ def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None
 def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
     """As `_frames_by_count`, without decoding all others; fewer than `wanted` where the file's times do not allow it."""
     frames: list[np.ndarray] = []
-    with _opened_video(file) as (container, stream):
-        _, times = _packet_times(container, stream, wanted[-1] + MAX_REORDERING)
+    with opened_video(file) as (container, stream):
+        _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
         if wanted[-1] >= len(times):
             return frames
         chosen = {times[index] for index in wanted}

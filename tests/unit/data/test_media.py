@@ -178,7 +178,7 @@ def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tm
     path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
     expected = media._frames_by_count(path, wanted, None)
     assert np.array_equal(np.stack(media._frames_by_time(path, wanted, None)), np.stack(expected))
-    with media._opened_video(path) as (container, stream):
+    with media.opened_video(path) as (container, stream):
         decoded = [frame.pts for frame in media._decoded(container, stream, chosen=set())]
         assert 0 < len(decoded) < 60
 
