@@ -16,8 +16,7 @@ import av
 from av.video.frame import PictureType, VideoFrame
 
 from dsreason.data.clip_rules import Cut
-from dsreason.data.media import opened_video, packet_times
-from dsreason.data.media import load_image
+from dsreason.data.media import load_image, opened_video, packet_times
 from dsreason.errors import ConfigError, DataError
 
 ENCODER = "libx264"

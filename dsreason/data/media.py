@@ -206,6 +206,7 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 @contextmanager
 def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The open file and its first video stream; DataError where it is none, or breaks off while it is read inside."""
     try:
         # A playlist in disguise must not make FFmpeg open or fetch anything else.
         allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
