@@ -27,7 +27,8 @@ class AnswerType(StrEnum):
 def evaluate(
     config: ConfigOption = None,
     model: Annotated[
-        str | None, typer.Option(help="Hugging Face folder, hub name, or a run or checkpoint of ours.")
+        str | None,
+        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of ours."),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="Address of an OpenAI-compatible server instead of a model.")
@@ -158,9 +159,11 @@ def check(config: EvalConfig) -> None:
     """Raise what a person can mend before ranks start."""
     from dsreason.evaluation.answerers import check_model
     from dsreason.evaluation.questions import load_questions
+    from dsreason.evaluation.run import build_grader
 
     load_questions(config)
-    check_model(config)
+    with build_grader(config):
+        check_model(config)
 
 
 def run(config: EvalConfig) -> None:

@@ -35,7 +35,10 @@ class Dtype(StrEnum):
 
 def infer(
     model: Annotated[
-        str, typer.Option(help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run or checkpoint of ours.")
+        str,
+        typer.Option(
+            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of ours."
+        ),
     ],
     image: Annotated[
         list[str] | None, typer.Option(help="Image file; may be repeated. Images are shown first.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from pydantic import AliasChoices, Field, ValidationError, field_validator, mode
 from dsreason.config.keys import field_names
 from dsreason.config.schema import Section, SourceConfig, VisionConfig
 
+PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
 DEFAULT_FPS = 4.0
 """cosmos-reason1's."""
 
@@ -35,7 +37,8 @@ class EvalModelConfig(Section):
     """The model that answers, in this job. Of a server, see `[server]`."""
 
     path: str | None = Field(None, validation_alias=AliasChoices("path", "model_name"))
-    """Hugging Face folder, a checkpoint of ours or a hub name; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models."""
+    """Hugging Face folder or hub name, or a run of ours (its final export, or a checkpoint completed after it) or one of its
+    checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models."""
     revision: str | None = None
     """Hub revision."""
     tokenizer_model_name: str | None = None
@@ -148,7 +151,8 @@ class GenerationConfig(Section):
     top_k: int = Field(0, ge=0)
     """Of `reasoning`: sample from this many most probable tokens, 0: all."""
     repetition_penalty: float = Field(1.0, gt=0, le=2)
-    """Divides the scores of tokens that are already there, the prompt's included; 1: none."""
+    """Divides the scores of tokens that are already there, the prompt's included; 1: none. With the parser `compat` the
+    penalties are of `reasoning` only."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Taken from the scores of tokens that the answer already has; 0: none."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -172,6 +176,11 @@ class EvalConfig(Section):
     generation: GenerationConfig = GenerationConfig()
     vision: VisionConfig = VisionConfig()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all data sets."""
+        return (*self.datasets, *(source.dataset for source in self.sources))
+
     @field_validator("datasets", mode="before")
     @classmethod
     def check_list(cls, datasets: Any) -> Any:
@@ -179,7 +188,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def check_questions(self) -> Self:
-        names = [*self.datasets, *(source.dataset for source in self.sources)]
+        names = self.names
         if not names:
             raise ValueError(
                 "neither datasets nor sources name any questions; set datasets to a list such as [robovqa]"
@@ -251,8 +260,13 @@ class EvalConfig(Section):
     def _unused_sampling(self) -> list[str]:
         if self.evaluation.answer_type != "letter":
             return []
-        unused = sorted(self.generation.model_fields_set & {"temperature", "top_p", "top_k"})
-        if not unused:
-            return []
-        values = ", ".join(f"generation.{name} ({getattr(self.generation, name)})" for name in unused)
-        return [f"{values}: used by answer_type reasoning only; letter takes the most probable token"]
+        found = self._values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
+        if self.evaluation.parser == "compat":
+            found += self._values(PENALTIES, "so it is in cosmos-reason1")
+        return found
+
+    def _values(self, names: Set[str], reason: str) -> list[str]:
+        """A note on those of these settings of `[generation]` that are set, and not used for letters."""
+        given = self.generation.model_dump(include=self.generation.model_fields_set & names)
+        values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(given.items()))
+        return [f"{values}: used by answer_type reasoning only; {reason}"] if given else []

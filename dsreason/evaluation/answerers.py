@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,22 +13,20 @@ from typing import Any, get_args
 import torch
 
 from dsreason.config.cache import cache_dir
-from dsreason.config.output import CHECKPOINTS
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Answerer
-from dsreason.evaluation.engine import EngineAnswerer, build_encoder, load_weights
+from dsreason.evaluation.engine import EngineAnswerer, build_encoder, check_weights, load_weights
+from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
 from dsreason.evaluation.sampling import max_tokens
 from dsreason.evaluation.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.evaluation.types import Kind
-from dsreason.export import export_checkpoint
 from dsreason.models.load import model_config, resolve_model
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.runtime.checkpoint import MARKER, find_checkpoint
 from dsreason.runtime.progress import Advance, open_progress
 from dsreason.runtime.world import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
 
@@ -61,13 +58,6 @@ class Answering:
         """Every rank's value. Collective."""
         return gather_objects(value) if self.world else [value]
 
-    def on_first_rank(self, call: Callable[[], None]) -> None:
-        """Collective; an error there is raised everywhere."""
-        if self.world:
-            on_rank_zero(call)
-        else:
-            call()
-
     def anyone(self, flag: bool) -> bool:
         """Whether it is true on any rank that has to ask as often as this one."""
         return any(self.gather(flag)) if self.together else flag
@@ -85,13 +75,20 @@ class Answering:
             yield lambda count: advance(count * self.size)
 
 
+OnModel = Callable[[dict[str, str]], None]
+
+
 @contextmanager
-def open_answering(config: EvalConfig) -> Iterator[Answering]:
-    """Join the job, and start the engine or find the server; on the way out close what was opened."""
+def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
+    """Join the job, and start the engine or find the server; on the way out close what was opened.
+
+    `on_model` is called once with the model's name and what tells it from others, before its weights are loaded.
+    """
     if config.server.url is not None:
         answerer = ServerAnswerer(config.server)
         try:
             model = {"name": base_name(answerer.model), "path": answerer.model, "server": str(config.server.url)}
+            on_model(model)
             yield Answering(answerer, None, model)
         finally:
             answerer.close()
@@ -99,10 +96,10 @@ def open_answering(config: EvalConfig) -> Iterator[Answering]:
     world = init_world()
     with ExitStack() as stack:
         stack.callback(shutdown)
-        yield build_answering(config, world, stack)
+        yield build_answering(config, world, stack, on_model)
 
 
-def build_answering(config: EvalConfig, world: World, stack: ExitStack) -> Answering:
+def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model: OnModel) -> Answering:
     """An engine with the model's weights on every rank, until `stack` closes. Collective."""
     if world.size % config.model.tensor_parallel_size:
         raise ConfigError(
@@ -110,6 +107,9 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack) -> Answe
             "start a multiple of it"
         )
     path, name = find_model(config, world, stack)
+    on_rank_zero(lambda: check_folder(config, path))
+    model = {"name": name, "path": str(config.model.path), "fingerprint": model_fingerprint(path)}
+    on_rank_zero(lambda: on_model(model))
     dtype, length = dtype_of(config, path), max_length(config, path)
     encoder = build_encoder(
         path,
@@ -119,7 +119,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack) -> Answe
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
-    load_weights(engine, path)
+    load_weights(engine, path, trust_remote_code=config.model.trust_remote_code)
     together = config.model.tensor_parallel_size > 1
     answerer = EngineAnswerer(
         engine,
@@ -130,22 +130,30 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack) -> Answe
         together=together,
     )
     stack.callback(answerer.close)
-    model = {"name": name, "path": str(config.model.path), "fingerprint": model_fingerprint(path)}
     return Answering(answerer, config.evaluation.batch_size, model, world, together)
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise what is wrong with a model folder before ranks start; a checkpoint of ours is not exported yet."""
-    if config.server.url is not None or own_checkpoint(Path(str(config.model.path)).expanduser()) is not None:
+    """Raise what is wrong with a model before ranks start; a checkpoint of ours is not exported yet."""
+    if config.server.url is not None:
         return
-    path = resolve_model(model_settings(config), cache_dir() / "models")
-    model_config(path, trust_remote_code=config.model.trust_remote_code)
+    own = meant(str(config.model.path))
+    if own is None or not is_checkpoint(own):
+        check_folder(config, resolved(config, own))
+
+
+def check_folder(config: EvalConfig, path: Path) -> None:
+    """Raise what is wrong with a model folder; of its weights the headers are read."""
     prompt_room(config, max_length(config, path))
+    check_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
-def model_settings(config: EvalConfig) -> ModelConfig:
+def resolved(config: EvalConfig, own: Path | None) -> Path:
+    """The folder of a model that is no checkpoint; `own` is one of our runs'."""
     model = config.model
-    return ModelConfig(path=str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code)
+    path = str(own or model.path)
+    settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return resolve_model(settings, cache_dir() / "models")
 
 
 def prompt_room(config: EvalConfig, length: int) -> int:
@@ -160,44 +168,18 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 
 
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
-    """The Hugging Face folder that `model.path` means, and the model's name in the results.
+    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.meant`.
 
-    Of a checkpoint of ours an export, which lasts until `stack` closes.
+    Of a checkpoint of ours an export, which lasts until `stack` closes. Collective.
     """
-    given = str(config.model.path)
-    checkpoint = own_checkpoint(Path(given).expanduser())
-    if checkpoint is None:
-        model = ModelConfig(
-            path=given, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-        with first_rank_first(world):
-            return resolve_model(model, cache_dir() / "models"), given.rstrip("/").rpartition("/")[2].replace(":", "-")
-    name = f"{checkpoint.absolute().parents[1].name}-{checkpoint.name}"
-    folder = Path(config.results_dir).expanduser().absolute() / f".{name}"  # every rank can read it
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    on_rank_zero(lambda: export(checkpoint, folder, config))
-    return folder, name
-
-
-def base_name(model: str) -> str:
-    """What a model is called in the results: the last part of its path or hub name."""
-    return model.rstrip("/").rpartition("/")[2].replace(":", "-")
-
-
-def own_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path means: itself, or the newest of a run's folder; None for what is no training's."""
-    if (path / "config.json").is_file() and not (path / CHECKPOINTS).is_dir():
-        return None  # a model folder
-    if (path / MARKER).is_file():
-        return path
-    return find_checkpoint(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
-
-
-def export(checkpoint: Path, folder: Path, config: EvalConfig) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    dtype = {"float32": "fp32", "auto": "auto"}.get(config.model.dtype, "bf16")
-    export_checkpoint(checkpoint, folder, dtype=dtype)
+    own = on_rank_zero(lambda: meant(str(config.model.path)))
+    name = base_name(str(own or config.model.path))
+    if own is not None and is_checkpoint(own):
+        dtype = {"float32": "fp32", "auto": "auto"}.get(config.model.dtype, "bf16")
+        results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
+        return on_rank_zero(lambda: stack.enter_context(exported(own, results, dtype))), name
+    with first_rank_first(world):
+        return resolved(config, own), name
 
 
 def dtype_of(config: EvalConfig, path: Path) -> torch.dtype:

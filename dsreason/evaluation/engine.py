@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from dsreason.errors import DataError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.types import Question
 from dsreason.models.families import family_of
-from dsreason.models.load import load_processor, model_config
+from dsreason.models.load import check_depth, empty_model, load_processor, model_config
+from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.runtime.world import gather_objects
@@ -131,19 +133,27 @@ def build_encoder(
     return Encoder(processor, positions, max_length, max_length_key)
 
 
-def load_weights(engine: RolloutEngine, model_path: Path) -> None:
+def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
+    """CheckpointError unless a model of the folder's config.json can be built, and its weights are all there and fit."""
+    config = model_config(model_path, trust_remote_code=trust_remote_code)
+    weights = find_weights(model_path, family_of(config.model_type).rename)
+    check_depth(config, weights)
+    check_tensors(empty_model(config, torch.float32, attention, trust_remote_code), weights)
+
+
+def load_weights(engine: RolloutEngine, model_path: Path, *, trust_remote_code: bool = False) -> None:
     """Wake the engine and give it the weights of a Hugging Face folder; every one is checked to arrive. Collective."""
-    config = model_config(model_path)
+    config = model_config(model_path, trust_remote_code=trust_remote_code)
     engine.wake()
-    engine.sync(folder_weights(model_path, tied=config.tie_word_embeddings), VERSION)
+    engine.sync(folder_weights(model_path, config), VERSION)
 
 
-def folder_weights(model_path: Path, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+def folder_weights(model_path: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the folder by its name in memory; an output matrix stored beside the embeddings it is tied to is
     left out."""
-    weights = find_weights(model_path, family_of(model_config(model_path).model_type).rename)
+    weights = find_weights(model_path, family_of(config.model_type).rename)
     for name in weights.places:
-        if tied and name == "lm_head.weight":
+        if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         found: dict[str, Tensor] = {}
         weights.read([name], found.__setitem__)

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,10 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 from tokenizers.decoders import DecodeStream
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.config.cache import cache_dir
-from dsreason.config.output import CHECKPOINTS
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.media import probe_image, probe_video
@@ -29,14 +28,14 @@ from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.evaluation.answerers import own_checkpoint
-from dsreason.evaluation.engine import VERSION, build_encoder, load_weights
+from dsreason.evaluation.engine import VERSION, build_encoder, check_weights, load_weights
+from dsreason.evaluation.models import exported, is_checkpoint, meant
 from dsreason.evaluation.parsing import parse
-from dsreason.export import DTYPES, export_checkpoint
+from dsreason.export import DTYPES
 from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
-from dsreason.rollout.protocol import Sampling, media_token_ids, random_streams
-from dsreason.rollout.transformers_engine import Penalties, draw, left_padded, stop_token_ids
+from dsreason.rollout.protocol import Sampling, media_token_ids
+from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
 from dsreason.runtime.world import init_world, shutdown
 
 MANY_PROMPTS = 8
@@ -54,7 +53,7 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours, see `models.meant`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
@@ -150,19 +149,15 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """The Hugging Face folder; of a run its final export, and of a checkpoint an export that lasts until `stack` closes."""
-    given = Path(settings.model).expanduser()
-    if (given / CHECKPOINTS).is_dir() and (given / "export" / "final" / "config.json").is_file():
-        return given / "export" / "final"
-    checkpoint = own_checkpoint(given)
-    if checkpoint is None:
-        try:
-            return resolve_model(ModelConfig(path=settings.model), cache_dir() / "models")
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
-    say(f"exporting {checkpoint} …")
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
-    return export_checkpoint(checkpoint, folder, dtype=settings.dtype)
+    """The Hugging Face folder, see `models.meant`; of a checkpoint an export that lasts until `stack` closes."""
+    try:
+        own = meant(settings.model)
+        if own is not None and is_checkpoint(own):
+            say(f"exporting {own} …")
+            return stack.enter_context(exported(own, Path(tempfile.gettempdir()), settings.dtype))
+        return resolve_model(ModelConfig(path=str(own or settings.model)), cache_dir() / "models")
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
 
 
 def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
@@ -189,9 +184,11 @@ def open_engine(
     on_gpu = torch.cuda.is_available()
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
         return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
-    model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to("cuda" if on_gpu else "cpu")
-    banned_ids, stop_ids = media_token_ids(encoder.processor.tokenizer), stop_token_ids(folder)
-    return partial(draw_tokens, model, banned_ids=banned_ids, stop_ids=stop_ids)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
+    banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer), dtype=torch.long, device=device)
+    stop_ids = torch.tensor(stop_token_ids(folder), device=device)
+    return partial(drawn_ids, model, banned_ids=banned_ids, stop_ids=stop_ids)
 
 
 @contextmanager
@@ -200,6 +197,7 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
+    check_weights(folder)
     world = init_world()
     engine = VLLMEngine(
         folder,
@@ -221,40 +219,18 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
         shutdown()
 
 
-@torch.no_grad()
-def draw_tokens(
+def drawn_ids(
     model: nn.Module,
     prompt: EncodedPrompt,
     sampling: Sampling,
     number: int = 0,
     *,
-    banned_ids: Sequence[int],
-    stop_ids: Sequence[int],
+    banned_ids: Tensor,
+    stop_ids: Tensor,
 ) -> Iterator[int]:
     """Token ids as they are drawn, the stop token included: those that the transformers rollout engine draws."""
-    device = next(model.parameters()).device
-    inputs = left_padded([prompt.encoded], 0, device)
-    uniform = torch.from_numpy(random_streams(sampling, [number])).to(device)
-    penalties = Penalties(sampling, [prompt.encoded], model.lm_head.weight.shape[0], device)
-    width, next_position = len(prompt.encoded), int(inputs["position_ids"].max()) + 1
-    output = model.model(use_cache=True, **inputs)
-    for step in range(sampling.max_completion_length):
-        logits = model.lm_head(output.last_hidden_state[:, -1]).float()  # [1, V]
-        if sampling.has_penalties:
-            logits = penalties.apply(logits)
-        logits[:, banned_ids] = -torch.inf
-        token, _ = draw(logits, sampling, uniform[:, step])
+    for token, _ in draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids):
         yield int(token)
-        if int(token) in stop_ids or step == sampling.max_completion_length - 1:
-            return
-        penalties.count(token)
-        output = model.model(
-            input_ids=token[:, None],
-            position_ids=torch.full((3, 1, 1), next_position + step, device=device),
-            attention_mask=torch.ones(1, width + step + 1, dtype=torch.long, device=device),
-            past_key_values=output.past_key_values,
-            use_cache=True,
-        )
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -305,7 +281,7 @@ def shortened(sampling: Sampling, room: int, say: Callable[[str], None]) -> Samp
     if sampling.max_completion_length <= room:
         return sampling
     say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
-    return Sampling(**{**vars(sampling), "max_completion_length": room})
+    return replace(sampling, max_completion_length=room)
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:

@@ -28,6 +28,7 @@ from dsreason.data.sources import Source, check_text, open_source, vision_settin
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.grading import kind_of
+from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, question_id, question_key
 from dsreason.evaluation.parsing import parse
 from dsreason.evaluation.types import Kind, Question
 from dsreason.rewards.text import final_answer
@@ -35,15 +36,6 @@ from dsreason.rewards.text import final_answer
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
 PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 SYSTEM_PROMPT = "Answer the questions."
-REQUESTS = {
-    "multiple_choice": "Answer with the option's letter from the given choices directly.",
-    "yes_no": "Answer with yes or no directly.",
-    "open": "Answer the question using a single word or phrase.",
-}
-"""Last line of a benchmark question, by its kind; the first is cosmos-reason1's."""
-REASONING_REQUEST = (
-    "Please answer the question in the following format: <think> your reasoning </think> <answer> your {} </answer>."
-)
 STAND_IN = str(Path(__file__).absolute())
 """A file that exists."""
 
@@ -68,7 +60,7 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
-    numbers: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
@@ -77,7 +69,7 @@ def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
             raise DataError(f"{where}: field {error} is missing") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        yield numbered(name, clip.stem, kind, sample, problem, numbers)
+        yield identified(name, clip.stem, kind, sample, problem, seen)
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
@@ -168,7 +160,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
     system = config.system_prompt or evaluation.evaluation.system_prompt or ""
     shown = evaluation.vision_of(config.vision)
     source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
-    numbers: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for index in indices.tolist():
         sample, problem = read_row(source, index)
         try:
@@ -178,7 +170,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
             sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
-        yield numbered(config.dataset, sample.id or f"row {index + 1}", kind, sample, problem, numbers)
+        yield identified(config.dataset, sample.id or first_path(source.rows[index]), kind, sample, problem, seen)
 
 
 def read_row(source: Source, index: int) -> tuple[Sample, str | None]:
@@ -216,6 +208,13 @@ def with_stand_ins(row: Any, media: dict[str, list[str]]) -> Any:
     if isinstance(row, dict) and "id" not in row and (paths := media["video"] + media["image"]):
         changed["id"] = paths[0]  # which adapters else take from the medium
     return changed
+
+
+def first_path(row: Any) -> str:
+    """The first file of a row, as it stands there; "" where it has none."""
+    media: dict[str, list[str]] = {"image": [], "video": []}
+    with_stand_ins(row, media)
+    return next(iter(media["video"] + media["image"]), "")
 
 
 def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
@@ -284,23 +283,33 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
 
 
-def numbered(
-    dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, numbers: Counter[str]
+def identified(
+    dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
-    """The question, with its place among those of its `video_id`."""
-    number = numbers[video_id]
-    numbers[video_id] += 1
+    """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
+    key = question_key(words_of(sample), media_of(sample))
+    video_id = video_id or key
     return Question(
-        id=f"{dataset}/{video_id}/{number}",
+        id=question_id(dataset, video_id, key, seen),
         dataset=dataset,
         video_id=video_id,
-        number=number,
         kind=kind,
         sample=sample,
         answer=sample.answer or "",
         options=sample.options,
         problem=problem,
     )
+
+
+def words_of(sample: Sample) -> str:
+    """What is said, whatever the system prompt."""
+    return "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
+
+
+def media_of(sample: Sample) -> list[str]:
+    """Paths, in the order in which they are shown."""
+    contents = [message["content"] for message in sample.messages if not isinstance(message["content"], str)]
+    return [str(part[part["type"]]) for content in contents for part in content if part["type"] in ("image", "video")]
 
 
 def check_reference(sample: Sample, kind: Kind) -> None:

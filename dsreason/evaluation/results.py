@@ -10,14 +10,16 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dsreason.errors import DataError
+from dsreason.evaluation.identity import question_id, question_key
 from dsreason.evaluation.types import Kind, Result
 
 RUN_FILE = "run.json"
@@ -153,7 +155,7 @@ def read_results(results_dir: Path, dataset: Sequence[str] | None = None) -> lis
 
 
 def read_run(run: Run) -> list[Result]:
-    """The results of a run, by data set, clip and number.
+    """The results of a run, by data set and clip, and those of a clip as they stand in its file.
 
     Raises:
         DataError: a file is no JSON list of results, or two of them have the same id; names file and item (from 1).
@@ -169,7 +171,7 @@ def read_run(run: Run) -> list[Result]:
             results.append(result)
     if not results:
         raise DataError(f"{run.folder}: its {len(run.files)} result files are empty lists; there is nothing to score")
-    return sorted(results, key=lambda result: (result.datasource, result.video_id, result.number))
+    return sorted(results, key=lambda result: (result.datasource, result.video_id))
 
 
 def read_file(file: Path) -> list[Result]:
@@ -181,7 +183,8 @@ def read_file(file: Path) -> list[Result]:
     items = read_json(file)
     if not isinstance(items, list):
         raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
-    return [_read_item(item, file, number) for number, item in enumerate(items)]
+    seen: Counter[str] = Counter()
+    return [_read_item(item, file, number, seen) for number, item in enumerate(items)]
 
 
 def read_json(file: Path) -> Any:
@@ -193,7 +196,7 @@ def read_json(file: Path) -> Any:
         raise DataError(f"{file}: is not valid JSON ({error}); evaluate its clip again, or remove it") from error
 
 
-def _read_item(item: Any, file: Path, number: int) -> Result:
+def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
     where = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
         raise DataError(f"{where}: is {_kind_of_json(item)}, not a result")
@@ -202,7 +205,7 @@ def _read_item(item: Any, file: Path, number: int) -> Result:
     if not isinstance(item["is_correct"], bool):
         raise DataError(f"{where}: is_correct is {item['is_correct']!r:.80}, not true or false (--compat accepts it)")
     try:
-        return STORED.validate_python(_defaults(item, file, number) | item)
+        return STORED.validate_python(_completed(item, file, number, seen))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
@@ -210,17 +213,22 @@ def _read_item(item: Any, file: Path, number: int) -> Result:
         raise DataError(f"{where}: {field} is {first['input']!r:.80}: {message}") from error
 
 
-def _defaults(item: dict[str, Any], file: Path, number: int) -> dict[str, Any]:
-    """What cosmos-reason1's files do not say; of its own eight fields, too, only `is_correct` has to be there."""
+def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
+    """A result with what cosmos-reason1's do not say; of its own eight fields, too, only `is_correct` has to be there.
+
+    A question has the id there that it has here, so that the two can be compared.
+    """
     datasource = item.get("datasource", _dataset_folder(file))
     video_id = item.get("video_id", file.stem)
+    prompt = _texts(item.get("prompt") or [])
+    if "id" not in item:
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        key = question_key(last, [str(video_id)]) if isinstance(last, str) else str(number)
+        item = item | {"id": question_id(datasource, video_id, key, seen)}
     texts = dict.fromkeys(("correct_answer", "reasoning", "answer", "full_response", "finish_reason"), "")
-    return texts | {
+    defaults = texts | {
         "datasource": datasource,
         "video_id": video_id,
-        "prompt": [],
-        "id": f"{datasource}/{video_id}/{number}",
-        "number": number,
         "kind": _kind_of_answer(item.get("correct_answer")),
         "options": None,
         "media": [],
@@ -229,6 +237,29 @@ def _defaults(item: dict[str, Any], file: Path, number: int) -> dict[str, Any]:
         "completion_tokens": 0,
         "seconds": 0.0,
     }
+    return defaults | item | {"prompt": prompt}
+
+
+class _Part(BaseModel):
+    text: str = ""
+
+
+class _Message(BaseModel):
+    content: str | list[_Part]
+
+    def said(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content if p.text)
+
+
+_MESSAGES = TypeAdapter(list[_Message])
+
+
+def _texts(prompt: Any) -> Any:
+    """Of the messages that cosmos-reason1 stores, what they say; anything else as it is."""
+    try:
+        return [message.said() for message in _MESSAGES.validate_python(prompt)]
+    except ValidationError:
+        return prompt
 
 
 def _kind_of_answer(reference: object) -> Kind:

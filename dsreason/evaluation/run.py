@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.answerers import Answering, open_answering
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.grading import Graded, Grader
 from dsreason.evaluation.parsing import parse
-from dsreason.evaluation.questions import load_questions, text_of
-from dsreason.evaluation.results import read_file, result_file, write_results
+from dsreason.evaluation.questions import load_questions, media_of, text_of
+from dsreason.evaluation.results import read_file, result_file, safe_name, write_results
 from dsreason.evaluation.sampling import sampling
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import AnswerType, Parsed, Question, Result
@@ -24,13 +23,15 @@ from dsreason.runtime.progress import Advance
 
 log = logging.getLogger(__name__)
 
+ENOUGH = 16
+"""At so many questions a server does not fail by chance."""
 NOT_ASKED = "not asked yet"
 """Error of questions that an evaluation has not come to."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What this job has asked and got, over all its ranks."""
+    """What this job has asked and got answers to, over all its ranks; not what was there before or could not be asked."""
 
     questions: int
     completion_tokens: int
@@ -61,20 +62,49 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
             *("%d of %d questions cannot be asked and count as wrong, such as %s: %s", len(absent), len(questions)),
             *(absent[0].id, absent[0].problem),
         )
-    with ExitStack() as stack:
-        answering = stack.enter_context(open_answering(config))
+    with (
+        build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
+        open_answering(config, lambda model: open_results(config, questions, model)) as answering,
+    ):
         folder = run_folder(config, answering.model["name"])
-        answering.on_first_rank(lambda: open_run_folder(folder, config, answering.model))
-        share = Share(answering.rank, answering.size)
-        grader = stack.enter_context(build_grader(config))
         evaluation = Evaluation(config, folder, grader, answering)
-        own = share.of(questions)
+        own = Share(answering.rank, answering.size).of(questions)
         with answering.progress(len(questions)) as advance:
             started = time.perf_counter()
             results = list(evaluation.run(own, advance))
             seconds = time.perf_counter() - started
-        asked = answering.gather((len(results), sum(result.completion_tokens for result in results), seconds))
-    return folder, Throughput(sum(a for a, *_ in asked), sum(b for _, b, _ in asked), max(c for *_, c in asked))
+        asked = [result.completion_tokens for result in results if result.error is None]
+        parts = answering.gather((len(asked), sum(asked), seconds))
+    return folder, Throughput(sum(a for a, *_ in parts), sum(b for _, b, _ in parts), max(c for *_, c in parts))
+
+
+def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str]) -> None:
+    """Make the folder of the results ready; see `open_run_folder` and `check_asked`."""
+    folder = run_folder(config, model["name"])
+    open_run_folder(folder, config, model)
+    check_asked(folder, config, questions)
+
+
+def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
+    """DataError where a data set has stored answers to questions that it no longer has: they would be scored, too.
+
+    With a limit they may be those beyond it, and stay.
+    """
+    asked = {question.id for question in questions}
+    files = [file for name in config.names for file in sorted((folder / safe_name(name)).glob("*.json"))]
+    others = [(file, result.id) for file in files for result in read_file(file) if result.id not in asked]
+    if not others:
+        return
+    file, first = others[0]
+    if config.evaluation.limit is not None:
+        log.warning(
+            "%s: holds answers to %d more questions, such as %s; they are scored, too", folder, len(others), first
+        )
+        return
+    raise DataError(
+        f"{folder}: holds answers to {len(others)} questions that are not asked now, such as {first} in {file}: the data "
+        "was changed; give another results_dir, delete these answers, or set evaluation.overwrite = true to replace all"
+    )
 
 
 def build_grader(config: EvalConfig) -> Grader:
@@ -116,7 +146,7 @@ class Evaluation:
                 self.store(question, Reply(error=question.problem or NOT_ASKED), attempts=0)
         advance(sum(question.id in kept or question.problem is not None for question in questions))
         for batch in self.answering.answerer.batches(self.batches(questions, kept)):
-            for question, reply, attempts in self.answers(batch):
+            for question, reply, attempts in self.answers(batch, is_first=not kept):
                 if question.id not in kept:
                     yield self.store(question, reply, attempts)
                     advance(1)
@@ -147,7 +177,7 @@ class Evaluation:
         missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
         return missing + [[]] * (self.answering.largest(len(missing)) - len(missing))
 
-    def answers(self, batch: Sequence[Question]) -> Iterator[tuple[Question, Reply, int]]:
+    def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
         """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
         settings, last = self.config.evaluation, self.config.generation.max_retries
         place = {question.id: i for i, question in enumerate(batch)}
@@ -159,7 +189,10 @@ class Evaluation:
             requests = [
                 Request(question, sampling(self.config, question.kind, attempt), attempt) for question in pending
             ]
-            for request, reply in self.answering.answerer.ask(requests):
+            replies = self.answering.answerer.ask(requests)
+            if is_first and attempt == 0 and self.config.server.url is not None:
+                replies = answering_at_all(replies, len(requests), self.config.server.url)
+            for request, reply in replies:
                 question = request.question
                 is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
                 if is_read or attempt == last:
@@ -171,9 +204,8 @@ class Evaluation:
     def store(self, question: Question, reply: Reply, attempts: int) -> Result:
         """Grade a reply, and write it into the file of its clip. One with an error is a wrong answer that says why."""
         result = self.graded(question, reply, attempts)
-        others = [other for other in self.stored(question.dataset, question.video_id) if other.id != question.id]
-        ordered = sorted([*others, result], key=lambda result: result.number)
-        write_results(self.folder, question.dataset, question.video_id, ordered)
+        stored = {other.id: other for other in self.stored(question.dataset, question.video_id)} | {result.id: result}
+        write_results(self.folder, question.dataset, question.video_id, list(stored.values()))
         return result
 
     def graded(self, question: Question, reply: Reply, attempts: int) -> Result:
@@ -189,10 +221,9 @@ class Evaluation:
             full_response=reply.text,
             is_correct=grade.is_correct,
             id=question.id,
-            number=question.number,
             kind=question.kind,
             options=question.options,
-            media=media_of(question),
+            media=media_of(question.sample),
             rule=grade.parsed.rule,
             attempts=attempts,
             finish_reason=reply.finish_reason,
@@ -203,14 +234,24 @@ class Evaluation:
         )
 
 
+def answering_at_all(
+    replies: Iterator[tuple[Request, Reply]], num_asked: int, url: str
+) -> Iterator[tuple[Request, Reply]]:
+    """The same replies. ConfigError where a server fails at the first `ENOUGH` questions, or at all where they are fewer."""
+    for number, (request, reply) in enumerate(replies, start=1):
+        yield request, reply
+        if reply.error is None:
+            yield from replies
+        elif number >= min(num_asked, ENOUGH):
+            raise ConfigError(
+                f"server.url ({url}): none of the first {number} questions got an answer, such as {request.question.id}: "
+                f"{reply.error}; correct the server or its address, and the same command asks again"
+            )
+
+
 def read(question: Question, text: str, answer_type: AnswerType, parser: str) -> bool:
     """Whether the parser finds an answer in a response."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
-
-
-def media_of(question: Question) -> list[str]:
-    contents = [message["content"] for message in question.sample.messages if not isinstance(message["content"], str)]
-    return [str(part[part["type"]]) for content in contents for part in content if part["type"] in ("image", "video")]
 
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
@@ -221,7 +262,7 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
         ("has the answer", stored.correct_answer, question.answer),
         ("has the options", stored.options, question.options),
         ("is of kind", stored.kind, question.kind),
-        ("shows", stored.media, media_of(question)),
+        ("shows", stored.media, media_of(question.sample)),
     ):
         if old != new:
             raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_eval import PENALTIES, EvalConfig
 from dsreason.evaluation.types import Kind
 from dsreason.rollout.protocol import Sampling
 
@@ -20,21 +20,26 @@ def sampling(config: EvalConfig, kind: Kind, attempt: int = 0) -> Sampling:
     `letter` takes the most probable token (top_k 1, also where a retry is hotter: it is longer, not different),
     `reasoning` what `[generation]` says. A retry has 256·k tokens more and a temperature 0.05·k higher, up to 0.9. Every
     attempt draws from streams of its own.
+
+    With the parser `compat` all is as in cosmos-reason1: `letter` knows no penalties, and its retries begin at the length
+    and temperature of `[generation]`; a temperature above 0.9 is 0.9 in a retry.
     """
-    given = config.generation
-    letter = config.evaluation.answer_type == "letter"
+    given, length = config.generation, max_tokens(config, kind)
+    letter, compat = config.evaluation.answer_type == "letter", config.evaluation.parser == "compat"
     temperature = 0.0 if letter else given.temperature
-    if attempt:
+    if attempt and compat:
+        temperature = min(given.temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE)
+        length = given.max_tokens or REASONING_TOKENS
+    elif attempt:
         temperature = max(temperature, min(temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE))
+    penalties = {} if letter and compat else given.model_dump(include=set(PENALTIES))
     return Sampling(
         temperature=temperature,
         top_p=1.0 if letter else given.top_p,
         top_k=1 if letter else given.top_k,
-        max_completion_length=max_tokens(config, kind) + RETRY_TOKENS * attempt,
+        max_completion_length=length + RETRY_TOKENS * attempt,
         seed=1000 * config.evaluation.seed + attempt,  # more attempts than 1000 the configuration does not allow
-        repetition_penalty=given.repetition_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
+        **penalties,
     )
 
 

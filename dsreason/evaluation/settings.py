@@ -12,7 +12,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.output import CONFIG_FILE
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.evaluation.results import RUN_FILE, read_json, safe_name, write_text
+from dsreason.evaluation.results import RUN_FILE, read_file, read_json, safe_name, write_text
 from dsreason.runtime.record import git_state, versions
 
 DECIDING = ("evaluation", "generation", "vision")
@@ -56,12 +56,19 @@ def vision_note(config: EvalConfig) -> str | None:
 def trained_vision(model: Path) -> dict[str, Any] | None:
     """`data.vision` of the run that a folder belongs to (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`), None if none."""
     for folder in (model, *list(model.absolute().parents)[:2]):
-        file = folder / CONFIG_FILE
-        record = read_json(file) if file.is_file() else None
-        if isinstance(record, dict) and "deepspeed" in record:  # a run's, not a model's
+        if record := run_record(folder):
             vision = record["config"]["data"].get("vision")
             return None if vision is None else {key: value for key, value in vision.items() if value is not None}
     return None
+
+
+def run_record(folder: Path) -> dict[str, Any] | None:
+    """`config.json` of a run of ours; None where the folder has none, or a model's."""
+    try:
+        record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "deepspeed" in record else None
 
 
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
@@ -85,14 +92,14 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
 
     Raises:
         ConfigError: names the settings that differ, with both values; with `evaluation.overwrite` the results there of
-            the data sets of this evaluation are deleted first, unless there are others.
+            the data sets of this evaluation are deleted first, unless there are others. Questions without an answer are
+            no results.
     """
     settings, file = settings_of(config, model), folder / RUN_FILE
     replaced: list[Path] = []
     if config.evaluation.overwrite:
-        names = (*config.datasets, *(source.dataset for source in config.sources))
-        replaced = [folder / safe_name(name) for name in names]
-    if any(result.parent not in replaced for result in folder.glob("*/*.json")):
+        replaced = [folder / safe_name(name) for name in config.names]
+    if any(has_answers(file) for file in sorted(folder.glob("*/*.json")) if file.parent not in replaced):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         settings = same_settings(read_json(file), settings, folder)
@@ -100,6 +107,11 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
         shutil.rmtree(old, ignore_errors=True)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
+
+
+def has_answers(file: Path) -> bool:
+    """Not where all questions failed, as at a server of a wrong address: these will be asked again."""
+    return any(result.error is None for result in read_file(file))
 
 
 def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -27,17 +27,15 @@ class Parsed(NamedTuple):
 class Question:
     """One question, with everything that asking and grading it takes.
 
-    Example: `Question(id="robovqa/0123/0", dataset="robovqa", video_id="0123", number=0, kind="multiple_choice",
+    Example: `Question(id="robovqa/0123/5f1c09ae", dataset="robovqa", video_id="0123", kind="multiple_choice",
     sample=Sample(…), answer="A", options={"A": "left", "B": "right"})`.
     """
 
     id: str
-    """Unique in an evaluation: `<dataset>/<video_id>/<number>`."""
+    """Unique in an evaluation, and the same whatever else is asked: `<dataset>/<video_id>/<key>`, see `identity`."""
     dataset: str
     video_id: str
     """Names the result file: a clip's name without its ending, or a row's id."""
-    number: int
-    """Its place among the questions of its `video_id`, from 0."""
     kind: Kind
     sample: Sample
     """As it is asked: `messages` end with the user's, media paths are absolute."""
@@ -66,7 +64,6 @@ class Result:
     is_correct: bool
     id: str
     """Of the question."""
-    number: int
     kind: Kind
     options: dict[str, str] | None
     media: list[str]

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PAD_ID = 0
+"""Masked everywhere, so any id will do."""
+
 
 class TransformersEngine:
     """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back)."""
@@ -52,7 +55,6 @@ class TransformersEngine:
     ) -> None:
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
         self.attention, self.batch_size, self.trust_remote_code = attention, batch_size, trust_remote_code
-        self.pad_id = 0  # masked everywhere, so any id will do
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
         self.model: nn.Module | None = None
@@ -141,43 +143,17 @@ class TransformersEngine:
         return dict(self._stats)
 
     def _complete(self, rows: list[EncodedSample], streams: list[int], sampling: Sampling) -> list[Completion]:
-        """One batch. The positions are ours all the way, so nothing of transformers' own generation state is used."""
-        prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
-        places = {id(prompt): i for i, prompt in enumerate(prompts)}
-        which = torch.tensor([places[id(row)] for row in rows], device=self.device)  # [B]
-        inputs = left_padded(prompts, self.pad_id, self.device)
-        output = self.model.model(use_cache=True, **inputs)
-        cache, hidden = output.past_key_values, output.last_hidden_state[which, -1]
-        cache.batch_select_indices(which)
-        attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
-        next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
-        uniform = torch.from_numpy(random_streams(sampling, streams)).to(self.device)
-        width, vocabulary = inputs["input_ids"].shape[1], self.model.lm_head.weight.shape[0]
-        penalties = Penalties(sampling, rows, vocabulary, self.device) if sampling.has_penalties else None
-        finished = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
-        ids, logprobs = [], []
-        for step in range(sampling.max_completion_length):
-            logits = self.model.lm_head(hidden).float()  # [B, V]
-            if penalties is not None:
-                logits = penalties.apply(logits)
-            logits[:, self.banned_ids] = -torch.inf
-            token, logprob = draw(logits, sampling, uniform[:, step])
-            ids.append(token)
-            logprobs.append(logprob)
-            finished |= torch.isin(token, self.stop_ids)
-            if finished.all() or step == sampling.max_completion_length - 1:
-                break
-            if penalties is not None:
-                penalties.count(token)
-            hidden = self.model.model(
-                input_ids=token[:, None],
-                position_ids=(next_position + step).expand(3, -1)[:, :, None],
-                attention_mask=attention[:, : width + step + 1],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-        drawn = zip(rows, torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
-        return [self._completion(row.id, *tokens) for row, *tokens in drawn]
+        """One batch."""
+        steps = draw_tokens(
+            self.model,
+            rows,
+            streams,
+            sampling,
+            banned_ids=self.banned_ids,
+            stop_ids=self.stop_ids,
+        )
+        ids, logprobs = (torch.stack(drawn, 1).tolist() for drawn in zip(*steps, strict=True))
+        return [self._completion(row.id, *drawn) for row, *drawn in zip(rows, ids, logprobs, strict=True)]
 
     def _completion(self, sample_id: str, ids: list[int], logprobs: list[float]) -> Completion:
         """Cuts off what a finished row went on drawing beside its unfinished neighbours."""
@@ -192,6 +168,56 @@ class TransformersEngine:
             finish_reason="length" if length is None else "stop",
             version=self.version,
         )
+
+
+@torch.no_grad()
+def draw_tokens(
+    model: nn.Module,
+    rows: Sequence[EncodedSample],
+    streams: Sequence[int],
+    sampling: Sampling,
+    *,
+    banned_ids: Tensor,
+    stop_ids: Tensor,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """One step after another: a token for each of the `B` rows and its log-probability, `[B]` both.
+
+    It ends when every row has drawn a stop token; one that has goes on being drawn beside the others until then. The
+    positions are ours all the way, so nothing of transformers' own generation state is used.
+    """
+    prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
+    places = {id(prompt): i for i, prompt in enumerate(prompts)}
+    device = next(model.parameters()).device
+    which = torch.tensor([places[id(row)] for row in rows], device=device)  # [B]
+    inputs = left_padded(prompts, PAD_ID, device)
+    output = model.model(use_cache=True, **inputs)
+    cache, hidden = output.past_key_values, output.last_hidden_state[which, -1]
+    cache.batch_select_indices(which)
+    attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
+    next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
+    uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
+    width, vocabulary = inputs["input_ids"].shape[1], model.lm_head.weight.shape[0]
+    penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
+    finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for step in range(sampling.max_completion_length):
+        logits = model.lm_head(hidden).float()  # [B, V]
+        if penalties is not None:
+            logits = penalties.apply(logits)
+        logits[:, banned_ids] = -torch.inf
+        token, logprob = draw(logits, sampling, uniform[:, step])
+        yield token, logprob
+        finished |= torch.isin(token, stop_ids)
+        if finished.all() or step == sampling.max_completion_length - 1:
+            return
+        if penalties is not None:
+            penalties.count(token)
+        hidden = model.model(
+            input_ids=token[:, None],
+            position_ids=(next_position + step).expand(3, -1)[:, :, None],
+            attention_mask=attention[:, : width + step + 1],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
 
 
 def build_empty_model(

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dsreason.cli.main import main
+from tests.distributed import run_on_ranks
 from tests.integration.command import dsreason
 from tests.integration.rows import COLOURS, film
+from tests.unit.evaluation.stand_in import PROXIES, serving
 
 pytestmark = pytest.mark.integration
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 FP32 = ("--set", 'model.dtype="float32"')
 SHORT = (
@@ -47,11 +55,39 @@ def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(folder: Path, results: str, *options: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def evaluate(folder: Path, results: str, *options: object) -> subprocess.CompletedProcess[str]:
     ended = dsreason("eval", "--results-dir", results, *FP32, *options, cwd=folder)
-    assert ended.returncode == code, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     return ended
+
+
+def commands(folder: str, calls: list[list[str]]) -> list[tuple[int, str]]:
+    """The exit code and the output of each `dsreason …`, in a process that has imported nearly everything."""
+    os.chdir(folder)
+    for name in (*PROXIES, "OPENAI_API_KEY"):
+        os.environ.pop(name, None)
+    ended = []
+    for number, call in enumerate(calls):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)  # it is no rank, and makes itself a job of one
+        sys.argv = ["dsreason", *call]
+        with open(f"output_{number}", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            try:
+                main()
+                code = 0
+            except SystemExit as exited:
+                code = int(exited.code or 0)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        ended.append((code, Path(f"output_{number}").read_text()))
+    return ended
+
+
+def run(folder: Path, *calls: list[object]) -> list[tuple[int, str]]:
+    return run_on_ranks(commands, 1, str(folder), [["eval", *map(str, call)] for call in calls])[0]
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -68,8 +104,8 @@ def undisturbed(benchmark: Path, tiny_qwen2_5_vl: Path) -> list[dict[str, Any]]:
 
 
 def test_every_question_has_one_answer_under_its_clip(undisturbed: list[dict[str, Any]], benchmark: Path) -> None:
-    ids = [f"robots/clip.{i}/0" for i in range(NUM_CLIPS)] + ["robots/clip.1/1"]
-    assert [item["id"] for item in undisturbed] == sorted(ids)
+    assert len({item["id"] for item in undisturbed}) == NUM_CLIPS + 1
+    assert [item["video_id"] for item in undisturbed] == [f"clip.{i}" for i in (0, 1, 1, 2, 3, 4, 5)]
     assert {item["kind"] for item in undisturbed} == {"multiple_choice", "yes_no", "open"}
     first = undisturbed[0]
     assert first["prompt"][0] == "Answer the questions."
@@ -88,30 +124,203 @@ def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
     clips = tmp_path / "benchmark" / "robots" / "clips"
     (clips / "clip.0.mp4").unlink()
     (clips / "clip.4.mp4").write_bytes((clips / "clip.4.mp4").read_bytes()[:300])
-    options = ("--model", tiny_qwen2_5_vl, "--data", tmp_path, *SHORT)
-    ended = evaluate(tmp_path, "r", *options)
+    options = ["--model", tiny_qwen2_5_vl, "--data", tmp_path, "--results-dir", "r", *FP32, *SHORT]
+    [(code, text)] = run(tmp_path, options)
+    assert code == 0, text
     found = {item["id"]: item for item in results(tmp_path / "r")}
-    for id in ("robots/clip.0/0", "robots/clip.4/0"):
-        failed = found.pop(id)
+    for video_id in ("clip.0", "clip.4"):
+        failed = found.pop(next(id for id, item in found.items() if item["video_id"] == video_id))
         assert not failed["is_correct"]
-        assert id.split("/")[1] in failed["error"]
+        assert video_id in failed["error"]
     others = [item for item in undisturbed if item["id"] in found]
     assert len(others) == NUM_CLIPS - 1
     assert [found[item["id"]]["full_response"] for item in others] == [item["full_response"] for item in others]
-    assert f"{NUM_CLIPS + 1}" in ended.stdout and f"{NUM_CLIPS - 1}" in ended.stdout  # all, and answered
+    [row] = [line.split() for line in text.splitlines() if line.split()[:1] == ["all"]]
+    assert (row[-1], row[-4]) == (f"{NUM_CLIPS - 1}", f"{NUM_CLIPS + 1}")  # answered, and all
 
     shutil.copy(benchmark / "benchmark/robots/clips/clip.0.mp4", clips)
-    evaluate(tmp_path, "r", *options)  # what is there now is asked again
+    [(_, text)] = run(tmp_path, options)  # what is there now is asked again, and nothing else
+    assert "1 questions in " in text
     assert sum(item["error"] is None for item in results(tmp_path / "r")) == NUM_CLIPS
 
 
 def test_other_settings_in_the_same_folder_are_refused_with_both_values(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path
 ) -> None:
-    options = ("--model", tiny_qwen2_5_vl, "--data", ".", *SHORT)
-    ended = evaluate(benchmark, "whole", *options, "--set", "evaluation.seed=7", code=2)
-    assert "evaluation.seed was 1 and is 7" in ended.stderr
+    options = ["--results-dir", "whole", "--model", tiny_qwen2_5_vl, "--data", ".", *FP32, *SHORT]
+    [(code, text)] = run(benchmark, [*options, "--set", "evaluation.seed=7"])
+    assert code == 2
+    assert "evaluation.seed was 1 and is 7" in text
     assert results(benchmark / "whole") == undisturbed
+
+
+def drawn(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results by id, with the names of media for their paths."""
+    return {item["id"]: {**item, "media": [Path(path).name for path in item["media"]]} for item in results(folder)}
+
+
+def test_a_question_that_is_removed_or_broken_changes_no_other_result(
+    benchmark: Path, tiny_qwen2_5_vl: Path, tmp_path: Path
+) -> None:
+    """Drawn at a temperature, from random streams; of `clip.1` the first of two questions goes, of `clip.3` the only one."""
+    shutil.copytree(benchmark / "benchmark", tmp_path / "fewer")
+    shutil.copytree(benchmark / "benchmark", tmp_path / "broken")
+    annotations = tmp_path / "fewer/robots/robots_benchmark_qa_pairs.json"
+    items = json.loads(annotations.read_text())
+    del items[1]["qa_pairs"][0], items[3]
+    annotations.write_text(json.dumps(items))
+    clip = tmp_path / "broken/robots/clips/clip.4.mp4"
+    clip.write_bytes(clip.read_bytes()[:300])
+    drawing = ["--model", tiny_qwen2_5_vl, "--answer-type", "reasoning", *FP32, *SHORT]
+    places = {"whole": benchmark / "benchmark", "fewer": tmp_path / "fewer", "broken": tmp_path / "broken"}
+    ended = run(tmp_path, *([*drawing, "--results-dir", f"r_{name}", "--data", data] for name, data in places.items()))
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+    whole, fewer, broken = (drawn(tmp_path / f"r_{name}") for name in places)
+    assert len({item["full_response"] for item in whole.values()}) == NUM_CLIPS + 1
+    gone = [item["prompt"][1][:13] for id, item in whole.items() if id not in fewer]
+    assert gone == ["Which colour?"] * 2
+    assert fewer == {id: item for id, item in whole.items() if id in fewer}
+    [failed] = [item for item in broken.values() if item["error"]]
+    assert failed["video_id"] == "clip.4"
+    assert {**broken, failed["id"]: None} == {**whole, failed["id"]: None}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")
+def test_real_media_are_asked_about(tmp_path: Path) -> None:
+    media = {"photo.jpg": "image", "sample.png": "image", "sample.mp4": "video", "packer.mp4": "video"}
+    rows = [
+        {"id": name, kind: str(SHARED / name), "question": "What is there?", "answer": "a thing"}
+        for name, kind in media.items()
+    ]
+    (tmp_path / "real.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", "tiny:qwen2_5_vl", "--data", "real.jsonl", *SHORT, "--set", "vision.total_pixels=2000000"]
+    [(code, text)] = run(tmp_path, options)
+    assert code == 0, text
+    found = {item["video_id"]: item for item in results(tmp_path / "results")}
+    assert found.keys() == media.keys()
+    assert {item["error"] for item in found.values()} == {None}
+    assert all(item["completion_tokens"] > 0 for item in found.values())
+    [report] = (tmp_path / "results").glob("*/letter/report.html")
+    assert report.read_text().count("data:image/") >= len(media)
+
+
+# ---------------------------------------------------------------- what a person gets wrong
+
+
+SERVERS = {"401": (401, 401), "404": (404, 404), "500": (200, 500), "page": (200, 200)}
+"""Status of the list of models, and of answers."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Options of the command, and words of the one text that it ends with."""
+
+    options: list[str]
+    words: list[str]
+
+
+def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
+    model, rows = ["--model", "good"], ["--data", "rows.jsonl"]
+
+    def server(name: str, *options: str) -> list[str]:
+        return [*rows, "--server", urls[name], "--set", "server.max_retries=0", *options]
+
+    named = ["--set", "server.model=m"]
+    return {
+        "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: no such folder"]),
+        "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: no config.json there"]),
+        "config.json is no JSON": Mistake(["--model", "no_json", *rows], ["no_json: config.json cannot be read"]),
+        "truncated weights": Mistake(
+            ["--model", "truncated", *rows], ["truncated/model.safetensors is truncated or damaged"]
+        ),
+        "weights of another model": Mistake(["--model", "other", *rows], ["other: the weights do not fit config.json"]),
+        "a run without weights": Mistake(["--model", "run", *rows], ["run has neither export/final nor a complete"]),
+        "unknown data set": Mistake(
+            [*model, "--data", "data", "--dataset", "robts"], ["dataset robts", "did you mean robots? (there: robots)"]
+        ),
+        "a folder without benchmarks": Mistake([*model, "--data", "good"], ["good", "_benchmark_qa_pairs.json"]),
+        "no rows": Mistake([*model, "--data", "empty.jsonl"], ["empty.jsonl", "the data set is empty"]),
+        "no questions": Mistake([*model, "--data", "nothing"], ["robots_benchmark_qa_pairs.json: holds no questions"]),
+        "a limit of 0": Mistake([*model, *rows, "--set", "evaluation.limit=0"], ["evaluation.limit", "0"]),
+        "an answer outside of its options": Mistake(
+            [*model, "--data", "outside.jsonl"],
+            ["outside.jsonl, row 2 (sample 'b'): the answer is 'C'; it must be one of the options A, B"],
+        ),
+        "the results of somebody else": Mistake(
+            [*model, *rows, "--results-dir", "others"], ["others/good/letter: holds results, and no run.json"]
+        ),
+        "no such scorer": Mistake([*model, *rows, "--set", "evaluation.scorer=judge.py"], ["judge.py"]),
+        "a server that is down": Mistake(
+            [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): no server answers there"]
+        ),
+        "a server that wants a key": Mistake(server("401"), ["wants a key, and none is in", "OPENAI_API_KEY", "401"]),
+        "a server that does not chat": Mistake(
+            server("404", *named), ["no model 'm', or no chat at this address (404"]
+        ),
+        "a server that fails": Mistake(server("500"), ["none of the first 2 questions got an answer", "500"]),
+        "a server of web pages": Mistake(
+            server("page", *named), ["none of the first 2 questions", "no chat completion"]
+        ),
+    }
+
+
+MISTAKES = list(mistakes(Path(), dict.fromkeys([*SERVERS, "down"], "")))
+
+
+def write_mistakes(folder: Path, model: Path) -> None:
+    rows = [
+        {"id": id, "question": "Which?", "options": ["left", "right"], "answer": answer}
+        for id, answer in (("a", "A"), ("b", "B"))
+    ]
+    for name, content in {"rows": rows, "empty": [], "outside": [rows[0], rows[1] | {"answer": "C"}]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    for place, items in {"data": [{"video": "clips/1.mp4", "qa_pairs": rows[0]}], "nothing": []}.items():
+        (folder / place / "robots").mkdir(parents=True)
+        (folder / place / "robots/robots_benchmark_qa_pairs.json").write_text(json.dumps(items))
+    for name in ("good", "no_config", "no_json", "truncated", "other"):
+        shutil.copytree(model, folder / name)
+    (folder / "no_config/config.json").unlink()
+    (folder / "no_json/config.json").write_text("{")
+    weights = folder / "truncated/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["intermediate_size"] *= 2
+    (folder / "other/config.json").write_text(json.dumps(config))
+    (folder / "run/checkpoints").mkdir(parents=True)
+    (folder / "run/config.json").write_text(json.dumps({"config": {"data": {}}, "deepspeed": {}}))
+    (folder / "others/good/letter/robots").mkdir(parents=True)
+    (folder / "others/good/letter/robots/1.json").write_text('[{"is_correct": true}]')
+
+
+@pytest.fixture(scope="module")
+def ends(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Mistake, tuple[int, str]]]:
+    """How the command ends with each of the mistakes."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_mistakes(folder, tiny_qwen2_5_vl)
+    with ExitStack() as stack:
+        urls = {"down": "http://127.0.0.1:9"}
+        for name, (models, answers) in SERVERS.items():
+            served = stack.enter_context(serving())
+            served.models_status, served.models = models, served.models if name == "500" else "a page"
+            served.respond = lambda path, body, status=answers: (status, "a page")
+            urls[name] = served.url
+        made = mistakes(folder, urls)
+        ended = run(folder, *(mistake.options for mistake in made.values()))
+    return {name: (made[name], end) for name, end in zip(made, ended, strict=True)}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_one_text_before_the_model_is_loaded(
+    ends: dict[str, tuple[Mistake, tuple[int, str]]], name: str
+) -> None:
+    mistake, (code, text) = ends[name]
+    assert code == 2, text
+    assert "Traceback" not in text
+    assert text.count("error: ") == 1
+    assert [word for word in mistake.words if word not in text] == [], text
+
+
+# ---------------------------------------------------------------- ranks, engines, kills
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
@@ -139,8 +348,9 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     (folder / "robots_benchmark_qa_pairs.json").rename(folder / "robovqa_benchmark_qa_pairs.json")
     shutil.copytree(folder, folder.parent / "av")
     (folder.parent / "av/robovqa_benchmark_qa_pairs.json").rename(folder.parent / "av/av_benchmark_qa_pairs.json")
-    options = ("--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 2)
-    evaluate(benchmark, "yaml", *options, "--set", "generation.max_tokens=8", *SHORT)
+    options = ["--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 2]
+    [(code, text)] = run(benchmark, [*options, "--results-dir", "yaml", *FP32, *SHORT])
+    assert code == 0, text
     found = results(benchmark / "yaml")
     assert sorted({item["datasource"] for item in found}) == ["av", "robovqa"]
     assert len(found) == 4

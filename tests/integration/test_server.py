@@ -109,9 +109,7 @@ def answerer(server: Server, **settings: object) -> ServerAnswerer:
 
 
 def ask(asked: ServerAnswerer, samples: dict[str, Sample]) -> dict[str, Reply]:
-    requests = [
-        Request(Question(name, "d", name, 0, "open", sample, "left"), GREEDY) for name, sample in samples.items()
-    ]
+    requests = [Request(Question(name, "d", name, "open", sample, "left"), GREEDY) for name, sample in samples.items()]
     return {request.question.id: reply for request, reply in asked.ask(requests)}
 
 

@@ -24,7 +24,6 @@ def made(video_id: str = "v", number: int = 0, answer: str = "A", **changes: Any
         "full_response": answer,
         "is_correct": answer == reference and "error" not in changes,
         "id": f"{dataset}/{video_id}/{number}",
-        "number": number,
         "kind": "multiple_choice",
         "options": OPTIONS,
         "media": [],

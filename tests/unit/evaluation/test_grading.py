@@ -19,7 +19,7 @@ OPTIONS = {"A": "to the left", "B": "to the right"}
 
 def asks(kind, answer, options=None, *, number=0):
     sample = Sample(f"clip{number}", [{"role": "user", "content": "?"}], answer=None)
-    return Question(f"d/clip/{number}", "d", "clip", number, kind, sample, answer, options)
+    return Question(f"d/clip/{number}", "d", "clip", kind, sample, answer, options)
 
 
 def is_right(kind, text, answer, options=None, **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ REASONING = (
     "\nPlease answer the question in the following format: "
     "<think> your reasoning </think> <answer> your single letter answer </answer>."
 )
+CHOICE_KEY = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n1").hexdigest()[:8]
+"""What is asked, without the request, and the clip's name."""
 OPEN_REASONING = REASONING.replace("single letter answer", "answer")
 
 
@@ -73,7 +76,7 @@ def test_a_benchmark_question_is_asked_as_cosmos_reason1_asks_it(folder: Path) -
             "content": [{"type": "video", "video": clip, "fps": 4.0}, {"type": "text", "text": CHOICE_TEXT}],
         },
     ]
-    assert (question.id, question.dataset, question.video_id, question.number) == ("robovqa/1/0", "robovqa", "1", 0)
+    assert (question.id, question.dataset, question.video_id) == (f"robovqa/1/{CHOICE_KEY}", "robovqa", "1")
     assert (question.kind, question.answer, question.options) == ("multiple_choice", "B", CHOICE["index2ans"])
     assert question.problem is None
 
@@ -119,15 +122,35 @@ def test_the_folder_is_found_with_and_without_benchmark_above_it(folder: Path, p
     assert [question.problem for question in load_questions(config)] == [None]
 
 
-def test_questions_of_one_clip_are_numbered_also_where_it_has_several_rows(folder: Path) -> None:
-    questions = load(folder, [item("1", CHOICE, CHOICE), item("2"), item("1")])
-    assert [question.id for question in questions] == ["robovqa/1/0", "robovqa/1/1", "robovqa/2/0", "robovqa/1/2"]
+YES = {"question": "Does it move?", "answer": "yes"}
+ROWS = [item("1", CHOICE, YES, CHOICE), item("2"), item("1", YES | {"question": "Is it red?"}), item("3", YES)]
 
 
-def test_the_ids_of_other_clips_do_not_change_when_one_is_removed(folder: Path) -> None:
-    rows = [item("1", CHOICE, CHOICE), item("2"), item("3")]
-    before = {question.id for question in load(folder, rows)}
-    assert {question.id for question in load(folder, rows[1:])} == {i for i in before if "/1/" not in i}
+def test_questions_of_one_clip_have_different_ids_also_where_they_are_repeated(folder: Path) -> None:
+    ids = [question.id for question in load(folder, ROWS)]
+    assert len(set(ids)) == 6
+    assert (ids[0], ids[2]) == (f"robovqa/1/{CHOICE_KEY}", f"robovqa/1/{CHOICE_KEY}-2")
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_a_row_that_is_removed_changes_no_other_question(folder: Path, row: int) -> None:
+    whole = load(folder, ROWS)
+    counts = [len(r["qa_pairs"]) if isinstance(r["qa_pairs"], list) else 1 for r in ROWS]
+    own = range(sum(counts[:row]), sum(counts[: row + 1]))
+    left = load(folder, ROWS[:row] + ROWS[row + 1 :])
+    assert left == [question for place, question in enumerate(whole) if place not in own]
+
+
+def test_a_question_of_a_clip_that_is_removed_changes_no_other(folder: Path) -> None:
+    pairs = [CHOICE, YES, CHOICE | {"question": "Which colour?"}]
+    whole = load(folder, [item("1", *pairs)])
+    assert load(folder, [item("1", *pairs[1:])]) == whole[1:]
+
+
+def test_an_id_says_nothing_of_the_form_that_is_asked_for(folder: Path) -> None:
+    [plain] = load(folder, [item("1")])
+    [thinking] = load(folder, [item("1")], evaluation={"answer_type": "reasoning", "system_prompt": "Be brief."})
+    assert plain.id == thinking.id
 
 
 def test_correct_answer_is_the_older_name_of_answer(folder: Path) -> None:
@@ -150,7 +173,7 @@ def test_limit_counts_each_data_set_for_itself(folder: Path) -> None:
     own = folder / "rows.jsonl"
     own.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
     questions = load(folder, rows, evaluation={"limit": 2}, sources=[{"path": str(own)}])
-    assert [question.id for question in questions] == ["robovqa/1/0", "robovqa/1/1", "rows/0/0", "rows/1/0"]
+    assert [(q.dataset, q.video_id) for q in questions] == [("robovqa", "1")] * 2 + [("rows", "0"), ("rows", "1")]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +289,7 @@ def test_a_row_is_asked_without_its_answer(folder: Path) -> None:
             ],
         }
     ]
-    assert (question.id, question.video_id) == ("rows/a/1/0", "a/1")
+    assert (question.id, question.video_id) == (f"rows/a/1/{CHOICE_KEY}", "a/1")
     assert (question.kind, question.answer, question.options) == ("multiple_choice", "B", {"A": "left", "B": "right"})
 
 
@@ -293,9 +316,36 @@ def test_a_source_may_say_the_kind_of_its_questions(folder: Path) -> None:
     assert load_rows(folder, [row], kind="free_text")[0].kind == "free_text"
 
 
-def test_rows_of_the_same_name_are_numbered(folder: Path) -> None:
-    rows = [ROW, ROW | {"id": "b"}, ROW, ROW | {"id": "a_1"}]
-    assert [q.id for q in load_rows(folder, rows)] == ["rows/a/1/0", "rows/b/0", "rows/a/1/1", "rows/a_1/0"]
+def test_rows_of_the_same_name_are_told_apart_by_what_they_ask_and_show(folder: Path) -> None:
+    rows = [
+        ROW,
+        ROW | {"id": "b"},
+        ROW,
+        ROW | {"id": "a_1"},
+        ROW | {"video": "clips/2.mp4"},
+        ROW | {"question": "Why?"},
+    ]
+    whole = load_rows(folder, rows)
+    assert len({question.id for question in whole}) == len(rows)
+    assert whole[2].id == f"{whole[0].id}-2"
+    assert load_rows(folder, rows[3:]) == whole[3:]
+
+
+@pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
+def test_rows_without_an_id_go_by_their_file_or_else_their_words_wherever_they_stand(folder: Path, path: str) -> None:
+    def row(*content: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": list(content)}, {"role": "assistant", "content": "left"}]}
+
+    words = {"type": "text", "text": "Which way?"}
+    rows = [
+        row({"type": "video", "video": path}, words),
+        row({"type": "video", "video": "clips/2.mp4"}, words),
+        row(words),
+    ]
+    first, second, third = load_rows(folder, rows, adapter="conversations")
+    assert (first.video_id, second.video_id) == (path, "clips/2.mp4")
+    assert third.id == f"rows/{third.video_id}/{third.video_id}"
+    assert load_rows(folder, rows[1:], adapter="conversations") == [second, third]
 
 
 @pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])
@@ -314,7 +364,7 @@ def test_a_clip_that_an_adapter_does_not_find_is_a_problem_too(folder: Path) -> 
     file.write_text(json.dumps([item("1"), item("9")]))
     source = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": "benchmark"}
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
-    assert [question.id for question in questions] == ["robovqa/clips/1.mp4/0", "robovqa/clips/9.mp4/0"]
+    assert [question.video_id for question in questions] == ["clips/1.mp4", "clips/9.mp4"]
     assert questions[0].problem is None
     assert questions[1].problem is not None
     assert "field 'video': no clip named 9.mp4" in questions[1].problem

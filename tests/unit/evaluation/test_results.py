@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,23 @@ from dsreason.evaluation.results import (
 )
 from tests.unit.evaluation.made_results import made
 
+COSMOS_TEXT = (
+    "Which way?\n(A) left\n(B) right\nAnswer with the option's letter from the given choices directly.\nPlease answer the "
+    "question in the following format: <think> your reasoning </think> <answer> your single letter answer </answer>."
+)
 COSMOS = {
     "datasource": "robovqa",
     "video_id": "0123",
-    "prompt": ["Answer the questions.", "Which way?"],
+    "prompt": [
+        {"role": "system", "content": "Answer the questions."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "video", "video": "data/benchmark/robovqa/clips/0123.mp4", "fps": 4},
+                {"type": "text", "text": COSMOS_TEXT},
+            ],
+        },
+    ],
     "correct_answer": "A",
     "reasoning": "It turns.",
     "answer": "B",
@@ -118,10 +132,18 @@ def test_different_texts_have_different_names() -> None:
 def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "0123.json", [COSMOS, COSMOS | {"correct_answer": "B", "is_correct": True}])
     first, second = read_results(tmp_path)
-    assert (first.id, first.number, first.kind, first.rule) == ("robovqa/0123/0", 0, "multiple_choice", "not recorded")
+    key = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n0123").hexdigest()[:8]
+    assert (first.id, first.kind, first.rule) == (f"robovqa/0123/{key}", "multiple_choice", "not recorded")
     assert (first.options, first.media, first.attempts, first.error, first.scores) == (None, [], 1, None, {})
     assert (first.reasoning, first.answer, first.is_correct) == ("It turns.", "B", False)
-    assert (second.id, second.is_correct) == ("robovqa/0123/1", True)
+    assert first.prompt == ["Answer the questions.", COSMOS_TEXT]
+    assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
+
+
+@pytest.mark.parametrize("prompt", ["", [], None])
+def test_a_question_that_cosmos_reason1_did_not_ask_goes_by_its_place(tmp_path: Path, prompt: Any) -> None:
+    [result] = read_file(put(tmp_path / "robovqa" / "7.json", [COSMOS | {"prompt": prompt}]))
+    assert (result.id, result.prompt) == ("robovqa/0123/0", [])
 
 
 def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
@@ -171,10 +193,10 @@ def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
-def test_results_come_by_data_set_clip_and_number(tmp_path: Path) -> None:
+def test_results_come_by_data_set_and_clip_and_else_as_they_were_written(tmp_path: Path) -> None:
     write_results(tmp_path, "b", "1", [made("1", 1, datasource="b"), made("1", 0, datasource="b")])
     write_results(tmp_path, "a", "2", [made("2", datasource="a")])
-    assert [result.id for result in read_results(tmp_path)] == ["a/2/0", "b/1/0", "b/1/1"]
+    assert [result.id for result in read_results(tmp_path)] == ["a/2/0", "b/1/1", "b/1/0"]
 
 
 # ---------------------------------------------------------------- finding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,3 +79,48 @@ def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, tempera
 
 def test_a_retry_is_never_cooler() -> None:
     assert sampling(config("reasoning", temperature=1.2), "open", attempt=1).temperature == 1.2
+
+
+# ---------------------------------------------------------------- as cosmos-reason1's evaluator, with the parser `compat`
+
+
+def compat(answer_type: str, **generation: Any) -> EvalConfig:
+    given = config(answer_type, **generation)
+    return given.model_copy(update={"evaluation": given.evaluation.model_copy(update={"parser": "compat"})})
+
+
+PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "temperature", "tokens"), [(0, 0.0, 10), (1, 0.65, 1024 + 256), (10, 0.9, 1024 + 2560)]
+)
+def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
+    attempt: int, temperature: float, tokens: int
+) -> None:
+    found = sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
+    assert found.temperature == pytest.approx(temperature)
+    expected = Sampling(temperature=1.0, top_k=1, max_completion_length=tokens, seed=7000 + attempt)
+    assert replace(found, temperature=1.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "attempt", "temperature", "tokens"),
+    [(0.6, 0, 0.6, 300), (0.6, 2, 0.7, 812), (1.2, 0, 1.2, 300), (1.2, 1, 0.9, 556)],
+)
+def test_compat_reasoning_has_its_penalties_and_a_retry_is_at_most_at_0_9(
+    given: float, attempt: int, temperature: float, tokens: int
+) -> None:
+    found = sampling(compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt)
+    assert found.temperature == pytest.approx(temperature)
+    expected = Sampling(temperature=1.0, top_p=0.95, max_completion_length=tokens, seed=7000 + attempt, **PENALTIES)
+    assert replace(found, temperature=1.0) == expected
+
+
+def test_what_compat_letters_do_not_use_is_said() -> None:
+    [note] = compat("letter", **PENALTIES).notes(8)
+    assert note == (
+        "generation.frequency_penalty (-0.5), generation.presence_penalty (0.5), generation.repetition_penalty (1.05): "
+        "used by answer_type reasoning only; so it is in cosmos-reason1"
+    )
+    assert compat("reasoning", **PENALTIES).notes(8) == config("letter", **PENALTIES).notes(8) == []

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,81 +22,18 @@ from dsreason.evaluation.server import ServerAnswerer, base_url
 from dsreason.evaluation.types import Question
 from dsreason.rollout.protocol import Sampling
 from tests.unit.data.videos import read_number, write_video
+from tests.unit.evaluation.stand_in import PROXIES, StandIn, chat, serving
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_completion_length=64, seed=3)
 KEY = "sk-very-secret"
 
 
-# ---------------------------------------------------------------- the stand-in
-
-
-@dataclass
-class StandIn:
-    """A server whose answers a test decides. `respond(path, body)` returns (status, body) or (status, body, headers)."""
-
-    respond: Callable[[str, Any], tuple[Any, ...] | None]
-    models: Any = field(default_factory=lambda: {"data": [{"id": "stand-in"}]})
-    models_status: int = 200
-    requests: list[Any] = field(default_factory=list)
-    headers: list[Any] = field(default_factory=list)
-    url: str = ""
-    most_at_once: int = 0
-
-
-def chat(text: Any, finish_reason: str = "stop", **message: Any) -> tuple[int, Any]:
-    choice = {"message": {"role": "assistant", "content": text} | message, "finish_reason": finish_reason}
-    return 200, {"choices": [choice], "usage": {"completion_tokens": 5}}
-
-
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
+    for variable in (*PROXIES, "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    state = StandIn(lambda path, body: chat("(A)"))
-    now = 0
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(state.models_status, state.models, {})
-
-        def do_POST(self) -> None:
-            nonlocal now
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with lock:
-                now += 1
-                state.most_at_once = max(state.most_at_once, now)
-                state.requests.append(body)
-                state.headers.append({name.lower(): value for name, value in self.headers.items()})
-            found = state.respond(self.path, body)
-            with lock:
-                now -= 1
-            if found is None:  # the connection is dropped
-                self.close_connection = True
-                return
-            self.reply(found[0], found[1], found[2] if len(found) > 2 else {})
-
-        def reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
-            content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in {"content-type": "application/json", **headers}.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving() as state:
+        yield state
 
 
 def answerer(url: str, **server: Any) -> ServerAnswerer:
@@ -114,7 +48,7 @@ def ask(server: ServerAnswerer, *samples: Sample, sampling: Sampling = SAMPLING)
 
 def requests_of(samples: Sequence[Sample], sampling: Sampling = SAMPLING) -> list[Request]:
     return [
-        Request(Question(f"d/{place}/0", "d", str(place), 0, "multiple_choice", sample, "A", {"A": "a"}), sampling)
+        Request(Question(f"d/{place}/0", "d", str(place), "multiple_choice", sample, "A", {"A": "a"}), sampling)
         for place, sample in enumerate(samples)
     ]
 

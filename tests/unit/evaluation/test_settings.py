@@ -10,8 +10,10 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.results import write_text
 from dsreason.evaluation.settings import model_fingerprint, open_run_folder, trained_vision, vision_note
+from tests.unit.evaluation.made_results import made
 
 MODEL = {"name": "m", "fingerprint": "1"}
+ANSWERED = json.dumps([made().as_json()])
 
 
 def config(**changes: Any) -> EvalConfig:
@@ -20,8 +22,15 @@ def config(**changes: Any) -> EvalConfig:
 
 def with_results(folder: Path) -> Path:
     open_run_folder(folder, config(), MODEL)
-    write_text(folder / "robovqa" / "1.json", "[]")
+    write_text(folder / "robovqa" / "1.json", ANSWERED)
     return folder
+
+
+def test_where_nothing_was_answered_other_settings_are_taken(tmp_path: Path) -> None:
+    open_run_folder(tmp_path, config(), MODEL)
+    write_text(tmp_path / "robovqa" / "1.json", json.dumps([made(error="the server answers 500").as_json()]))
+    open_run_folder(tmp_path, config(evaluation={"seed": 2}), MODEL)
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["evaluation.seed"] == 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def test_a_source_s_own_vision_is_compared_where_both_evaluations_have_it(tmp_pa
         return {"datasets": [], "sources": [{"path": f"{name}.jsonl", "vision": {"fps": fps}}]}
 
     open_run_folder(tmp_path, config(**rows("a", 2.0)), MODEL)
-    write_text(tmp_path / "a" / "1.json", "[]")
+    write_text(tmp_path / "a" / "1.json", ANSWERED)
     open_run_folder(tmp_path, config(**rows("b", 1.0)), MODEL)
     with pytest.raises(ConfigError, match="vision of a was {'fps': 2.0} and is {'fps': 3.0}"):
         open_run_folder(tmp_path, config(**rows("a", 3.0)), MODEL)
@@ -59,14 +68,14 @@ def test_a_source_s_own_vision_is_compared_where_both_evaluations_have_it(tmp_pa
 
 def test_overwriting_deletes_the_answers_of_these_data_sets_alone(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
-    write_text(folder / "av" / "1.json", "[]")
+    write_text(folder / "av" / "1.json", ANSWERED)
     open_run_folder(folder, config(evaluation={"overwrite": True}), MODEL)
     assert not (folder / "robovqa").exists() and (folder / "av").exists()
 
 
 def test_overwriting_some_with_other_settings_than_the_rest_deletes_nothing(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
-    write_text(folder / "av" / "1.json", "[]")
+    write_text(folder / "av" / "1.json", ANSWERED)
     with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
         open_run_folder(folder, config(evaluation={"overwrite": True, "seed": 2}), MODEL)
     assert (folder / "robovqa").exists()
@@ -79,7 +88,7 @@ def test_overwriting_all_takes_other_settings(tmp_path: Path) -> None:
 
 
 def test_results_without_settings_are_refused(tmp_path: Path) -> None:
-    write_text(tmp_path / "robovqa" / "1.json", "[]")
+    write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
     with pytest.raises(ConfigError, match="run.json"):
         open_run_folder(tmp_path, config(), MODEL)
 

@@ -1,0 +1,37 @@
+"""What tells questions apart: nothing that depends on which others are asked, nor on the form of the answer asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import PurePath
+
+REQUESTS = {
+    "multiple_choice": "Answer with the option's letter from the given choices directly.",
+    "yes_no": "Answer with yes or no directly.",
+    "open": "Answer the question using a single word or phrase.",
+}
+"""Last line of a benchmark question, by its kind; the first is cosmos-reason1's."""
+REASONING_REQUEST = (
+    "Please answer the question in the following format: <think> your reasoning </think> <answer> your {} </answer>."
+)
+REQUEST_LINES = re.compile(
+    rf"(?:\n(?:{'|'.join(map(re.escape, REQUESTS.values()))}))?"
+    rf"(?:\n{re.escape(REASONING_REQUEST).replace(re.escape('{}'), '[^<>]*')})?\Z"
+)
+
+
+def question_key(text: str, media: Iterable[str]) -> str:
+    """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of the
+    names of its media without their endings."""
+    told = "\n".join([REQUEST_LINES.sub("", text, count=1), *(PurePath(path).stem for path in media)])
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:
+    """`<dataset>/<video_id>/<key>`, for which `seen` counts: the second of exact repeats ends in `-2`, and so on."""
+    plain = f"{dataset}/{video_id}/{key}"
+    seen[plain] += 1
+    return plain if seen[plain] == 1 else f"{plain}-{seen[plain]}"

@@ -1,0 +1,167 @@
+"""What `--model` means: runs and checkpoints of ours, names in the results, and exports that nobody else uses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dsreason.errors import CheckpointError
+from dsreason.evaluation import models
+from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
+from dsreason.runtime.checkpoint import MARKER
+
+
+def checkpoint(run: Path, step: int, *, seconds: float) -> Path:
+    folder = run / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text("")
+    os.utime(folder / MARKER, (seconds, seconds))
+    return folder
+
+
+def final_export(run: Path, *, seconds: float) -> Path:
+    folder = run / "export" / "final"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    os.utime(folder / "config.json", (seconds, seconds))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "outputs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"config": {}, "deepspeed": {}}))
+    return folder
+
+
+# ---------------------------------------------------------------- which weights
+
+
+def test_a_run_that_is_done_means_its_final_export(run: Path) -> None:
+    checkpoint(run, 20, seconds=100)
+    final = final_export(run, seconds=200)
+    assert meant(str(run)) == final
+
+
+def test_a_run_that_went_on_after_its_export_means_the_newer_checkpoint(run: Path) -> None:
+    final_export(run, seconds=200)
+    checkpoint(run, 20, seconds=100)
+    newest = checkpoint(run, 40, seconds=300)
+    assert meant(str(run)) == newest
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_40"])
+def test_a_run_without_an_export_means_its_newest_complete_checkpoint(run: Path, inside: str) -> None:
+    checkpoint(run, 20, seconds=100)
+    newest = checkpoint(run, 40, seconds=200)
+    (run / "checkpoints" / "step_60").mkdir()  # being written
+    found = meant(str(run / inside))
+    assert found == newest
+    assert is_checkpoint(found)
+
+
+def test_a_checkpoint_means_itself(run: Path) -> None:
+    older = checkpoint(run, 20, seconds=100)
+    checkpoint(run, 40, seconds=200)
+    final_export(run, seconds=300)
+    assert meant(str(older)) == older
+
+
+def test_a_run_without_any_weights_is_an_error_that_says_so(run: Path) -> None:
+    (run / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="mine: the run has neither export/final nor a complete checkpoint yet"):
+        meant(str(run))
+
+
+@pytest.mark.parametrize("name", ["tiny:qwen3_vl", "nvidia/Cosmos-Reason2-2B", "s3://bucket/model", "hf", "nowhere"])
+def test_anything_else_is_no_run_s(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # of somebody else's kind
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    assert meant(name) is None
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("nvidia/Cosmos-Reason2-2B", "Cosmos-Reason2-2B"),
+        ("tiny:qwen3_vl", "tiny-qwen3_vl"),
+        ("outputs/mine/export/final", "mine-final"),
+        ("outputs/mine/export/final/", "mine-final"),
+        ("outputs/mine/export/step_20", "mine-step_20"),
+        ("outputs/mine/checkpoints/step_20", "mine-step_20"),
+        ("outputs/mine/export", "mine-export"),
+        ("hf_runs/b/checkpoint-500", "b-checkpoint-500"),
+        ("s3://bucket/mine/export/final", "mine-final"),
+        ("final", "final"),
+        ("/final", "final"),
+    ],
+)
+def test_a_name_that_says_little_has_the_run_s_before_it(model: str, name: str) -> None:
+    assert base_name(model) == name
+
+
+def test_a_folder_s_name_does_not_depend_on_where_one_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = final_export(run, seconds=1)
+    for place, given in ((run, "export/final"), (final.parent, "final"), (final, "."), (final, "../final")):
+        monkeypatch.chdir(place)
+        assert base_name(given) == "mine-final"
+
+
+# ---------------------------------------------------------------- exports
+
+
+@pytest.fixture
+def small_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is a file with the checkpoint's name."""
+
+    def export(checkpoint: Path, output: Path, *, dtype: str) -> Path:
+        output.mkdir()
+        (output / "model.safetensors").write_text(f"{checkpoint} {dtype}")
+        return output
+
+    monkeypatch.setattr(models, "export_checkpoint", export)
+
+
+def test_two_at_once_have_an_export_each_and_leave_nothing(small_exports: None, run: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    with exported(run, results, "fp32") as first:
+        with exported(run, results, "fp32") as second:
+            assert first != second
+        assert (first / "model.safetensors").read_text() == f"{run} fp32"
+        assert not second.exists()
+    assert list(results.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_deleted_by_the_next(small_exports: None, run: Path, tmp_path: Path) -> None:
+    left = tmp_path / f"{models.EXPORT}killed"
+    (left / "model").mkdir(parents=True)
+    (left / models.LOCK).write_text("")  # nobody holds it
+    with exported(run, tmp_path, "fp32"):
+        assert not left.exists()
+
+
+def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(checkpoint: Path, output: Path, *, dtype: str) -> Path:
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(models, "export_checkpoint", fail)
+    with pytest.raises(CheckpointError, match="damaged"), exported(run, tmp_path / "results", "fp32"):
+        pass
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointError, match=r"file: no room for the export of .*mine"),
+        exported(run, tmp_path / "file", "fp32"),
+    ):
+        pass

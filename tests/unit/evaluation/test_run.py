@@ -1,0 +1,184 @@
+"""An evaluation around a stand-in for the engine: what is asked, counted, kept and refused, and in which order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import ConfigError, DataError
+from dsreason.evaluation import run
+from dsreason.evaluation.answerers import Answering, OnModel
+from dsreason.evaluation.asking import Reply, Request
+from dsreason.evaluation.results import read_results
+from dsreason.evaluation.types import Question, Result
+
+Answer = Callable[[Question], Reply]
+ROWS = [{"id": str(i), "question": f"What is {i}?", "answer": str(i)} for i in range(5)]
+
+
+class StandIn:
+    """An answerer in this process."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.asked = answer, []
+
+    def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
+        yield from batches
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+        for request in requests:
+            self.asked.append(request.question.video_id)
+            yield request, self.answer(request.question)
+
+    def close(self) -> None:
+        pass
+
+
+def right(question: Question) -> Reply:
+    return Reply(question.answer, "stop", completion_tokens=3)
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[StandIn, run.Throughput]]:
+    """Evaluates rows, and returns who was asked and what was counted."""
+
+    def call(rows: list[dict[str, Any]], answer: Answer = right, **sections: Any) -> tuple[StandIn, run.Throughput]:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
+        given |= {"model": {"path": "m"}} | sections
+        if "server" in sections:
+            del given["model"]
+        asked = StandIn(answer)
+
+        @contextmanager
+        def opened(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
+            model = {"name": "m", "fingerprint": "1"}
+            on_model(model)
+            yield Answering(asked, None, model)
+
+        monkeypatch.setattr(run, "open_answering", opened)
+        return asked, run.evaluate(EvalConfig.model_validate(given))[1]
+
+    return call
+
+
+def stored(tmp_path: Path) -> dict[str, Result]:
+    return {result.video_id: result for result in read_results(tmp_path / "results")}
+
+
+def no_engine(config: EvalConfig, on_model: OnModel) -> Any:
+    raise AssertionError("the engine was started")
+
+
+# ---------------------------------------------------------------- what counts
+
+
+def test_throughput_counts_what_was_asked_and_answered_here(evaluate: Any, tmp_path: Path) -> None:
+    def only_from_2_on(question: Question) -> Reply:
+        return right(question) if question.video_id >= "2" else Reply(error="unreadable")
+
+    gone = {"id": "6", "video": "gone.mp4", "question": "?", "answer": "6"}
+    asked, counted = evaluate([*ROWS, gone], only_from_2_on)
+    assert asked.asked == ["0", "1", "2", "3", "4"]
+    assert (counted.questions, counted.completion_tokens) == (3, 9)
+    asked, counted = evaluate([*ROWS, gone])
+    assert asked.asked == ["0", "1"]
+    assert (counted.questions, counted.completion_tokens) == (2, 6)
+    _, counted = evaluate([*ROWS, gone])
+    assert (counted.questions, str(counted)) == (0, "nothing was left to ask")
+    assert [result.is_correct for result in stored(tmp_path).values()] == [True] * 5 + [False]
+
+
+# ---------------------------------------------------------------- whose results
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [ROWS[:4], [*ROWS[:4], ROWS[4] | {"question": "What else?"}], [*ROWS[:4], ROWS[4] | {"id": "other"}]],
+    ids=["a row is gone", "a row asks something else", "a row has another id"],
+)
+def test_answers_to_questions_that_are_gone_are_refused_with_the_first_of_them(
+    evaluate: Any, tmp_path: Path, changed: list[dict[str, Any]]
+) -> None:
+    evaluate(ROWS)
+    before = stored(tmp_path)
+    says = f"holds answers to 1 questions that are not asked now, such as {before['4'].id} in .*4.json"
+    with pytest.raises(DataError, match=says):
+        evaluate(changed)
+    assert stored(tmp_path) == before
+    evaluate(changed, evaluation={"overwrite": True})
+    assert len(stored(tmp_path)) == len(changed)
+
+
+def test_answers_beyond_a_limit_stay_and_are_told(
+    evaluate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluate(ROWS)
+    evaluate(ROWS, evaluation={"limit": 3})
+    assert "holds answers to 2 more questions" in caplog.text
+    assert len(stored(tmp_path)) == 5
+
+
+def test_other_settings_are_refused(evaluate: Any) -> None:
+    evaluate(ROWS)
+    with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
+        evaluate(ROWS, evaluation={"seed": 2})
+
+
+# ---------------------------------------------------------------- in which order
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "text"),
+    [
+        ({"scorer": "nowhere.py"}, "nowhere.py"),
+        ({"scorer": "broken.py"}, "broken.py"),
+        ({"similarity_model": "nowhere"}, "evaluation.similarity_model nowhere: no such folder"),
+    ],
+)
+def test_what_grades_is_checked_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.setattr(run, "open_answering", no_engine)
+    given = {"sources": [{"path": "rows.jsonl"}], "model": {"path": "m"}, "evaluation": evaluation}
+    with pytest.raises(ConfigError, match=text):
+        run.evaluate(EvalConfig.model_validate(given))
+
+
+# ---------------------------------------------------------------- a server that fails at everything
+
+
+SERVER = {"url": "http://localhost:8000"}
+
+
+def fails(question: Question) -> Reply:
+    return Reply(error="the server answers 500: out of order")
+
+
+def test_a_server_that_answers_nothing_ends_it_once_that_is_clear(evaluate: Any, tmp_path: Path) -> None:
+    rows = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(40)]
+    with pytest.raises(ConfigError, match=r"server.url \(.*8000\): none of the first 16 questions got an answer.*500"):
+        evaluate(rows, fails, server=SERVER)
+    assert len(stored(tmp_path)) == 40
+    evaluate(rows, server=SERVER)  # asks again
+    assert all(result.is_correct for result in stored(tmp_path).values())
+
+
+def test_so_do_few_questions(evaluate: Any) -> None:
+    with pytest.raises(ConfigError, match="none of the first 5 questions got an answer"):
+        evaluate(ROWS, fails, server=SERVER)
+
+
+def test_a_server_that_answers_some_is_asked_to_the_end(evaluate: Any, tmp_path: Path) -> None:
+    evaluate(ROWS, lambda question: right(question) if question.video_id == "4" else fails(question), server=SERVER)
+    assert [result.error is None for result in stored(tmp_path).values()] == [False] * 4 + [True]
+    evaluate(ROWS, fails, server=SERVER)  # what is left fails again, as it may
