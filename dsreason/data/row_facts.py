@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dsreason.data.chat import Encoder
 from dsreason.data.media import local_path, probe_image, probe_video
+from dsreason.data.messages import media_parts, text_of
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Message, Sample
+from dsreason.data.types import Sample
 from dsreason.errors import DataError
 
 THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -109,7 +109,7 @@ def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
         question_length=sum(map(len, asked)),
         answer_length=sum(map(len, replies)),
         tokens=tokens,
-        media=tuple(media_of(sample.messages)),
+        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in media_parts(sample.messages)),
         answer=told_answer(sample.answer or reply),
         letters=tuple(sample.options or ()),
         system_prompt=system[0] if system else "",
@@ -122,18 +122,6 @@ def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
 def normalised(text: str) -> str:
     """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
-
-
-def text_of(message: Message) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
-
-
-def media_of(messages: Sequence[Message]) -> list[MediumUse]:
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return [MediumUse(part["type"], part[part["type"]]) for part in parts if part["type"] != "text"]
 
 
 def told_answer(text: str) -> str | None:

@@ -18,12 +18,13 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Answerer
-from dsreason.evaluation.engine import EngineAnswerer, build_encoder, check_weights, load_weights
+from dsreason.evaluation.engine import EngineAnswerer, check_weights, load_weights
 from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
 from dsreason.evaluation.sampling import max_tokens
 from dsreason.evaluation.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.evaluation.types import Kind
+from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
@@ -111,7 +112,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     model = {"name": name, "path": str(config.model.path), "fingerprint": model_fingerprint(path)}
     on_rank_zero(lambda: on_model(model))
     dtype, length = dtype_of(config, path), max_length(config, path)
-    encoder = build_encoder(
+    encoder = open_encoder(
         path,
         dtype=dtype,
         max_length=prompt_room(config, length),

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dsreason.errors import DataError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.types import Question
 from dsreason.models.families import family_of
-from dsreason.models.load import check_depth, empty_model, load_processor, model_config
+from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
 from dsreason.rollout.protocol import RolloutEngine, Sampling
@@ -121,16 +120,6 @@ class Decoding(Dataset[EncodedPrompt | str]):
 def stream_of(question_id: str) -> int:
     """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")
-
-
-def build_encoder(
-    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
-) -> Encoder:
-    """What turns samples into the model's input, as training does."""
-    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
-    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
-    positions = partial(family_of(config.model_type).position_ids, config=config)
-    return Encoder(processor, positions, max_length, max_length_key)
 
 
 def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:

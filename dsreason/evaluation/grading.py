@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, get_args
 
+from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 from dsreason.evaluation.parsing import Parser, parse, split_response
 from dsreason.evaluation.similarity import Overlap, Similarity
@@ -147,10 +148,7 @@ def reference_of(sample: Sample) -> str | None:
     last = sample.messages[-1]
     if last["role"] != "assistant":
         return None
-    content = last["content"]
-    return (
-        content if isinstance(content, str) else "\n".join(part["text"] for part in content if part["type"] == "text")
-    )
+    return text_of(last)
 
 
 def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | None = None) -> bool:

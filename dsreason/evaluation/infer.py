@@ -24,14 +24,16 @@ from dsreason.config.cache import cache_dir
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.media import probe_image, probe_video
+from dsreason.data.messages import media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.evaluation.engine import VERSION, build_encoder, check_weights, load_weights
+from dsreason.evaluation.engine import VERSION, check_weights, load_weights
 from dsreason.evaluation.models import exported, is_checkpoint, meant
 from dsreason.evaluation.parsing import parse
 from dsreason.export import DTYPES
+from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling, media_token_ids
@@ -163,7 +165,7 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
 def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
     """The trainer's encoder, and how many tokens the model takes, prompt and answer together."""
     longest = int(model_config(folder).text_config.max_position_embeddings)
-    encoder = build_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
+    encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
     return kind(encoder.processor, encoder.position_ids, longest), longest
 
@@ -321,7 +323,7 @@ def _prompt_of(line: str, where: str) -> str:
 def described(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
     found = []
-    for path, medium in zip(media_paths(prompt.sample), prompt.media, strict=True):
+    for path, medium in zip(media_paths(prompt.sample.messages), prompt.media, strict=True):
         if isinstance(medium, Image.Image):
             kind: dict[str, Any] = {"kind": "image", "frames": 1, "seconds": None, "fps": None, "size": medium.size}
         else:
@@ -337,18 +339,15 @@ def described(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     return found
 
 
-def media_paths(sample: Sample) -> list[str]:
-    parts = sample.messages[-1]["content"]
-    return [part[part["type"]] for part in parts if part["type"] != "text"]
-
-
 def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:
     """`1_photo.png`, `2_sample_000_0.00s.png`, …: the pictures that the model is shown."""
     if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, (path, medium) in enumerate(zip(media_paths(prompt.sample), prompt.media, strict=True), start=1):
+        for number, (path, medium) in enumerate(
+            zip(media_paths(prompt.sample.messages), prompt.media, strict=True), start=1
+        ):
             name = f"{number}_{Path(path).stem}"
             if isinstance(medium, Image.Image):
                 medium.save(folder / f"{name}.png")

@@ -23,11 +23,12 @@ from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.chat import prompt_messages
+from dsreason.data.messages import media_paths, text_of
 from dsreason.data.rows import ListRows, read_rows, text_field
 from dsreason.data.sources import Source, check_text, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.evaluation.grading import kind_of
+from dsreason.evaluation.grading import kind_of, reference_of
 from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, question_id, question_key
 from dsreason.evaluation.parsing import parse
 from dsreason.evaluation.types import Kind, Question
@@ -234,9 +235,7 @@ def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
 
 def reference_answer(sample: Sample) -> str:
     """What is inside `<answer>` in the sample's answer or its last turn, or all of that where there are no tags."""
-    answer = sample.answer
-    if answer is None and (last := sample.messages[-1])["role"] == "assistant":
-        answer = text_of(last)
+    answer = reference_of(sample)
     if answer is None or not final_answer(answer):
         raise DataError("there is no answer to grade by; give the row one, or end it with the assistant's message")
     return final_answer(answer)
@@ -278,16 +277,11 @@ def with_line(message: Message, line: str) -> Message:
     return {**message, "content": [*content[: texts[-1]], extended, *content[texts[-1] + 1 :]]}
 
 
-def text_of(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
-
-
 def identified(
     dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
-    key = question_key(words_of(sample), media_of(sample))
+    key = question_key(words_of(sample), media_paths(sample.messages))
     video_id = video_id or key
     return Question(
         id=question_id(dataset, video_id, key, seen),
@@ -304,12 +298,6 @@ def identified(
 def words_of(sample: Sample) -> str:
     """What is said, whatever the system prompt."""
     return "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
-
-
-def media_of(sample: Sample) -> list[str]:
-    """Paths, in the order in which they are shown."""
-    contents = [message["content"] for message in sample.messages if not isinstance(message["content"], str)]
-    return [str(part[part["type"]]) for content in contents for part in content if part["type"] in ("image", "video")]
 
 
 def check_reference(sample: Sample, kind: Kind) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.messages import media_paths, text_of
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.answerers import Answering, open_answering
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.grading import Graded, Grader
 from dsreason.evaluation.parsing import parse
-from dsreason.evaluation.questions import load_questions, media_of, text_of
+from dsreason.evaluation.questions import load_questions
 from dsreason.evaluation.results import read_file, result_file, safe_name, write_results
 from dsreason.evaluation.sampling import sampling
 from dsreason.evaluation.settings import open_run_folder, run_folder
@@ -223,7 +224,7 @@ class Evaluation:
             id=question.id,
             kind=question.kind,
             options=question.options,
-            media=media_of(question.sample),
+            media=media_paths(question.sample.messages),
             rule=grade.parsed.rule,
             attempts=attempts,
             finish_reason=reply.finish_reason,
@@ -262,7 +263,7 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
         ("has the answer", stored.correct_answer, question.answer),
         ("has the options", stored.options, question.options),
         ("is of kind", stored.kind, question.kind),
-        ("shows", stored.media, media_of(question.sample)),
+        ("shows", stored.media, media_paths(question.sample.messages)),
     ):
         if old != new:
             raise DataError(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from dsreason.data.types import Message, Sample
+from dsreason.data.messages import media_parts, text_of
+from dsreason.data.types import Sample
 from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.world import World
 
@@ -105,22 +106,6 @@ def question_of(sample: Sample) -> str:
     return next((text_of(message) for message in reversed(sample.messages) if message["role"] == "user"), "")
 
 
-def text_of(message: Message) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
-
-
-def media_parts(sample: Sample) -> list[dict[str, str]]:
-    contents = [message["content"] for message in sample.messages if not isinstance(message["content"], str)]
-    return [part for content in contents for part in content if part["type"] in ("image", "video")]
-
-
 def modality_of(sample: Sample) -> str:
-    kinds = {part["type"] for part in media_parts(sample)}
+    kinds = {part["type"] for part in media_parts(sample.messages)}
     return next((kind for kind in ("video", "image") if kind in kinds), "text")
-
-
-def media_paths(sample: Sample) -> list[str]:
-    return [str(part[part["type"]]) for part in media_parts(sample)]

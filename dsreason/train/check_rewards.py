@@ -9,6 +9,7 @@ from typing import Any
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import prompt_messages
+from dsreason.data.messages import text_of
 from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
@@ -17,7 +18,6 @@ from dsreason.rewards.choice import read_choice
 from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.rewards.scoring import open_remote
 from dsreason.rewards.text import FORMAT, REQUEST, format_problem, hash_number, soft_overlong
-from dsreason.train.answers import text_of
 
 WITHOUT_ANSWER = {"format", "overlong"}
 """Built-in rewards that look at the completion alone."""

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.contact_sheet import contact_sheet
+from dsreason.data.messages import media_paths
 from dsreason.runtime.world import gather_objects
-from dsreason.train.answers import media_paths, modality_of, question_of
+from dsreason.train.answers import modality_of, question_of
 from dsreason.train.build_grpo import GRPORun
 from dsreason.train.rollouts import Rollout
 
@@ -58,7 +59,7 @@ def describe(grpo: GRPORun, rollout: Rollout) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "advantage": rollout.advantage,
         "trained": rollout.group is not None,
-        "media": media_paths(sample),
+        "media": media_paths(sample.messages),
     }
 
 

@@ -17,6 +17,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.loader import BadRow, Encoding, next_item, refusal, unchanged
+from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.prompts import PromptEncoding
 from dsreason.data.sources import SampleDataset
@@ -34,7 +35,6 @@ from dsreason.train.answers import (
     accuracies,
     describe,
     mean_rewards,
-    media_paths,
     modality_of,
     question_of,
 )
@@ -229,7 +229,7 @@ def to_answer(
         reference=reference,
         correct=is_correct(completion.text, sample),
         finish_reason=completion.finish_reason,
-        media=media_paths(sample),
+        media=media_paths(sample.messages),
         rewards=rewards,
     )
 

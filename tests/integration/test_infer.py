@@ -17,6 +17,7 @@ from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
+from tests.integration.test_eval import run as evaluate
 
 pytestmark = pytest.mark.integration
 
@@ -118,6 +119,11 @@ def test_the_same_seed_gives_the_same_answer(media: tuple[str, str]) -> None:
     assert text(1) == text(1) != text(2)
 
 
+def texts(file: str) -> dict[str, str]:
+    """Of a file with results."""
+    return {item["id"]: item["full_response"] for item in json.loads(file)}
+
+
 def test_a_run_a_checkpoint_and_an_export_answer_alike(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +144,15 @@ def test_a_run_a_checkpoint_and_an_export_answer_alike(
         answers.append(json.loads(out)["full_response"])
         assert ("exporting" in err) == ("checkpoints" in str(model))
     assert len(set(answers)) == 1
+    asked = ["--adapter=builtin", "--limit=2", "--set=model.dtype=float32", "--set=generation.max_retries=0"]
+    ended = evaluate(tmp_path, *([f"--model={model}", *asked] for model in (folder, folder / "checkpoints")))
+    assert [code for code, _ in ended] == [0, 0], ended
+    names = ("D-final", "D-step_2")
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == list(names)  # and no export is left
+    by_run, by_checkpoint = (
+        [f.read_text() for f in sorted((tmp_path / "results" / n).glob("*/builtin/*"))] for n in names
+    )
+    assert [texts(text) for text in by_run] == [texts(text) for text in by_checkpoint]
 
 
 @needs_shared

@@ -23,10 +23,11 @@ from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.engine import VERSION, build_encoder, load_weights
+from dsreason.evaluation.engine import VERSION, load_weights
 from dsreason.evaluation.server import ServerAnswerer
 from dsreason.evaluation.server_messages import as_request
 from dsreason.evaluation.types import Question
+from dsreason.models.encoder import open_encoder
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.unit.data.videos import write_video
@@ -116,7 +117,7 @@ def ask(asked: ServerAnswerer, samples: dict[str, Sample]) -> dict[str, Reply]:
 @pytest.fixture(scope="module")
 def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[int, str]]:
     """Length of the prompt and greedy answer of the engine in this process."""
-    encoder = build_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
+    encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
     engine = TransformersEngine(
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -1,0 +1,26 @@
+"""What a sample's messages say and show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dsreason.data.types import Message
+
+
+def text_of(message: Message) -> str:
+    """Its text; of several parts, a line each."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """The images and videos, in the order in which they are shown."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part for content in contents for part in content if part["type"] in ("image", "video")]
+
+
+def media_paths(messages: Iterable[Message]) -> list[str]:
+    return [str(part[part["type"]]) for part in media_parts(messages)]

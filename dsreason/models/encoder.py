@@ -1,0 +1,27 @@
+"""What turns samples into a model's input: its processor, and its family's way of numbering positions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dsreason.data.chat import Encoder
+from dsreason.models.families import family_of
+from dsreason.models.load import load_processor, model_config
+
+
+def open_encoder(
+    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
+) -> Encoder:
+    """The encoder of a Hugging Face folder.
+
+    Args:
+        dtype: of the engine that serves the model: it rounds video times to it.
+        max_length_key: the setting that a sample of more than `max_length` tokens is refused with.
+    """
+    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
+    positions = partial(family_of(config.model_type).position_ids, config=config)
+    return Encoder(processor, positions, max_length, max_length_key)
