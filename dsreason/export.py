@@ -13,11 +13,11 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.errors import CheckpointError, ConfigError
+from dsreason.errors import CheckpointError, ConfigError, DsReasonError, SaveError
 from dsreason.runtime.checkpoint import check_sizes, read_state
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.shards import checkpoint_tensors
-from dsreason.runtime.world import World, agree, barrier
+from dsreason.runtime.world import World, agree, on_rank_zero
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
@@ -57,6 +57,7 @@ def write_model_folder(
 
     Raises:
         CheckpointError: `output` holds something, or `source` is no model folder.
+        SaveError: it cannot be written; nothing of it stays.
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
@@ -70,7 +71,7 @@ def write_model_folder(
             output.rmdir()
         partial.rename(output)
     except OSError as error:
-        raise CheckpointError(f"{output}: cannot be written ({error}); choose another output folder") from error
+        raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output
@@ -187,19 +188,16 @@ def export_engine(
     As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from.
     """
     tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
-    error: CheckpointError | None = None
-    try:
-        if world.is_main:
-            check_target(source, output)
-    except CheckpointError as caught:
-        error = caught
-    agree(error)
+    on_rank_zero(lambda: check_target(source, output))
+    error: DsReasonError | None = None
     if world.is_main:
-        write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size)
-    else:
-        for _ in tensors:  # takes part in gathering
-            pass
-    barrier()
+        try:
+            write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size)
+        except DsReasonError as caught:
+            error = caught
+    for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+        pass
+    agree(error)
     return output
 
 

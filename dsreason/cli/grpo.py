@@ -49,10 +49,10 @@ def grpo(
 
 
 def check(config: GRPOConfig, resume: str | None) -> None:
-    from dsreason.train.preflight import check_grpo, check_resume
+    from dsreason.train.preflight import check_grpo, check_resume, check_upload
 
     check_grpo(config)
-    check_resume(config, resume)
+    check_upload(config, check_resume(config, resume))
 
 
 def run(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> None:

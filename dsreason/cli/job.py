@@ -131,9 +131,17 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
         raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
     if job.max_restarts:
         raise ConfigError(f"--max-restarts ({job.max_restarts}): belongs to the launcher here; give it to torchrun")
-    output_dir = _output_dir(job, config)
     if not job.dry_run:
-        run(config, output_dir, job.resume)
+        from dsreason.runtime import hosts  # it needs torch
+
+        hosts.meet(config, {"command": job.command, "--resume": job.resume})
+    output_dir, resume = _output_dir(job, config), job.resume
+    if launch.started_by_torchrun():  # it may start the ranks again
+        output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.command))))
+        started = float(launch.agreed("started", str(time.time())))
+        resume = _resume_at(launch.attempt(), job.resume, output_dir, started)
+    if not job.dry_run:
+        run(config, output_dir, resume)
     elif launch.is_first_rank():
         device = launch.device_kind(launch.gpu_count())
         name = job.config_name

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 from typing import Annotated
 
 import typer
 
 from dsreason import __version__
 from dsreason.cli import data, demo, eval, export, grpo, infer, push, score, sft
+from dsreason.config.secrets import HidingFormatter
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
+from dsreason.runtime.failures import crash_text
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
@@ -48,10 +52,18 @@ def root(
     pass
 
 
+def keep_secrets() -> None:
+    """Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks."""
+    assert logging.lastResort is not None
+    logging.lastResort.setFormatter(HidingFormatter())
+    threading.excepthook = lambda raised: print(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
+
+
 def main() -> None:
     # So that `package.module:attr` is found in the current folder, by the parent as by `python -m` in its ranks.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    keep_secrets()
     try:
         if launch.is_rank():
             launch.enter_rank()

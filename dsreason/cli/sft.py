@@ -49,10 +49,10 @@ def sft(
 
 
 def check(config: SFTConfig, resume: str | None) -> None:
-    from dsreason.train.preflight import check_resume, check_sft
+    from dsreason.train.preflight import check_resume, check_sft, check_upload
 
     check_sft(config)
-    check_resume(config, resume)
+    check_upload(config, check_resume(config, resume))
 
 
 def run(config: SFTConfig, output_dir: Path | None, resume: str | None) -> None:

@@ -18,7 +18,7 @@ from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synony
 from dsreason.config.messages import reworded
 from dsreason.config.problems import config_error
 from dsreason.config.schema import SourceConfig
-from dsreason.config.secrets import without_credentials
+from dsreason.config.secrets import hidden, without_credentials
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
 
@@ -69,8 +69,8 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """The resolved configuration as JSON values, loadable again. The schema has no secrets: those stay in the environment."""
-    document: dict[str, Any] = config.model_dump(mode="json")
+    """The resolved configuration as JSON values, loadable again. No key stands for a secret; should one hold it, it is hidden."""
+    document: dict[str, Any] = hidden(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
         # Beside `sources` the same keys of the section itself are errors when loaded.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}

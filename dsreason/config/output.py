@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsreason.config.load import dump_config
+from dsreason.config.lock import check_not_in_use
+from dsreason.config.secrets import hidden
 from dsreason.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -43,12 +45,15 @@ def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
 
 
 def check_output_dir(folder: Path, config: BaseModel, resume: str | None) -> None:
-    """Refuse a folder that cannot be written, or that holds a run which this one would not continue. Creates nothing.
+    """Refuse a folder that is in use or cannot be written, or that holds a run which this one would not continue.
+
+    Creates nothing.
 
     Raises:
         ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
     """
     _check_writable(folder)
+    check_not_in_use(folder)
     if resume is None:
         held = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
         if held:
@@ -65,7 +70,7 @@ def check_output_dir(folder: Path, config: BaseModel, resume: str | None) -> Non
 def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
     """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"config": dump_config(config), **facts}
+    document = {"config": dump_config(config), **hidden(dict(facts))}
     partial = folder / f"{CONFIG_FILE}.partial"
     partial.write_text(json.dumps(document, indent=2) + "\n")
     partial.rename(folder / CONFIG_FILE)
@@ -106,7 +111,7 @@ def _check_same_run(folder: Path, config: BaseModel) -> None:
 
 def differing_keys(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Keys that decide what a run computes and that differ, with the old and the new value."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     keys = [key for key in dict.fromkeys([*new, *old]) if _decides(key)]
     return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -115,17 +120,18 @@ def _decides(key: str) -> bool:
     return key not in MAY_DIFFER and (key.split(".")[0] in SAME_RUN_SECTIONS or key in SAME_RUN_KEYS)
 
 
-def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"optim": {"lr": 1.0}}` → `{"optim.lr": 1.0}`."""
     if isinstance(section, dict):
         items = section.items()
     elif isinstance(section, list) and any(isinstance(item, dict) for item in section):
         items = {str(i): item for i, item in enumerate(section)}.items()
     else:
         return {prefix.removesuffix("."): section}
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in items:
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat
+        values |= flat(value, f"{prefix}{key}.")
+    return values
 
 
 def _check_writable(folder: Path) -> None:

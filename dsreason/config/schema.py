@@ -102,6 +102,8 @@ class SourceConfig(Section):
     """File, folder, hub name or `s3://…` that the adapter reads."""
     media_path: str = ""
     """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
+    allow_absolute_paths: bool | None = None
+    """Whether rows may name media outside that folder. Unset: yes, but for data sets of the hub: others have written those."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None
@@ -288,11 +290,33 @@ class CheckpointConfig(Section):
         return self
 
 
+Phase = Literal[
+    "preflight",
+    "open_data",
+    "load_model",
+    "start_engine",
+    "self_test",
+    "data",
+    "rollout",
+    "weight_sync",
+    "reward",
+    "prepare",
+    "step",
+    "validation",
+    "checkpoint",
+    "export",
+    "other",
+]
+"""What a run spends its time with; `other` is all that has no name. A phase inside another has a clock of its own."""
+
+
 class MonitorConfig(Section):
     log_every: int = Field(1, ge=1)
     """Steps between lines in metrics.jsonl and TensorBoard."""
     phase_time_limit: float = Field(3600.0, gt=0)
     """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
+    phase_time_limits: dict[Phase, Annotated[float, Field(gt=0)]] = {}
+    """Of single phases, such as `{export = 7200}`."""
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"

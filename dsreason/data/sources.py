@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import constants
 
 from dsreason.config.address import S3Address, is_s3
+from dsreason.config.cache import cache_dir
 from dsreason.config.problems import nearest
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
-from dsreason.data.archives import embedded_file
+from dsreason.data.archives import embedded_file, media_cache
 from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
@@ -171,6 +173,8 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
+    if not may_leave(config):
+        check_inside(messages, media_root)
     return replace(sample, messages=messages)
 
 
@@ -253,6 +257,31 @@ def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3
     if not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
         raise DataError(f"{kind}: no file {str(path)[:300]}")
     return path
+
+
+def may_leave(config: SourceConfig) -> bool:
+    """Whether absolute paths may lead out of the media's folder."""
+    if config.allow_absolute_paths is not None:
+        return config.allow_absolute_paths
+    return not config.path or is_s3(config.path) or Path(config.path).expanduser().exists()
+
+
+def check_inside(messages: Sequence[Message], media_root: Path | S3Address) -> None:
+    """DataError for media that are neither below `media_root` nor unpacked or downloaded by us."""
+    places = [
+        str(media_root),
+        *map(os.path.abspath, (media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE)),
+    ]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    for part in parts:
+        if (kind := part["type"]) == "text":
+            continue
+        path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
+        if not any(Path(path).is_relative_to(place) for place in places):  # links may lead anywhere
+            raise DataError(
+                f"{kind}: {part[kind]} is outside of {media_root}; set data.media_path, or data.allow_absolute_paths = true "
+                "if you trust who wrote these rows"
+            )
 
 
 def vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:

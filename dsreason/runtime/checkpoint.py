@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
 
-<folder>/step_N/    DeepSpeed's files (one set a rank), rng_rank_R.safetensors, trainer_state.json
+<folder>/step_N/    DeepSpeed's files (one set a rank), trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
 <folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
 <folder>/step_N/universal/  made when first resumed on another number of ranks
 """
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from dsreason.errors import CheckpointError, SaveError
 from dsreason.runtime.engine import full_shape
 from dsreason.runtime.rng import load_rng_state, take_rng_state
 from dsreason.runtime.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
-from dsreason.runtime.world import World, agree, barrier, on_rank_zero
+from dsreason.runtime.world import World, agree, gather_objects, on_rank_zero, once_a_folder
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
@@ -63,32 +63,30 @@ def begin(folder: Path, step: int, world: World) -> Path:
             delete_folder(partial)
             partial.mkdir(parents=True)
 
-    on_rank_zero(make)
+    once_a_folder(world, make)
     return partial
 
 
 def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> list[Callable[[], None]]:
-    """What writes a checkpoint's files beside DeepSpeed's: random numbers and the trainer's state, as they are now."""
-    write_rng_state = take_rng_state(world.device)
-    writes = [lambda: write_rng_state(partial / rng_file(world.rank))]
-    if world.is_main:
+    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
+
+    To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
+    """
+    write_rng_state, file = take_rng_state(world.device), partial / rng_file(world.rank)
+    writes = [lambda: write_whole(file, write_rng_state)]
+    if world.keeps_folder:
         described = describe(engine, state, world)
-        writes.append(lambda: write_json(partial / STATE_FILE, described))
+        writes.insert(0, lambda: write_whole(partial / STATE_FILE, lambda path: write_json(path, described)))
     return writes
 
 
-def complete(partial: Path, final: Path, world: World) -> None:
-    """Make what all ranks have written a checkpoint, in place of an older one of that name. Collective."""
-    barrier()
-    error = None
-    if world.local_rank == 0:  # one rank of each host flushes what this host has written
-        try:
-            with as_save_error(final):
-                flush_files(partial)
-        except SaveError as found:
-            error = found
-    agree(error)
-    on_rank_zero(lambda: finish(partial, final, world))
+def write_whole(file: Path, write: Callable[[Path], None]) -> None:
+    """Have a file written under another name, and named when the disk has it."""
+    draft = file.with_name(f".{file.name}")
+    write(draft)
+    flush(draft)
+    draft.rename(file)
+    flush(file.parent)
 
 
 @contextlib.contextmanager
@@ -99,21 +97,34 @@ def as_save_error(path: Path) -> Iterator[None]:
         raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
 
 
-def finish(partial: Path, final: Path, world: World) -> None:
-    """Write the marker and give the folder its name."""
-    missing = [name for name in map(rng_file, range(world.size)) if not (partial / name).is_file()]
+def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
+    """Make what the ranks of this folder have written a checkpoint, in place of an older one of that name.
+
+    On one rank of each folder.
+    """
+    missing = unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
-            f"{partial.parent}: {', '.join(missing)} not visible on the first host; "
-            "the output folder must be on a file system that all hosts share"
+            f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
         )
     with as_save_error(final):
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        write_json(partial / MARKER, {"files": sizes})
-        flush_files(partial)
-        delete_folder(final)
-        partial.rename(final)
-        flush(final.parent)
+        sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("[!.]*")) if path.name != MARKER}
+        write_whole(partial / MARKER, lambda path: write_json(path, {"files": sizes}))
+        give_name(partial, final)
+
+
+def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
+    """The files that are still missing of ranks that have not written everything."""
+    return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
+
+
+def give_name(partial: Path, final: Path) -> None:
+    """Of two checkpoints of one step the old one goes once the new one has its marker: `recover` finds that."""
+    doomed = mark_deleted(final)
+    partial.rename(final)
+    flush(final.parent)
+    if doomed is not None:
+        shutil.rmtree(doomed)
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
@@ -121,6 +132,7 @@ def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict
     return {
         "state": asdict(state),
         "world_size": world.size,
+        "ranks": list(world.ranks_here),
         "zero_stage": int(engine.zero_optimization_stage()),
         "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
         "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
@@ -211,12 +223,24 @@ def check_files(path: Path, world: World) -> None:
     try:
         check_sizes(path)
         saved = read_checkpoint(path)
+        check_parts(path, saved, world)
         if saved["world_size"] == world.size:
             load_optimizer_file(path, world.rank)
             load_model_file(path, world.rank, saved["zero_stage"])
     except CheckpointError as caught:
         error = caught
     agree(error)
+
+
+def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
+    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
+    size = saved["world_size"]
+    missing = unwritten(path, [world.rank] if size == world.size else range(size))
+    if missing:
+        raise CheckpointError(
+            f"{path}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; resume with "
+            f"{size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
+        )
 
 
 def check_sizes(path: Path) -> None:
@@ -338,14 +362,38 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
     return path
 
 
-def set_aside_newer(path: Path) -> list[Path]:
-    """Rename the checkpoints beside `path` that have a higher step: the run goes on from `path` without them.
+def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
+    """`choose_checkpoint`, and where hosts have folders of their own the newest that is complete in all of them. Collective.
 
-    On rank 0 only, before training. Returns their new names, `replaced_step_N`.
+    Raises:
+        CheckpointError: there is none that all hosts have, and some have one.
+    """
+    chosen = on_rank_zero(lambda: choose_checkpoint(folder, resume))
+    if not world.folder_ranks or resume is None:
+        return chosen
+    inside = folder if chosen is None else chosen.parent
+    complete = gather_objects([path.name for path in complete_checkpoints(inside)])
+    common = set(complete[0]).intersection(*complete)
+    if not any(complete) or (chosen is not None and chosen.name in common):
+        return chosen
+    if not common or Path(resume).name.startswith("step_"):
+        found = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
+        raise CheckpointError(
+            f"--resume {resume}: {inside} is another folder on every host, and no checkpoint to go on from is complete in all "
+            f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
+        )
+    return max((inside / name for name in common), key=checkpoint_step)
+
+
+def set_aside_newer(folder: Path, path: Path) -> list[Path]:
+    """Rename the checkpoints in `folder` after that at `path`, which a run goes on from: it trains their steps again.
+
+    One of the same step is set aside too where `path` is another run's. On rank 0 only, before training. Returns their
+    new names, `replaced_step_N`.
     """
     renamed = []
-    for newer in complete_checkpoints(path.parent):
-        if checkpoint_step(newer) > checkpoint_step(path):
+    for newer in complete_checkpoints(folder):
+        if checkpoint_step(newer) >= checkpoint_step(path) and newer.resolve() != path.resolve():
             delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
             renamed.append(newer.rename(aside))
     return renamed
@@ -385,22 +433,40 @@ def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] =
             delete_folder(path)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what an interrupted save or delete has left behind. On rank 0 only, before training."""
+def recover(folder: Path) -> list[Path]:
+    """Make up for what was broken off: a checkpoint that all ranks had written is named, and other leftovers are deleted.
+
+    On rank 0 only, before training. Returns the checkpoints that were named.
+    """
+    recovered = []
+    for partial in sorted(folder.glob(f"{SAVING}step_*")):
+        final = folder / partial.name.removeprefix(SAVING)
+        with contextlib.suppress(CheckpointError):
+            if (partial / MARKER).is_file():
+                check_sizes(partial)
+            saved = read_json(partial / STATE_FILE)
+            finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
+            recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):
             shutil.rmtree(path)
+    return recovered
 
 
 def delete_folder(path: Path) -> None:
     """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
+    if (doomed := mark_deleted(path)) is not None:
+        shutil.rmtree(doomed)
+
+
+def mark_deleted(path: Path) -> Path | None:
+    """Give a folder, where there is one, the name of what is being deleted."""
     if not path.exists():
-        return
+        return None
     doomed = path.with_name(f"{DELETING}{path.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    return path.rename(doomed)
 
 
 def rng_file(rank: int) -> str:
@@ -419,12 +485,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: holds a {type(document).__name__}; choose another checkpoint")
     return document
-
-
-def flush_files(folder: Path) -> None:
-    for path in folder.iterdir():
-        flush(path)
-    flush(folder)
 
 
 def flush(path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import logging
 import shutil
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,37 +17,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.errors import SaveError
+from dsreason.errors import DsReasonError, SaveError
 from dsreason.runtime.checkpoint import (
     TrainerState,
     begin,
-    complete,
     delete_folder,
+    finish,
     flush,
     own_files,
     prune_checkpoints,
 )
-from dsreason.runtime.memory import GIB
-from dsreason.runtime.world import World, barrier, gather_objects, on_rank_zero
+from dsreason.runtime.memory import GIB, available_bytes
+from dsreason.runtime.world import World, barrier, gather_objects, once_a_folder
 
 log = logging.getLogger(__name__)
 
 SPARE_MEMORY = 1.1
 """Times a copy's size that must be free for it."""
 SPARE_DISK = 1.01
+PATIENCE_S = 5.0
+"""Time in which all ranks must have met an error for it to be the same."""
+LEAVING = "dsreason_checkpoint/leaving"
+"""Key in the job's store."""
 
 
 class SnapshotEngine(TorchCheckpointEngine):
     """Stands in for DeepSpeed's checkpoint engine: takes what is to be saved, and writes it when `write` is called.
 
-    What is taken is copied, where there is memory for it. The copies' memory is used again for the next checkpoint: fresh
-    memory costs more than copying.
+    `copy` copies what was taken, where there is memory for it. The copies' memory is used again for the next checkpoint:
+    fresh memory costs more than copying.
     """
 
     def __init__(self, *, copying: bool) -> None:
@@ -61,7 +66,7 @@ class SnapshotEngine(TorchCheckpointEngine):
     @contextmanager
     def in_place(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Inside, `engine.save_checkpoint` fills `files` instead of the disk."""
-        self.files, self.copied, self.writer = [], self.copying, engine.checkpoint_engine
+        self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
         engine._copy_recovery_script = lambda path: (
             None
@@ -72,13 +77,26 @@ class SnapshotEngine(TorchCheckpointEngine):
             engine.checkpoint_engine, engine._copy_recovery_script = self.writer, copy_script
 
     def save(self, state_dict: Any, path: str) -> None:
-        name = Path(path).name
-        there = sum(buffer.nbytes for (file, _), buffer in self.buffers.items() if file == name)
-        needed = size_of(state_dict) - there
-        if self.copying and SPARE_MEMORY * needed > psutil.virtual_memory().available:
-            log.info("no %.1f GiB of memory for a copy of %s: training waits until it is written", needed / GIB, name)
-            self.copied = False
-        self.files.append((Path(path), Copier(self.buffers, name).copy(state_dict) if self.copied else state_dict))
+        self.files.append((Path(path), state_dict))
+
+    def copy(self) -> None:
+        """Copy what was taken, if this host has the memory for the copies of all of its ranks. Collective."""
+        if not self.copying:
+            return
+        lacking = max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
+        host = socket.gethostname()
+        found = gather_objects((host, lacking, available_bytes()))  # measured before any rank begins to copy
+        here = [(size, left) for name, size, left in found if name == host]
+        needed, free = sum(size for size, _ in here), min(left for _, left in here)
+        if needed and SPARE_MEMORY * needed > free:
+            log.info(
+                "the ranks of %s need %.1f GiB for copies of their checkpoint, and %.1f GiB are free there: training waits "
+                "until it is written",
+                *(host, needed / GIB, free / GIB),
+            )
+            return
+        self.files = [(path, Copier(self.buffers, path.name).copy(content)) for path, content in self.files]
+        self.copied = True
 
     @property
     def size(self) -> int:
@@ -163,6 +181,8 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Writing | None = None
         self.pruning: Future[None] | None = None
+        self.completing = 0.0
+        """Seconds that all ranks waited for the last checkpoint to get its marker and name."""
 
     def start(self, step: int, state: TrainerState) -> None:
         """Copy what makes `<folder>/step_<step>`, and have it written; an earlier one on its way must be waited for first.
@@ -175,8 +195,10 @@ class CheckpointWriter:
         partial = begin(self.folder, step, self.world)
         with self.snapshot.in_place(self.engine):
             self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
+        self.snapshot.copy()
         writes = [self.snapshot.write, *own_files(self.engine, partial, state, self.world)]
-        on_rank_zero(partial_check(partial, sum(gather_objects(self.snapshot.size))))
+        sizes = gather_objects(self.snapshot.size)
+        once_a_folder(self.world, partial_check(partial, sum(sizes[rank] for rank in self.world.ranks_here)))
         future = self.thread.submit(run_all, writes)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
@@ -202,8 +224,18 @@ class CheckpointWriter:
         barrier()
         return self.poll()
 
+    def make_up(self) -> None:
+        """After an error, complete what is on its way if all ranks come here; else the next start looks at it."""
+        if self.writing is None or not all_come(self.world):
+            return
+        log.info("%s is still completed", self.writing.final)
+        try:
+            self.wait()
+        except (DsReasonError, RuntimeError) as error:  # the latter where a rank ends meanwhile
+            log.warning("the checkpoint that was being written is not complete: %s", error)
+
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
-        """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On rank 0 only."""
+        """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On one rank of each folder."""
         self.pruning = self.thread.submit(prune_checkpoints, self.folder, keep, spared)
 
     def close(self) -> None:
@@ -220,21 +252,39 @@ class CheckpointWriter:
 
     def _complete(self, writing: Writing) -> Path:
         self.writing = None
-        complete(writing.partial, writing.final, self.world)
-        seconds = time.perf_counter() - writing.started
-        log.info("%s written in %.1f s, for which training waited %.2f s", writing.final, seconds, writing.stall)
+        begun = time.perf_counter()
+        once_a_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
+        ended = time.perf_counter()
+        self.completing = ended - begun
+        log.info(
+            "%s written in %.1f s, for which training waited %.2f s",
+            *(writing.final, ended - writing.started, writing.stall + self.completing),
+        )
         return writing.final
 
     def _give_up(self, rank: int, text: str) -> None:
         writing, self.writing = self.writing, None
         concurrent.futures.wait([writing.future])
         barrier()
-        on_rank_zero(lambda: remove(writing.partial))
+        once_a_folder(self.world, lambda: remove(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
             "as they were. Mend that, and continue with --resume auto"
         )
+
+
+def all_come(world: World) -> bool:
+    """Whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
+    deadline = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(dist.DistError):  # whoever holds the store has ended
+        store.set(keys[world.rank], "")
+        while not (found := store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+    return False
 
 
 def run_all(calls: Sequence[Callable[[], None]]) -> None:

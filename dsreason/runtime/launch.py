@@ -15,35 +15,37 @@ import os
 import signal
 import sys
 import tempfile
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import psutil
 
+from dsreason.config.secrets import hide_secrets
 from dsreason.errors import ConfigError, DsReasonError, Stopped
+from dsreason.runtime.failures import (
+    CRASH_LOG,
+    ERROR_DIR,
+    Failure,
+    RankError,
+    crash_text,
+    exit_codes,
+    failure_of,
+    first_failure,
+    leave_failure,
+    left_failures,
+    with_last_words,
+    write_whole,
+)
+from dsreason.runtime.launchers import end_with_launchers
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Set by this launcher only: the folder that ranks leave their errors in, for the parent to print."""
 LOG_DIR = "DSREASON_LOG_DIR"
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
-
-CRASH_LOG = "dsreason.crash"
-"""Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided here."""
-
-TIME_LIMIT_EXIT_CODE = 124
-"""Of ranks that the watchdog ended, and of the command then."""
-AGENT_PATIENCE = 30
-"""Seconds after which torch's agent kills a rank that SIGTERM did not end."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,6 +67,10 @@ def started_by_us() -> bool:
     return is_rank() and ERROR_DIR in os.environ
 
 
+def started_by_torchrun() -> bool:
+    return RESTARTS in os.environ and not started_by_us()
+
+
 # What every rank does first
 
 
@@ -84,6 +90,8 @@ def enter_rank() -> None:
     """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
     die_with_parent()
     leave_no_children()
+    end_as_before()
+    end_with_launchers()
     if started_by_us() and not is_first_rank():
         redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
@@ -119,52 +127,91 @@ def redirect_output(file: Path) -> None:
 
 def report(error: DsReasonError) -> int:
     """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
-    if started_by_us():
-        leave_error(str(error), exit_code=error.exit_code, mendable=True)
-        if not is_first_rank():
-            print(f"{error.label}{error}", file=sys.stderr)  # into this rank's log; the parent shows it on the screen
-    elif not is_rank() or _is_first_to_tell(str(error)):
-        print(f"{error.label}{error}", file=sys.stderr)
+    if is_rank():
+        failure = failure_of(error)
+        leave_failure(failure)
+        leave_mark(failure)
+    if is_teller(str(error)):
+        print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
     return error.exit_code
 
 
 def report_crash(error: Exception) -> int:
     """Leave the traceback of a bug for the parent, which shows that of the rank that failed first; an exit code."""
-    text = "".join(traceback.format_exception(error))
-    if "DataLoader worker (pid" in text:  # raised from a signal handler, wherever the trainer happens to be
-        text += "a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch\n"
+    text = crash_text(error)
     has_log = bool(logging.getLogger().handlers)
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
-    if started_by_us():
-        leave_error(text, exit_code=1, mendable=False)
-    if not started_by_us() or not (has_log or is_first_rank()):
+    if is_rank():
+        leave_failure(failure_of(error))
+    if is_teller(text) and not (started_by_us() and has_log):
         sys.stderr.write(text)
     return 1
 
 
-def leave_error(text: str, *, exit_code: int, mendable: bool) -> None:
-    """Leave this rank's error for the parent, complete or not at all: the rank may be killed at any moment."""
-    failure = {"text": text, "exit_code": exit_code, "mendable": mendable, "time": time.time()}
-    file = Path(os.environ[ERROR_DIR]) / f"rank_{os.environ['RANK']}.json"
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(failure))
-    partial.rename(file)
+def is_teller(text: str) -> bool:
+    """Whether this rank writes an error to stderr. Our own parent tells it, and where rank 0 writes is its terminal."""
+    return not is_first_rank() if started_by_us() else _is_first_to_tell(text)
 
 
 def _is_first_to_tell(text: str) -> bool:
     """Whether no other rank of this host has told of the same error; torchrun shows the output of all of them.
 
-    The ranks share a parent, named by its process id and start time, so a file that one of them creates decides.
+    A traceback is known by its last line: another rank that heard of it tells it with words of its own.
     """
-    with suppress(OSError):
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-        key = hashlib.sha256(f"{os.getppid()} {started} {text}".encode()).hexdigest()[:32]
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    last = text.rstrip().rpartition("\n")[2]
+    with suppress(OSError):  # where no file can be written every rank tells
         try:
-            (Path(tempfile.gettempdir()) / f"dsreason-{key}").touch(exist_ok=False)
+            shared_file(f"{attempt()} {last}").touch(exist_ok=False)
         except FileExistsError:
             return False
     return True
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get(RESTARTS, 0))
+
+
+def leave_mark(failure: Failure) -> None:
+    """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
+    if failure.mendable and started_by_torchrun():
+        with suppress(OSError):  # a full disk may be what is to be mended
+            write_whole(shared_file("mendable"), json.dumps(asdict(failure)))
+
+
+def end_as_before() -> None:
+    """End at once where an earlier attempt has met what a person has to mend. It has told so."""
+    mark = shared_file("mendable")
+    if attempt() and mark.exists():
+        failure = Failure(**json.loads(mark.read_text()))
+        leave_failure(failure)
+        sys.exit(failure.exit_code)
+
+
+def agreed(word: str, value: str) -> str:
+    """The value of the first rank of this host that comes here, in all ranks and attempts."""
+    file = shared_file(word)
+    own = file.with_suffix(f".{os.getpid()}")
+    own.write_text(value)
+    with suppress(FileExistsError):
+        os.link(own, file)
+    own.unlink()
+    return file.read_text()
+
+
+def shared_file(word: str) -> Path:
+    """A file that the ranks of this host have in common, and those that the same launcher starts after them.
+
+    They share a parent, named by its process id and start time.
+    """
+    parent, started = os.getppid(), ""
+    with suppress(OSError):
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    key = hashlib.sha256(f"{parent} {started} {word}".encode()).hexdigest()[:32]
+    return Path(tempfile.gettempdir()) / f"dsreason-{key}"
 
 
 # What the parent does
@@ -187,29 +234,6 @@ def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
 def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
     """`cuda` where there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
     return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank ended: its own words, or what its exit code tells."""
-
-    rank: int
-    text: str
-    exit_code: int
-    mendable: bool
-    """A `DsReasonError`: told without a traceback, and not worth a restart."""
-    time: float
-    signal: int = 0
-    """That killed it."""
-
-
-class RankError(DsReasonError):
-    """A rank's `DsReasonError`, or a rank that died without a word, as the parent raises it."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.exit_code = failure.exit_code
-        self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
 def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
@@ -264,8 +288,10 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failure = first_failure(_left_errors(Path(error_dir)), exit_codes(error.failures))
-            return _as_stopped(failure, received) if received else failure
+            failure = first_failure(left_failures(Path(error_dir)), exit_codes(error.failures))
+            if received:
+                return _as_stopped(failure, received)
+            return with_last_words(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
@@ -316,59 +342,6 @@ def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, st
         LOG_DIR: str(log_dir.absolute()),
         LAUNCHER_PID: str(os.getpid()),
     }
-
-
-def _left_errors(error_dir: Path) -> list[Failure]:
-    return [
-        Failure(rank=int(file.stem.removeprefix("rank_")), **json.loads(file.read_text()))
-        for file in error_dir.glob("rank_*.json")
-    ]
-
-
-def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
-    """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
-    first = min(failure.timestamp for failure in failures.values())
-    return {
-        rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
-        for rank, failure in failures.items()
-    }
-
-
-def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that the others followed from.
-
-    Args:
-        left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
-        exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
-            agent ends the others with SIGTERM.
-    """
-    told = {failure.rank for failure in left}
-    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
-    killed = [failure for failure in silent if exit_codes[failure.rank] not in (-signal.SIGTERM, -signal.SIGABRT)]
-    mendable = [failure for failure in left if failure.mendable]
-    late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
-    if late and not mendable:
-        return _together(late, exit_codes)
-    # A rank that is killed takes its peers along: their tracebacks (a lost connection) say less.
-    return min(mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
-
-
-def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """Where every rank was when the watchdog ended them; last the one that ran out of time first."""
-    silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
-    texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
-    texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
-    return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
-
-
-def _silent_failure(rank: int, exit_code: int) -> Failure:
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (often: out of memory; see the kernel log)" if name == "SIGKILL" else ""
-        text = f"rank {rank} was killed by {name}{hint}"
-    else:
-        text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
-    return Failure(rank, text, exit_code=1, mendable=False, time=0.0, signal=max(0, -exit_code))
 
 
 @contextmanager

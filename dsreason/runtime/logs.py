@@ -9,12 +9,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsreason.runtime.launch import CRASH_LOG
+from dsreason.config.secrets import HidingFormatter
+from dsreason.runtime.failures import CRASH_LOG, crash_text
 
 LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm", "torch", "accelerate", "wandb")
 
 
-class RankFormatter(logging.Formatter):
+class RankFormatter(HidingFormatter):
     """`2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft: text`."""
 
     step: int | None = None
@@ -97,6 +98,12 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
     return path
 
 
+def log_file() -> str:
+    """Full path of this rank's log, "" where it has none."""
+    files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    return next(iter(files), "")
+
+
 def route_to_root(names: Sequence[str]) -> None:
     """Take the libraries' own handlers away, so that their lines follow our rules."""
     for name in names:
@@ -112,7 +119,7 @@ def log_crashes(handler: logging.FileHandler) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
-        threading.__excepthook__(args)
+        sys.stderr.write(f"Exception in thread {name}:\n{crash_text(exception[1])}")
 
     threading.excepthook = on_thread_exception
     faulthandler.enable(handler.stream)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
 GIB = 2**30
+GROUP_FILES = (
+    (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
+    (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
+)
+"""Of control groups, versions 2 and 1: the line of /proc/self/cgroup, where they are mounted, their limit and use."""
 
 
 @dataclass
@@ -129,6 +136,28 @@ def reset_peak(device: torch.device) -> None:
         return
     with suppress(OSError):  # containers may forbid it: the peak is then that of the whole process life
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Host memory that can still be had: what the machine has free, or less where a control group has a limit."""
+    lines = own.read_text() if own.is_file() else ""
+    free = [psutil.virtual_memory().available]
+    for pattern, root, names in GROUP_FILES:
+        found = re.search(pattern, lines, re.MULTILINE)
+        top = groups / root
+        folder = top / (found.group(1) if found else "")
+        inside = [group for group in (folder, *folder.parents) if group.is_relative_to(top)]
+        free += [group_bytes(*(group / name for name in names)) for group in inside if (group / names[0]).is_file()]
+    return min(free)
+
+
+def group_bytes(limit: Path, used: Path, stat: Path) -> int:
+    """What a control group's limit leaves; file pages that the kernel gives back when asked count as free."""
+    allowed = limit.read_text().strip()
+    if allowed == "max":
+        return sys.maxsize
+    cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
+    return max(0, int(allowed) - int(used.read_text()) + (int(cached.group(1)) if cached else 0))
 
 
 def status_bytes(field: str) -> int:

@@ -94,6 +94,12 @@ def open_export(folder: Path) -> Package:
     return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
 
 
+def stamp(folder: Path) -> int:
+    """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
+    found = [file for file in (folder / CHECKPOINT_MARKER, folder / "config.json") if file.is_file()]
+    return found[0].stat().st_mtime_ns if found else 0
+
+
 def is_run(folder: Path) -> bool:
     return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir()
 

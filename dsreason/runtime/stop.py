@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from types import FrameType
 from typing import Any, Self
 
@@ -17,14 +18,20 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """Slurm's warning, a scheduler that takes the machine back, Ctrl-C."""
 
 
+ECHO_TIME = 3.0
+"""Seconds in which the same request comes twice: Slurm signals torchrun and the ranks, and torchrun the ranks as well."""
+
+
 class StopRequest:
-    """Inside, the first signal is noted and training goes on to its next step; a second Ctrl-C or SIGTERM acts at once.
+    """Inside, the first signal is noted and training goes on to its next step; a later Ctrl-C or SIGTERM acts at once.
 
     Our own launcher passes all of them on as SIGUSR1, and SIGTERM then means that a peer has failed.
     """
 
     def __init__(self) -> None:
         self.name = ""
+        self.noted = 0.0
+        """On the monotonic clock."""
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -37,9 +44,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        for again in self.before.keys() - {signal.SIGUSR1}:
-            signal.signal(again, self.before[again])
+        now = time.monotonic()
+        if not self.name:
+            self.name, self.noted = signal.Signals(number).name, now
+        elif number != signal.SIGUSR1 and now - self.noted > ECHO_TIME:
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
 
     def asked(self) -> str:
         """The signal that any rank got, or "". Collective."""

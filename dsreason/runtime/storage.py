@@ -6,6 +6,7 @@ the size and SHA-256 of every file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 from dsreason.config.address import HubAddress, S3Address, parse_target
 from dsreason.errors import ConfigError, StorageError
 from dsreason.runtime.package import EXPORTS, Package
+
+log = logging.getLogger(__name__)
 
 Advance = Callable[[int], None]
 """Called from several threads with the number of bytes just done."""
@@ -29,8 +32,8 @@ class Sent:
 class Storage(Protocol):
     """Both methods raise StorageError, which names the place and the server's answer."""
 
-    def check(self) -> None:
-        """Write something tiny, and remove it."""
+    def check(self, *, create: bool) -> None:
+        """Write something tiny, and remove it. A repository that does not exist is made only with `create`."""
 
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
@@ -53,12 +56,21 @@ def read_target(text: str, option: str) -> S3Address | HubAddress:
         raise ConfigError(f"{option}: {error}") from None
 
 
-def check_target(target: str, option: str = "checkpoint.upload") -> None:
-    """ConfigError unless `target` can be reached and written to now. A repository that does not exist is created."""
+def check_target(
+    target: str, option: str = "checkpoint.upload", *, create: bool = False, outage_passes: bool = False
+) -> None:
+    """ConfigError unless `target` can be reached and written to now.
+
+    Args:
+        create: make a repository that does not exist.
+        outage_passes: only log what another try may mend, such as a server that does not answer.
+    """
     try:
-        open_storage(read_target(target, option)).check()
+        open_storage(read_target(target, option)).check(create=create)
     except StorageError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        if not (outage_passes and error.passing):
+            raise ConfigError(f"{option}: {error}") from None
+        log.warning("%s: %s; training goes on, and uploads are tried when there is something to upload", option, error)
 
 
 def upload(package: Package, target: S3Address | HubAddress, advance: Advance = lambda count: None) -> Sent:

@@ -36,12 +36,33 @@ class HubStorage:
 
     address: HubAddress
 
-    def check(self) -> None:
-        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed."""
+    def check(self, *, create: bool) -> None:
+        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed.
+
+        For a repository or branch that is yet to be created it is asked whose token this is.
+        """
+        try:
+            with hub_errors(self.address):
+                api = self._open(create=create)
+                probe = CommitOperationAdd(path_in_repo=".dsreason-write-test", path_or_fileobj=b"test")
+                api.preupload_lfs_files(self.address.repo, [probe], revision=self.address.revision)
+        except StorageError as error:
+            if create or error.status != 404:
+                raise
+            self._check_account()
+
+    def _check_account(self) -> None:
         with hub_errors(self.address):
-            api = self._open()
-            probe = CommitOperationAdd(path_in_repo=".dsreason-write-test", path_or_fileobj=b"test")
-            api.preupload_lfs_files(self.address.repo, [probe], revision=self.address.revision)
+            account = self._open(create=False).whoami()
+        owner, name = self.address.repo.partition("/")[0], account["name"]
+        if owner.lower() not in {name.lower(), *(one["name"].lower() for one in account.get("orgs", []))}:
+            raise StorageError(
+                f"{self.address}: the token in HF_TOKEN is that of {name}, who does not belong to {owner}; correct the name, "
+                "or take a token of that account",
+                status=403,
+            )
+        if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise StorageError(f"{self.address}: {ADVICE[403]}", status=403)
 
     def upload(self, package: Package, advance: Advance) -> Sent:
         def once() -> None:
@@ -53,7 +74,7 @@ class HubStorage:
         return Sent(len(package.files), package.num_bytes)
 
     def _upload(self, package: Package) -> None:
-        api = self._open()
+        api = self._open(create=True)
         sums = {name: sha256_of(package.folder / name) for name in package.files}
         api.upload_folder(
             repo_id=self.address.repo,
@@ -71,13 +92,14 @@ class HubStorage:
             commit_message=f"Upload of {package.name} is complete",
         )
 
-    def _open(self) -> HfApi:
+    def _open(self, *, create: bool) -> HfApi:
         if get_token() is None:
             raise StorageError(f"{self.address}: no token; set HF_TOKEN to one that may write", status=401)
         quiet_libraries()
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-        api.create_repo(self.address.repo, private=True, exist_ok=True)
-        if self.address.revision is not None:
+        if create:
+            api.create_repo(self.address.repo, private=True, exist_ok=True)
+        if create and self.address.revision is not None:
             api.create_branch(self.address.repo, branch=self.address.revision, exist_ok=True)
         return api
 

@@ -31,7 +31,7 @@ SHA256 = "sha256"
 class S3Storage:
     address: S3Address
 
-    def check(self) -> None:
+    def check(self, *, create: bool) -> None:
         probe = self.address / f".dsreason-write-test-{uuid.uuid4().hex}"
         for method, parameters in (("put_object", {"Body": b"test"}), ("head_object", {}), ("delete_object", {})):
             request(method, probe, attempts=2, Key=probe.key, **parameters)

@@ -10,6 +10,7 @@ On the way out it waits; what cannot be uploaded is a StorageError that names th
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import time
@@ -27,12 +28,14 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import DsReasonError, StorageError
 from dsreason.runtime.launch import is_first_rank
-from dsreason.runtime.package import CHECKPOINTS, open_package
+from dsreason.runtime.package import CHECKPOINTS, finished_folders, open_package, stamp
 from dsreason.runtime.storage import place_in, upload
 
 log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
+RECORD = "uploads.json"
+"""In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
 REPORT_EVERY_S = 30.0
 
 
@@ -70,22 +73,35 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
+        self._uploaded: dict[Path, int] | None = None  # folder: when what is in storage had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Upload a complete `<run>/checkpoints/step_N` or `<run>/export/…` when its turn comes. Returns at once."""
+        """Upload a complete `<run>/checkpoints/step_N` or `<run>/export/…` when its turn comes. Returns at once.
+
+        What could not be uploaded before is tried again after it. What is in storage as it is on disk is left out.
+        """
         kind = "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
         if self.target is None or kind not in self.include or not (last or self.what == "all"):
             return
         with self._lock:
-            if self._unfinished.get(folder) == WAITING:
+            if self._unfinished.get(folder) == WAITING or self._is_uploaded(folder):
                 return
-            self._unfinished[folder] = WAITING
-        self._queue.put(folder)
+            failed = [other for other, why in self._unfinished.items() if why != WAITING and other != folder]
+            due = [folder, *failed]
+            self._unfinished |= dict.fromkeys(due, WAITING)
+        for one in due:
+            self._queue.put(one)
         if self._thread is None:
             self._thread = Thread(target=self._work, name="uploads", daemon=True)  # a failed run does not wait for it
             self._thread.start()
+
+    def add_left(self, run: Path) -> None:
+        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
+        if self.target is not None and self.what == "all":
+            for folder in finished_folders(run):
+                self.add(folder, last=False)
 
     def in_use(self) -> set[Path]:
         """Folders that must not be deleted: they wait, are being uploaded, or could not be and are tried again."""
@@ -123,9 +139,24 @@ class Uploader:
         while (folder := self._queue.get()) is not None:
             self._upload(folder)
 
+    def _is_uploaded(self, folder: Path) -> bool:
+        if self._uploaded is None:
+            run = folder.parent.parent
+            self._uploaded = {run / name: when for name, when in read_record(run).get(str(self.target), {}).items()}
+        return self._uploaded.get(folder) == stamp(folder)
+
+    def _note_uploaded(self, folder: Path, when: int) -> None:
+        """Remember it, also for a later job of the run."""
+        with self._lock:
+            del self._unfinished[folder]
+            self._uploaded = {one: at for one, at in (self._uploaded or {}).items() if one.is_dir()} | {folder: when}
+            names = {one.relative_to(folder.parent.parent).as_posix(): at for one, at in self._uploaded.items()}
+        write_record(folder.parent.parent, str(self.target), names)
+
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
         try:
+            when = stamp(folder)
             package = open_package(folder)
             log.info("uploading %s to %s", folder, place)
             report = Report(f"uploading {folder}", package.num_bytes, log.info)
@@ -135,14 +166,31 @@ class Uploader:
         except Exception as error:  # noqa: BLE001 (in a thread nobody would hear of it)
             self._failed(folder, hide_secrets(f"{type(error).__name__}: {error}"))
         else:
-            with self._lock:
-                del self._unfinished[folder]
+            self._note_uploaded(folder, when)
             log.info("uploaded %s to %s: %s", folder, place, report.summary(sent.num_bytes))
 
     def _failed(self, folder: Path, why: str) -> None:
         with self._lock:
             self._unfinished[folder] = why
-        log.warning("%s: not uploaded: %s; it is tried again at the end of the run", folder, why)
+        log.warning("%s: not uploaded: %s; it is tried again with the next upload, and at the end", folder, why)
+
+
+def read_record(run: Path) -> dict[str, dict[str, int]]:
+    """By target and folder; empty where there is none, or none that can be read: then things are looked at again."""
+    try:
+        found = json.loads((run / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_record(run: Path, target: str, uploaded: dict[str, int]) -> None:
+    draft = run / f".{RECORD}"
+    try:
+        draft.write_text(json.dumps(read_record(run) | {target: uploaded}, indent=1) + "\n")
+        draft.replace(run / RECORD)
+    except OSError as error:
+        log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
 
 
 class Report:

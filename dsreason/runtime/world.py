@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
+from dsreason.runtime import hosts
 from dsreason.runtime.launch import started_by_us
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -35,10 +36,22 @@ class World:
     local_rank: int
     size: int
     device: torch.device
+    folder_ranks: tuple[int, ...] = ()
+    """The ranks that see the same output folder as this one, where hosts have folders of their own; else none are named."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks that write into this rank's output folder."""
+        return self.folder_ranks or range(self.size)
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this rank does what is done once in every output folder."""
+        return self.rank == self.ranks_here[0]
 
 
 def init_world() -> World:
@@ -56,10 +69,18 @@ def init_world() -> World:
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        set_threads(_local_size())
+        set_threads(hosts.local_size())
     if not dist.is_initialized():
-        _init_deepspeed("nccl" if on_cuda else "gloo")
-        _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
+        import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
+
+        store = hosts.join()
+        hosts.exchange("ready to connect", None)  # those that import more slowly are waited for
+        store.set_timeout(COLLECTIVE_TIMEOUT)
+        with hosts.connecting():
+            _init_deepspeed(device, store)
+            _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
+            dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+            barrier()
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
@@ -89,11 +110,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _local_size() -> int:
-    """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
-
-
 def set_threads(local_size: int) -> None:
     """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
 
@@ -106,12 +122,23 @@ def set_threads(local_size: int) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
 
 
-def _init_deepspeed(backend: str) -> None:
-    import deepspeed  # only now: the accelerator is chosen from DS_ACCELERATOR at import
+def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
+    import deepspeed
 
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if backend == "gloo":
         # DeepSpeed would compile its shared-memory all-reduce here, and dies where ninja or a compiler is missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # As DeepSpeed does it, but in our store; it binds the device where there is a peer to reach.
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=bound if size > 1 else None,
+    )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
 
 
@@ -121,6 +148,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _waiting_group = None
+    hosts.leave()
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -172,6 +200,17 @@ def on_rank_zero(call: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def once_a_folder(world: World, call: Callable[[], object]) -> None:
+    """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
+    error: DsReasonError | None = None
+    if world.keeps_folder:
+        try:
+            call()
+        except DsReasonError as caught:
+            error = caught
+    agree(error)
 
 
 def agree(error: DsReasonError | None) -> None:

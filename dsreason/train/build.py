@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
+import secrets
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from deepspeed import DeepSpeedEngine
 
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
+from dsreason.config.lock import FolderLock
 from dsreason.config.output import check_output_dir, default_output_dir, write_run_config
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.data.chat import Encoder
@@ -27,9 +31,9 @@ from dsreason.models.policy import Policy
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.runtime.checkpoint import (
     TrainerState,
-    choose_checkpoint,
+    choose_common,
     load_checkpoint,
-    remove_leftovers,
+    recover,
     set_aside_newer,
 )
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
@@ -43,7 +47,7 @@ from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.stop import StopRequest
 from dsreason.runtime.uploads import Uploader, uploading
-from dsreason.runtime.watchdog import Watchdog
+from dsreason.runtime.watchdog import Watchdog, cut_short
 from dsreason.runtime.world import (
     World,
     agree,
@@ -52,14 +56,18 @@ from dsreason.runtime.world import (
     gather_objects,
     init_world,
     on_rank_zero,
+    once_a_folder,
     seed_everything,
     shutdown,
 )
-from dsreason.train.nonfinite import FiniteCheck
-from dsreason.train.preflight import DTYPES, build_encoder, check_sft, find_model, step_order
+from dsreason.train.nonfinite import FiniteCheck, finite_check
+from dsreason.train.preflight import DTYPES, build_encoder, check_sft, check_upload, find_model, step_order
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
+
+SIGHT_S = 3.0
+"""After which a new file of another host is not coming: network file systems may show it late."""
 
 
 @dataclass
@@ -105,29 +113,32 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     world = init_world()
     with ExitStack() as stack:
+        lock = stack.enter_context(FolderLock(on_lost=cut_short))
         uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
         stack.callback(shutdown)
         stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("sft"))
         config = config.model_copy(update={"output_dir": str(output_dir)})
-        checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
-        check_shared(output_dir, world)
+        world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)
         setup_logs(output_dir, world.rank)
-        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
-        on_rank_zero(lambda: check_sft(config))
-        with first_rank_first(world):
+        watchdog = stack.enter_context(watch(config, world))
+        with watchdog.phase("preflight"):
+            on_rank_zero(lambda: check_sft(config))
+            on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
+        with watchdog.phase("open_data"), first_rank_first(world):
             model_path = find_model(config)
             training, validation = open_datasets(config.data)
 
-        deepspeed_config = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
+        deepspeed_config = deepspeed_of(config, world)
         seed_everything(config.train.seed, world.rank)
         encoder = build_encoder(config, model_path)
         order = step_order(training, config)
-        with watchdog.phase("loading the model"):
+        with watchdog.phase("load_model"):
             engine = build_policy_engine(config, deepspeed_config, model_path)
             state = start_state(engine, checkpoint, config, model_path, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
+        uploads.add_left(output_dir)
 
         progress = open_progress(rank=world.rank, total_steps=order.num_steps, first_step=state.step)
         metrics = open_metrics(
@@ -141,9 +152,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         log.info(offload.describe())
         stack.enter_context(metrics)
         stack.enter_context(progress)
-        writer = CheckpointWriter(engine, output_dir / "checkpoints", world, background=config.checkpoint.background)
-        stack.callback(writer.close)
-        stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
+        writer = open_writer(engine, config, output_dir / "checkpoints", world, watchdog, stack)
         rollout = build_rollout(config, model_path, encoder, world, config.validation.micro_batch_size)
         yield SFTRun(
             config=config,
@@ -163,7 +172,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
                 start_step=state.step,
             ),
             validation_data=validation,
-            sampler=Sampler(rollout, engine, offload, memory),
+            sampler=Sampler(rollout, engine, offload, memory, watch=watchdog.phase),
             metrics=metrics,
             progress=progress,
             memory=memory,
@@ -171,7 +180,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             writer=writer,
             uploads=uploads,
             stop=stop,
-            finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
+            finite=finite_check(config, output_dir, world, state),
             flops=model_flops(engine.module.model),
             peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
             total_steps=order.num_steps,
@@ -180,28 +189,69 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         )
 
 
-def open_output_dir(output_dir: Path, config: RunConfig, resume: str | None) -> Path | None:
-    """Check and create the folder of the run; returns the checkpoint to continue from."""
-    check_output_dir(output_dir, config, resume)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    checkpoints = output_dir / "checkpoints"
-    remove_leftovers(checkpoints)
-    checkpoint = choose_checkpoint(checkpoints, resume)
-    if checkpoint is None and resume is not None:
+def find_folders(output_dir: Path, world: World) -> World:
+    """The world, and who sees this rank's output folder, which is made: all ranks, or each host has one of its own.
+
+    ConfigError on every rank where a host cannot make it.
+    """
+    error, token = None, broadcast_object(secrets.token_hex(4))
+    own = output_dir / f".seen_{token}_{world.rank}"
+    if world.local_rank == 0:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as cause:
+            error = ConfigError(f"{output_dir}: cannot be made on {socket.gethostname()}: {cause}; choose another")
+    agree(error)
+    marks = [mark for mark in gather_objects(own if world.local_rank == 0 else None) if mark is not None]
+    deadline = time.monotonic() + SIGHT_S
+    while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = gather_objects([mark for mark in marks if mark.exists()])
+    if world.local_rank == 0:
+        own.unlink()
+    if all(found == marks for found in seen):
+        return world
+    return replace(world, folder_ranks=tuple(rank for rank, found in enumerate(seen) if found == seen[world.rank]))
+
+
+def watch(config: RunConfig, world: World) -> Watchdog:
+    monitor = config.monitor
+    return Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
+
+
+def open_output_dir(
+    output_dir: Path, config: RunConfig, resume: str | None, lock: FolderLock, world: World
+) -> tuple[World, Path | None]:
+    """Check and lock the folder of the run; returns the world with who shares it, and the checkpoint to continue from.
+
+    Collective.
+    """
+    on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
+    world, checkpoints = find_folders(output_dir, world), output_dir / "checkpoints"
+
+    def take() -> None:
+        check_output_dir(output_dir, config, resume)
+        lock.take(output_dir)
+        for recovered in recover(checkpoints):
+            log.warning("%s was written whole before the last job ended", recovered)
+
+    once_a_folder(world, take)
+    if world.folder_ranks and world.is_main:
+        log.warning(
+            "%s is another folder on every host: each keeps the checkpoints of its own ranks, and the run can be resumed on "
+            "the same hosts only, with as many ranks; all else is on the first host",
+            output_dir,
+        )
+    if world.folder_ranks and config.checkpoint.upload and "checkpoint" in config.checkpoint.upload_include:
+        raise ConfigError(
+            f"checkpoint.upload_include: no host has a whole checkpoint to upload in its own {output_dir}; leave "
+            '"checkpoint" out, or give a folder that all hosts share'
+        )
+    checkpoint = choose_common(checkpoints, resume, world)
+    if checkpoint is None and resume is not None and world.is_main:
         log.warning("--resume auto: no complete checkpoint in %s, starting fresh", checkpoints)
-    return checkpoint
-
-
-def check_shared(output_dir: Path, world: World) -> None:
-    """ConfigError on every rank where a host does not see what the first one writes into the folder."""
-    mark = Path(broadcast_object(str(output_dir / f".seen_by_all_{os.getpid()}")))
-    on_rank_zero(mark.touch)
-    seen = mark.exists()
-    text = (
-        f"{output_dir}: another host does not see what the first one writes there; give a folder that all hosts share"
-    )
-    agree(None if seen else ConfigError(text))
-    on_rank_zero(mark.unlink)
+    return world, checkpoint
 
 
 def start_state(
@@ -212,19 +262,42 @@ def start_state(
         return TrainerState(model_path=str(model_path.resolve()))
     state = load_checkpoint(engine, checkpoint, world)
     log.info("resumed from %s", checkpoint)
-    of_this_run = checkpoint.resolve().parent == (Path(str(config.output_dir)) / "checkpoints").resolve()
-    if of_this_run:
-        on_rank_zero(lambda: leave_newer(checkpoint))
-    if of_this_run and state.best_name == config.checkpoint.best_metric:
+    own = Path(str(config.output_dir)) / "checkpoints"
+    once_a_folder(world, lambda: leave_newer(own, checkpoint))
+    if checkpoint.resolve().parent == own.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
-def leave_newer(checkpoint: Path) -> None:
-    """The run's checkpoints after the resumed step belong to steps that are now trained again."""
-    for path in set_aside_newer(checkpoint):
-        log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint.name, path)
+def leave_newer(folder: Path, checkpoint: Path) -> None:
+    """The folder's checkpoints after the resumed step belong to steps that are now trained again."""
+    for path in set_aside_newer(folder, checkpoint):
+        log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint, path)
+
+
+def open_writer(
+    engine: DeepSpeedEngine, config: RunConfig, folder: Path, world: World, watchdog: Watchdog, stack: ExitStack
+) -> CheckpointWriter:
+    """What saves checkpoints, until `stack` closes. Call it when everything else is open."""
+    writer = CheckpointWriter(engine, folder, world, background=config.checkpoint.background)
+    stack.callback(writer.close)
+    stack.push(watchdog.close_in_time)
+
+    def make_up(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with watchdog.phase("checkpoint"):
+                writer.make_up()
+
+    stack.push(make_up)
+    return writer
+
+
+def deepspeed_of(config: RunConfig, world: World) -> dict[str, Any]:
+    resolved = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
+    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
+        resolved["checkpoint"] = {**resolved.get("checkpoint", {}), "use_node_local_storage": True}
+    return resolved
 
 
 def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:

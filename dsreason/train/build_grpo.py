@@ -13,8 +13,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
+from dsreason.config.lock import FolderLock
 from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.world import check_world
@@ -35,7 +35,7 @@ from dsreason.runtime.record import run_facts
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.stop import StopRequest
 from dsreason.runtime.uploads import Uploader, uploading
-from dsreason.runtime.watchdog import Watchdog
+from dsreason.runtime.watchdog import Watchdog, cut_short
 from dsreason.runtime.world import (
     World,
     broadcast_object,
@@ -49,13 +49,23 @@ from dsreason.runtime.world import (
 from dsreason.train.build import (
     build_policy_engine,
     build_rollout,
-    check_shared,
+    deepspeed_of,
     open_output_dir,
+    open_writer,
     start_state,
+    watch,
 )
 from dsreason.train.check_rewards import row_check
-from dsreason.train.nonfinite import FiniteCheck
-from dsreason.train.preflight import DTYPES, build_encoder, check_grpo, find_model, prompt_encoder, rollout_order
+from dsreason.train.nonfinite import FiniteCheck, finite_check
+from dsreason.train.preflight import (
+    DTYPES,
+    build_encoder,
+    check_grpo,
+    check_upload,
+    find_model,
+    prompt_encoder,
+    rollout_order,
+)
 from dsreason.train.reference import load_reference
 from dsreason.train.sampler import Sampler
 
@@ -118,29 +128,32 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     world = init_world()
     with ExitStack() as stack:
+        lock = stack.enter_context(FolderLock(on_lost=cut_short))
         uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
         stack.callback(shutdown)
         stop = stack.enter_context(StopRequest())
         output_dir = broadcast_object(output_dir or default_output_dir("grpo"))
         config = config.model_copy(update={"output_dir": str(output_dir)})
-        checkpoint = on_rank_zero(lambda: open_output_dir(output_dir, config, resume))
-        check_shared(output_dir, world)
+        world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)
         setup_logs(output_dir, world.rank)
         check_world(config, world.size)
-        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
-        on_rank_zero(lambda: check_grpo(config))
-        with first_rank_first(world):
+        watchdog = stack.enter_context(watch(config, world))
+        with watchdog.phase("preflight"):
+            on_rank_zero(lambda: check_grpo(config))
+            on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
+        with watchdog.phase("open_data"), first_rank_first(world):
             model_path = find_model(config)
             training, validation = open_datasets(config.data)
 
-        deepspeed_config = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
+        deepspeed_config = deepspeed_of(config, world)
         seed_everything(config.train.seed, world.rank)
         encoder, objective = build_encoder(config, model_path), objective_of(config.grpo)
         order = rollout_order(training, config)
-        with watchdog.phase("loading the model"):
+        with watchdog.phase("load_model"):
             engine, reference, state = load_policy(config, deepspeed_config, model_path, checkpoint, world)
         facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
         on_rank_zero(lambda: write_run_config(output_dir, config, facts))
+        uploads.add_left(output_dir)
 
         total_steps = order.num_steps * config.grpo.optimizer_steps_per_rollout
         next_batch = int(state.extra.get("next_batch", 0))
@@ -163,14 +176,12 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             config=config.monitor,
             run_config=dump_config(config),
         )
-        with watchdog.phase("starting the rollout engine"):
-            sampler = build_sampler(config, engine, model_path, encoder, world, stack)
+        with watchdog.phase("start_engine"):
+            sampler = build_sampler(config, engine, model_path, encoder, watchdog, stack)
         scorer, metrics = stack.enter_context(open_scorer(config)), stack.enter_context(metrics)
         progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
         stack.enter_context(progress)
-        writer = CheckpointWriter(engine, output_dir / "checkpoints", world, background=config.checkpoint.background)
-        stack.callback(writer.close)
-        stack.push(watchdog)  # closed first as well: what is closed after an error may wait for ranks that are gone
+        writer = open_writer(engine, config, output_dir / "checkpoints", world, watchdog, stack)
         yield GRPORun(
             config=config,
             world=world,
@@ -194,7 +205,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             writer=writer,
             uploads=uploads,
             stop=stop,
-            finite=FiniteCheck(config.train.on_nonfinite, output_dir / "nonfinite", world),
+            finite=finite_check(config, output_dir, world, state),
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,
@@ -215,15 +226,21 @@ def load_policy(
 
 
 def build_sampler(
-    config: GRPOConfig, engine: DeepSpeedEngine, model_path: Path, encoder: Encoder, world: World, stack: ExitStack
+    config: GRPOConfig,
+    engine: DeepSpeedEngine,
+    model_path: Path,
+    encoder: Encoder,
+    watchdog: Watchdog,
+    stack: ExitStack,
 ) -> Sampler:
     """The rollout engine, until `stack` closes, beside the policy's. Every rank calls it."""
     offload = StateOffload(engine)
     log.info(offload.describe())
     offload.offload()  # vLLM starts only where its share of the GPU is free
-    rollout = build_rollout_engine(config, model_path, encoder, world, stack)
+    rollout = build_rollout_engine(config, model_path, encoder, watchdog.world, stack)
     offload.reload()
-    return Sampler(rollout, engine, offload, MemoryLedger(world.device), config.rollout.sync_bucket_mb)
+    memory = MemoryLedger(watchdog.world.device)
+    return Sampler(rollout, engine, offload, memory, config.rollout.sync_bucket_mb, watchdog.phase)
 
 
 def build_rollout_engine(

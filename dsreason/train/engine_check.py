@@ -32,7 +32,7 @@ def check_engine(grpo: GRPORun) -> None:
     """
     config, sampler = grpo.config.rollout, grpo.sampler
     prompts = one_of_each(grpo.training_data, grpo)
-    with grpo.watchdog.phase("self-test"), grpo.progress.phase("self-test of the rollout engine"):
+    with grpo.watchdog.phase("self_test"), grpo.progress.phase("self-test of the rollout engine"):
         sampler.offload.offload()
         try:
             report = self_test(

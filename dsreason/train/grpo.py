@@ -22,9 +22,9 @@ from dsreason.train import mismatch
 from dsreason.train.build_grpo import GRPORun, build_grpo
 from dsreason.train.engine_check import check_engine
 from dsreason.train.reference import reset_reference
-from dsreason.train.rollouts import Group, Rollout, choose, cut_steps, informative, to_groups, to_rollouts
+from dsreason.train.rollouts import Group, Rollout, choose, cut_steps, informative, rollouts_of, to_groups, to_rollouts
 from dsreason.train.sft import finish, follow_up, is_due, note_skipped, run_validation, save, stop_if_asked
-from dsreason.train.show import show
+from dsreason.train.show import describe, show
 from dsreason.train.update import Part, accumulate_gradients, add_fixed_logprobs, cut
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
@@ -46,12 +46,13 @@ def train(grpo: GRPORun) -> None:
     if grpo.state.step == 0 and config.validation.before_training:
         run_validation(grpo)
     while grpo.state.step < grpo.total_steps:
-        follow_up(grpo, grpo.writer.poll())
+        with grpo.watchdog.phase("checkpoint"):
+            follow_up(grpo, grpo.writer.poll())
         started, first = time.perf_counter(), grpo.state.step
         with grpo.watchdog.phase("rollout"):
             rollouts = sample(grpo)
         sampled = time.perf_counter()
-        with grpo.watchdog.phase("preparing the steps"):
+        with grpo.watchdog.phase("prepare"):
             show(grpo, rollouts)
             parts = optimizer_steps(grpo, rollouts)
         for part in parts:
@@ -89,7 +90,8 @@ def sample(grpo: GRPORun) -> list[Rollout]:
 def next_prompts(grpo: GRPORun) -> Prompts:
     """This rank's share of the next prompts."""
     started = time.perf_counter()
-    prompts = next(grpo.prompts)
+    with grpo.watchdog.phase("data"):
+        prompts = next(grpo.prompts)
     grpo.rollout_metrics["time/data"] += time.perf_counter() - started
     note_skipped(grpo, prompts.skipped)
     grpo.next_batch = prompts.batch + 1
@@ -116,7 +118,8 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
         with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
         for prompt, completion in zip(repeated, completions, strict=True)
     ]
-    scores = grpo.scorer.score([completion.text for completion in completions], samples)
+    with grpo.watchdog.phase("reward"):
+        scores = grpo.scorer.score([completion.text for completion in completions], samples)
     grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
     grpo.reward_sums.append(scores.metric_sums)
     return to_groups([(prompts.batch, number) for number in prompts.numbers], prompts.prompts, completions, scores)
@@ -161,7 +164,9 @@ def grpo_step(grpo: GRPORun, part: Part) -> dict[str, float]:
             mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
         engine.step()
     metrics = update.metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
-    return grpo.finite.metrics(metrics, part.batches, step)
+    return grpo.finite.metrics(
+        metrics, part.batches, step, lambda batch: [describe(grpo, one) for one in rollouts_of(batch, part.rollouts)]
+    )
 
 
 def finish_step(grpo: GRPORun, part: Part, metrics: dict[str, float]) -> None:
@@ -172,7 +177,7 @@ def finish_step(grpo: GRPORun, part: Part, metrics: dict[str, float]) -> None:
         step=step,
         epoch=grpo.next_batch / grpo.batches_per_epoch,
         consumed_samples=step * grpo.config.samples_per_step,
-        extra={"next_batch": grpo.next_batch},
+        extra={"next_batch": grpo.next_batch, **grpo.finite.counts},
     )
     set_step(step)
     if grpo.reference is not None:

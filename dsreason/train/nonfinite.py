@@ -5,27 +5,46 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from dsreason.config.schema import RunConfig
 from dsreason.data.types import Batch
-from dsreason.errors import DsReasonError
-from dsreason.runtime.world import World, barrier
+from dsreason.errors import DsReasonError, SaveError
+from dsreason.runtime.checkpoint import TrainerState
+from dsreason.runtime.world import World, agree
 
 log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Steps in a row that may be skipped: after so many the weights, not the batches, are to blame."""
+"""Steps in a row that may have no number: after so many the weights, not the batches, are to blame."""
+
+
+def finite_check(config: RunConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
+    """The check of a run, which goes on counting where a checkpoint left it."""
+    return FiniteCheck(
+        config.train.on_nonfinite,
+        output_dir / "nonfinite",
+        world,
+        skipped=state.extra.get("skipped_steps", 0),
+        in_a_row=state.extra.get("nonfinite_in_a_row", 0),
+    )
+
+
+def ids_of(batch: Batch) -> list[Any]:
+    """What names the samples of a micro-batch."""
+    return list(batch.ids)
 
 
 @dataclass
 class FiniteCheck:
-    """Looks at every step of a run. `folder` is where batches are saved."""
+    """Looks at every step of a run. `folder` is where batches are saved. The counts go on in a resumed run."""
 
     rule: Literal["stop", "skip"]
     folder: Path
@@ -33,12 +52,23 @@ class FiniteCheck:
     skipped: int = 0
     in_a_row: int = 0
 
-    def metrics(self, metrics: dict[str, float], batches: Sequence[Batch], step: int) -> dict[str, float]:
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return {"skipped_steps": self.skipped, "nonfinite_in_a_row": self.in_a_row}
+
+    def metrics(
+        self,
+        metrics: dict[str, float],
+        batches: Sequence[Batch],
+        step: int,
+        names: Callable[[Batch], list[Any]] = ids_of,
+    ) -> dict[str, float]:
         """The step's metrics where loss and gradient norm are finite, else those of them that are. Collective.
 
-        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. Raises
-        DsReasonError with the rule "stop", naming where every rank has saved its batch, and with "skip" after
-        `MAX_SKIPPED` in a row.
+        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. An infinite loss
+        may have a finite gradient, which is applied. Raises DsReasonError with the rule "stop", naming where every rank has
+        saved its batch, and with "skip" after `MAX_SKIPPED` in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
@@ -47,26 +77,39 @@ class FiniteCheck:
         what = f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
         if self.rule == "stop":
             saved = self.folder / f"step_{step}"
-            save_batches(batches, saved, self.world.rank)
-            barrier()
+            agree(self._save(batches, names, saved, what))
             raise DsReasonError(
                 f"{what}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
                 'train.on_nonfinite = "skip"'
             )
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self.in_a_row += 1
         if self.in_a_row == MAX_SKIPPED:
             raise DsReasonError(f"{what}, as in the {MAX_SKIPPED - 1} steps before; lower optim.lr")
-        log.warning("%s: skipped, the weights stay as they were", what)
+        if math.isfinite(norm):
+            log.warning("%s: the gradient is finite and was applied", what)
+        else:
+            self.skipped += 1
+            log.warning("%s: skipped, the weights stay as they were", what)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
+    def _save(
+        self, batches: Sequence[Batch], names: Callable[[Batch], list[Any]], folder: Path, what: str
+    ) -> SaveError | None:
+        try:
+            save_batches(batches, list(map(names, batches)), folder, self.world.rank)
+        except (OSError, SafetensorError) as error:
+            return SaveError(f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}")
+        return None
 
-def save_batches(batches: Sequence[Batch], folder: Path, rank: int) -> None:
-    """This rank's micro-batches as `rank_R.safetensors`, and the ids of their samples as `rank_R.json`."""
+
+def save_batches(batches: Sequence[Batch], names: list[list[Any]], folder: Path, rank: int) -> None:
+    """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{i}.{name}": vars(batch)[name] for i, batch in enumerate(batches) for name in FIELDS}
     tensors |= {f"{i}.{name}": value for i, batch in enumerate(batches) for name, value in batch.mm_kwargs.items()}
     save_file(
         {name: value.contiguous().clone() for name, value in tensors.items()}, folder / f"rank_{rank}.safetensors"
     )
-    (folder / f"rank_{rank}.json").write_text(json.dumps([list(batch.ids) for batch in batches], indent=1) + "\n")
+    text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
+    (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +24,9 @@ from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.losses.objective import objective_of
-from dsreason.models.families import family_of
+from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import load_processor, model_config, parameter_names, resolve_model
+from dsreason.models.load import parameter_names, resolve_model
 from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_state
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
@@ -62,8 +61,6 @@ def check_model(config: RunConfig) -> Encoder:
     """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
     check_wandb(config.monitor)
     check_zero_values(config.deepspeed)
-    if config.checkpoint.upload:
-        check_target(config.checkpoint.upload)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
     return build_encoder(config, model_path)
@@ -115,8 +112,17 @@ def check_engine_choice(config: GRPOConfig) -> None:
         )
 
 
-def check_resume(config: RunConfig, resume: str | None) -> None:
-    """What is known of a checkpoint without a model: that it is there, whole, and of the same ZeRO stage.
+def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
+    """ConfigError where nothing can be uploaded. A run that has a checkpoint to go on from does so through an outage.
+
+    `create`: make a repository that does not exist.
+    """
+    if config.checkpoint.upload:
+        check_target(config.checkpoint.upload, create=create, outage_passes=checkpoint is not None)
+
+
+def check_resume(config: RunConfig, resume: str | None) -> Path | None:
+    """The checkpoint to go on from. Known without a model: that it is there, whole, and of the same ZeRO stage.
 
     Raises:
         CheckpointError: it cannot be resumed from.
@@ -126,6 +132,7 @@ def check_resume(config: RunConfig, resume: str | None) -> None:
         saved = read_state(checkpoint)
         check_sizes(checkpoint)
         check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
+    return checkpoint
 
 
 def check_zero_values(name: str) -> None:
@@ -163,14 +170,16 @@ def find_model(config: RunConfig) -> Path:
 
 
 def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
-    dtype = DTYPES[config.train.precision]  # of the engine that serves the model: it rounds video times to it
-    model = model_config(model_path, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
-    processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
-    positions = partial(family_of(model.model_type).position_ids, config=model)
-    budget = config.train.max_tokens_per_micro_batch
-    if budget is not None and budget < config.model.max_length:
-        return Encoder(processor, positions, budget, "train.max_tokens_per_micro_batch")
-    return Encoder(processor, positions, config.model.max_length)
+    longest, key, budget = config.model.max_length, "model.max_length", config.train.max_tokens_per_micro_batch
+    if budget is not None and budget < longest:
+        longest, key = budget, "train.max_tokens_per_micro_batch"
+    return open_encoder(
+        model_path,
+        dtype=DTYPES[config.train.precision],
+        max_length=longest,
+        max_length_key=key,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from deepspeed import DeepSpeedEngine
 
+from dsreason.config.schema import Phase
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.runtime.engine import frozen_names, full_parameters
 from dsreason.runtime.memory import MemoryLedger
@@ -23,6 +24,8 @@ class Sampler:
     offload: StateOffload
     memory: MemoryLedger
     bucket_mb: float = 512.0
+    watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
+    """The watchdog's `phase`."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
@@ -34,7 +37,7 @@ class Sampler:
             self.offload.offload()
         with self.memory.phase("wake"):
             self.rollout.wake()
-        with self.memory.phase("sync"):
+        with self.watch("weight_sync"), self.memory.phase("sync"):
             kept = self.rollout.kept(frozen_names(self.policy))
             self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=kept), version, kept)
         with self.memory.phase("generate"):

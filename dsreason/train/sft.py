@@ -14,7 +14,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import MARKER, STATE_FILE, delete_folder, read_json
+from dsreason.runtime.checkpoint import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
@@ -37,13 +37,15 @@ def train(sft: SFTRun) -> None:
     if sft.state.step == 0 and config.validation.before_training:
         run_validation(sft)
     for batches in watched(sft):
-        follow_up(sft, sft.writer.poll())
+        with sft.watchdog.phase("checkpoint"):
+            follow_up(sft, sft.writer.poll())
         started = time.perf_counter()
         lr = config.optim.lr * lr_factor(sft.state.step, sft.total_steps, config.optim)
-        with sft.watchdog.phase("step"), sft.memory.phase("train"):
-            metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
-            metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
-        finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
+        with sft.watchdog.phase("step"):
+            with sft.memory.phase("train"):
+                metrics = sft_step(sft.engine, batches, lr=lr, world=sft.world)
+                metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
+            finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
 
         step, last = sft.state.step, sft.state.step == sft.total_steps
         improved = run_validation(sft) if last or is_due(step, config.validation.every) else False
@@ -93,7 +95,7 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     step = sft.engine.global_steps
     epoch = step / sft.steps_per_epoch
     consumed = step * sft.config.train.global_batch_size
-    sft.state = replace(sft.state, step=step, epoch=epoch, consumed_samples=consumed)
+    sft.state = replace(sft.state, step=step, epoch=epoch, consumed_samples=consumed, extra=sft.finite.counts)
     set_step(step)
     whole = seconds + batches.data_seconds
     shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
@@ -168,7 +170,7 @@ def save(sft: SFTRun, *, last: bool) -> None:
     """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it."""
     config, step = sft.config.checkpoint, sft.state.step
     started = time.perf_counter()
-    with sft.watchdog.phase("saving checkpoint"), sft.progress.phase("saving checkpoint"):
+    with sft.watchdog.phase("checkpoint"), sft.progress.phase("saving checkpoint"):
         follow_up(sft, sft.writer.wait())
         sft.writer.start(step, sft.state)
         if last:
@@ -184,7 +186,7 @@ def stop_if_asked(sft: SFTRun) -> None:
     if not name or step == sft.total_steps:
         return
     checkpoint = sft.checkpoints / f"step_{step}"
-    with sft.watchdog.phase("saving checkpoint"), sft.progress.phase(f"{name}: saving checkpoint"):
+    with sft.watchdog.phase("checkpoint"), sft.progress.phase(f"{name}: saving checkpoint"):
         follow_up(sft, sft.writer.wait())
         if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
             sft.writer.start(step, sft.state)
@@ -194,9 +196,10 @@ def stop_if_asked(sft: SFTRun) -> None:
 
 def follow_up(sft: SFTRun, written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not sft.world.is_main:
+    if written is None or not sft.world.keeps_folder:
         return
     config = sft.config.checkpoint
+    sft.metrics.scalars(sft.state.step, {"time/save_complete": sft.writer.completing})
     sft.uploads.add(written, last=written.name == f"step_{sft.total_steps}")
     # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
     bests = {sft.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
@@ -224,10 +227,16 @@ def export(sft: SFTRun, output: Path, *, last: bool) -> None:
     """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
     config = sft.config.checkpoint
     dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
-    on_rank_zero(lambda: delete_folder(output))
-    with sft.watchdog.phase("exporting"), sft.progress.phase("exporting"):
+    on_rank_zero(lambda: replace_folder(output))
+    with sft.watchdog.phase("export"), sft.progress.phase("exporting"):
         export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
     sft.uploads.add(output, last=last)
+
+
+def replace_folder(output: Path) -> None:
+    """Delete an older export."""
+    with as_save_error(output):
+        delete_folder(output)
 
 
 def is_due(step: int, every: int) -> bool:

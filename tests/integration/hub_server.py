@@ -14,6 +14,7 @@ from typing import Any
 from tests.integration.s3_server import serving
 
 TOKEN = "hf_sentinelToken"
+ACCOUNT = {"name": "user", "orgs": [{"name": "Team"}], "auth": {"accessToken": {"role": "write"}}}
 
 
 @dataclass
@@ -56,6 +57,8 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
         return reply(request, hub.refuse, {"error": "said the test"})
     if request.headers["Authorization"] != f"Bearer {TOKEN}":
         return reply(request, 401, {"error": "Invalid username or password."})
+    if request.path == "/api/whoami-v2":
+        return reply(request, 200, ACCOUNT)
     if request.path == "/api/repos/create":
         return create(hub, request, json.loads(body))
     match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(preupload|commit|branch|revision)/([^/?]+))?.*", request.path)
@@ -65,6 +68,8 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
     if action == "branch":
         hub.repositories[f"{repo}@{branch.replace('%2F', '/')}"] = {}
         return reply(request, 200, {})
+    if action == "preupload" and f"{repo}@{branch.replace('%2F', '/')}" not in hub.repositories:
+        return reply(request, 404, {"error": "Repository not found"})
     if action == "preupload":
         files = [
             {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from dsreason.errors import DataError, DsReasonError
 from dsreason.runtime import launch
+from dsreason.runtime.failures import leave_place
 
 
 def work(mode: str, attempt: int) -> None:
     rank = int(os.environ["RANK"])
+    Path(f"worked_{rank}_in_attempt_{launch.attempt()}").touch()
     if mode == "environment":
         print(f"out of rank {rank}", flush=True)
         print(f"err of rank {rank}", file=sys.stderr, flush=True)
@@ -28,6 +30,8 @@ def work(mode: str, attempt: int) -> None:
     elif mode == "crash-on-1" and rank == 1:
         raise ZeroDivisionError("a bug of ours")
     elif mode == "kill-1" and rank == 1:
+        print("the last words\n", flush=True)
+        leave_place('in phase "step" after step 3')
         os.kill(os.getpid(), signal.SIGKILL)
     elif mode == "exit-on-1" and rank == 1:
         os._exit(7)
@@ -35,7 +39,7 @@ def work(mode: str, attempt: int) -> None:
         raise RuntimeError("only the first time")
     if mode in ("sleep", "mendable-on-1", "crash-on-1", "kill-1", "exit-on-1"):
         Path(f"pid_{rank}").write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
     print(f"rank {rank} done in attempt {attempt}", flush=True)
 
 

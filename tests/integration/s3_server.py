@@ -33,6 +33,8 @@ class Proxy:
     faults: list[Fault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     """`PUT /bucket/key?query` of every request."""
+    says: str = "said the test"
+    """In refusals."""
     done: Event = field(default_factory=Event)
     lock: Any = field(default_factory=Lock)
 
@@ -90,14 +92,14 @@ def serve(proxy: Proxy, request: BaseHTTPRequestHandler) -> None:
         proxy.done.wait()
         request.close_connection = True
     elif kind[:1].isdigit():
-        refuse(request, kind)
+        refuse(request, kind, proxy.says)
     else:
         forward(proxy, request, b"?" + body[1:] if kind == "damage" else body, kind)
 
 
-def refuse(request: BaseHTTPRequestHandler, kind: str) -> None:
+def refuse(request: BaseHTTPRequestHandler, kind: str, message: str) -> None:
     status, code = kind.split()
-    body = f"<Error><Code>{code}</Code><Message>said the test</Message></Error>".encode()
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
     request.send_response(int(status))
     request.send_header("Content-Type", "application/xml")
     request.send_header("Content-Length", str(len(body)))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 STAGES = ("zero2", "zero3", "zero3_offload")
 
 
-def build(stage: str, *, bf16: bool = False, freeze: str = "frozen") -> tuple[Any, Any]:
+def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings: Any) -> tuple[Any, Any]:
     from dsreason.config.schema import OptimConfig
     from dsreason.runtime.engine import build_engine
     from dsreason.runtime.world import init_world, seed_everything
@@ -36,7 +36,7 @@ def build(stage: str, *, bf16: bool = False, freeze: str = "frozen") -> tuple[An
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(freeze))
     optim = OptimConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
-    return build_engine(model, optim, ds_config(stage, bf16=bf16, clip=0.5)), world
+    return build_engine(model, optim, ds_config(stage, bf16=bf16, clip=0.5) | settings), world
 
 
 def train(engine: Any, world: Any, steps: range) -> list[float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.disks import set_read_only, small_disk
 from tests.distributed import run_on_ranks
 from tests.integration.test_checkpoint import STAGES, build, train
+from tests.unit.runtime.made_folders import make_export
 
 pytestmark = pytest.mark.integration
 
@@ -125,3 +130,117 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
     assert "GiB, and 0.00 GiB are free" in no_room
     assert "step_3: rank 1 could not write it: " in too_large
     assert "older checkpoints are as they were" in no_room and "older checkpoints are as they were" in too_large
+
+
+def leave_with_an_error(folder: str) -> list[str]:
+    """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
+    from dsreason.runtime.checkpoint import TrainerState, check_sizes, complete_checkpoints, recover
+    from dsreason.runtime.checkpoint_writer import CheckpointWriter
+    from dsreason.runtime.world import barrier
+
+    engine, world = build("zero3")
+    train(engine, world, range(1))
+    found = []
+    for name, leaving in (("all", (0, 1)), ("alone", (1,))):
+        writer, may_write = CheckpointWriter(engine, Path(folder) / name, world), threading.Event()
+        writer.thread.submit(may_write.wait)
+        writer.start(1, TrainerState(step=1))
+        threading.Timer(0.3, may_write.set).start()
+        with (
+            mock.patch("dsreason.runtime.checkpoint_writer.LEAVING", name),
+            mock.patch("dsreason.runtime.checkpoint_writer.PATIENCE_S", 1.0),
+        ):
+            if world.rank in leaving:
+                writer.make_up()
+        writer.close()
+        barrier()
+        found += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]
+        barrier()
+    if world.is_main:  # as the next job does
+        assert recover(Path(folder) / "alone") == [Path(folder) / "alone/step_1"]
+        check_sizes(Path(folder) / "alone/step_1")
+    return found
+
+
+def test_a_checkpoint_on_its_way_is_completed_where_all_ranks_leave_and_found_by_the_next_job_where_one_does(
+    tmp_path: Path,
+) -> None:
+    assert run_on_ranks(leave_with_an_error, 2, str(tmp_path)) == [["all/step_1"]] * 2
+
+
+def copy_with_little_memory(folder: str) -> list[bool]:
+    """Whether training goes on beside the writing where the host has room for one rank's copy, and for both."""
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_writer import CheckpointWriter
+
+    engine, world = build("zero3")
+    copied, size = [], 0
+    for times in (100, 1.5, 3):
+        writer = CheckpointWriter(engine, Path(folder) / str(times), world)
+        free = mock.patch(
+            "dsreason.runtime.checkpoint_writer.available_bytes", return_value=int(times * (size or 10**6))
+        )
+        with free:
+            writer.start(1, TrainerState(step=1))
+        copied.append(writer.snapshot.copied)
+        assert writer.wait() is not None
+        size = sum(buffer.nbytes for buffer in writer.snapshot.buffers.values()) or size
+        writer.close()
+    return copied
+
+
+def test_the_copies_of_all_ranks_of_a_host_must_find_room_together(tmp_path: Path) -> None:
+    assert run_on_ranks(copy_with_little_memory, 2, str(tmp_path)) == [[True, False, True]] * 2
+
+
+def save_on_a_bad_disk(folder: str) -> list[str]:
+    """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
+    from dsreason.errors import SaveError
+    from dsreason.export import export_engine
+    from dsreason.runtime.checkpoint import TrainerState, check_sizes, complete_checkpoints
+    from dsreason.runtime.checkpoint_writer import save_checkpoint
+    from dsreason.runtime.world import barrier, on_rank_zero
+
+    engine, world = build("zero3")
+    disk = Path(folder)
+    save_checkpoint(engine, disk, 1, TrainerState(step=1), world)
+    filler = disk / "filler"
+    on_rank_zero(lambda: filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4096)) and None)
+
+    def failure(save: Callable[[], object]) -> str:
+        with pytest.raises(SaveError) as caught:
+            save()
+        assert [path.name for path in complete_checkpoints(disk)] == ["step_1"]
+        check_sizes(disk / "step_1")
+        assert not list(disk.glob(".*"))
+        text = str(caught.value)
+        del caught
+        gc.collect()  # files that the error holds open keep a disk from being made read-only
+        barrier()
+        return text
+
+    errors = [failure(lambda: save_checkpoint(engine, disk, 2, TrainerState(step=2), world))]
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10**9)):
+        errors.append(failure(lambda: save_checkpoint(engine, disk, 3, TrainerState(step=3), world)))
+    base = disk.with_name("base")
+    on_rank_zero(lambda: make_export(base) and None)
+    errors.append(failure(lambda: export_engine(engine, base, disk / "export", world, dtype="fp32")))
+    on_rank_zero(lambda: set_read_only(disk))
+    errors.append(failure(lambda: save_checkpoint(engine, disk, 4, TrainerState(step=4), world)))
+    errors.append(failure(lambda: export_engine(engine, base, disk / "export", world, dtype="fp32")))
+    on_rank_zero(lambda: set_read_only(disk, to=False))
+    on_rank_zero(filler.unlink)
+    assert save_checkpoint(engine, disk, 5, TrainerState(step=5), world) == disk / "step_5"
+    return errors
+
+
+def test_a_disk_that_is_full_or_read_only_is_named_on_every_rank_and_older_checkpoints_stay(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        first, second = run_on_ranks(save_on_a_bad_disk, 2, str(disk))
+    assert first == second
+    known, filled, export, read_only, read_only_export = first
+    assert "the checkpoint takes" in known and "are free there" in known
+    assert "step_3: rank " in filled and "could not write it: " in filled
+    assert export.startswith(f"{disk}/export: cannot be written (") and "No space left" in export
+    assert "Read-only file system" in read_only and "older checkpoints are as they were" in read_only
+    assert "Read-only file system" in read_only_export

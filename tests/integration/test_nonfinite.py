@@ -71,6 +71,7 @@ def test_the_run_stops_and_every_rank_s_samples_are_saved(tiny_qwen2_5_vl: Path,
     ids = [name for rank in (0, 1) for batch in json.loads((saved / f"rank_{rank}.json").read_text()) for name in batch]
     assert len([name for name in ids if name.isdigit()]) == 4
     assert {"0.input_ids", "0.loss_mask"} <= load_file(saved / "rank_1.safetensors").keys()
+    assert (tmp_path / "run/checkpoints/step_1/COMPLETE").exists()  # it may have been on its way
 
 
 def test_the_step_is_left_out_and_counted(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import psutil
 import pytest
 from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
@@ -35,7 +36,9 @@ from dsreason.runtime import storage_s3
 from dsreason.runtime.package import open_package
 from dsreason.runtime.storage import Sent, check_target, upload
 from dsreason.runtime.uploads import uploading
+from tests.integration.command import dsreason
 from tests.integration.hub_server import TOKEN, Hub, hub_server
+from tests.integration.rows import write_mixed_rows
 from tests.integration.s3_server import KEY, REGION, SECRET, Fault, Proxy, proxy_to
 from tests.unit.runtime.made_folders import make_checkpoint, make_export
 
@@ -86,7 +89,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def proxy(server: Any, open_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """What S3 requests go through; the bucket is empty."""
-    open_proxy.faults, open_proxy.seen = [], []
+    open_proxy.faults, open_proxy.seen, open_proxy.says = [], [], "said the test"
     monkeypatch.setenv("AWS_ENDPOINT_URL", open_proxy.address)
     yield open_proxy
     for key in objects(server):
@@ -268,6 +271,18 @@ def test_a_target_that_cannot_be_written_is_a_configuration_error(
     assert "sentinel" not in str(caught.value)
 
 
+def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
+    server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
+    check_target("s3://bucket/run", outage_passes=True)
+    assert "checkpoint.upload: s3://bucket/run/" in caplog.text
+    assert "503 SlowDown (said the test); training goes on" in caplog.text
+    proxy.faults = [Fault("PUT", "403 AccessDenied")]
+    with pytest.raises(ConfigError, match="403 AccessDenied"):
+        check_target("s3://bucket/run", outage_passes=True)
+
+
 def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from s3fs import S3FileSystem
 
@@ -300,7 +315,7 @@ def test_a_run_uploads_in_the_background_and_ends_with_an_error_where_it_cannot(
     assert str(first) not in str(caught.value)
     assert "run/checkpoints/step_1/COMPLETE" in objects(server)
     assert "run/checkpoints/step_2/COMPLETE" not in objects(server)
-    assert files_of(tmp_path) == before
+    assert {name: content for name, content in files_of(tmp_path).items() if name != "D/uploads.json"} == before
 
 
 # ---------------------------------------------------------------- S3, reading
@@ -562,8 +577,23 @@ def test_a_refusal_of_the_hub_is_named_and_the_folder_stays_as_it_was(
     assert files_of(folder) == before
 
 
+@pytest.mark.parametrize("target", ["hub:user/name", "hub:team/name@dev"])
+def test_looking_at_a_hub_target_makes_no_repository_and_no_commit(hub: Hub, target: str) -> None:
+    check_target(target)
+    assert (hub.created, hub.repositories, hub.commits) == ([], {}, [])
+    check_target(target, create=True)
+    assert len(hub.created) == 1
+    assert hub.commits == []
+    check_target(target)
+
+
+def test_a_repository_of_others_is_refused_before_it_is_created(hub: Hub) -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* is that of user, who"):
+        check_target("hub:stranger/name")
+
+
 def test_a_hub_target_is_checked_without_a_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_target("hub:user/name")
+    check_target("hub:user/name", create=True)
     assert hub.commits == []
     assert any("preupload" in line for line in hub.seen)
     hub.refuse, hub.refused = 403, "preupload"
@@ -616,3 +646,106 @@ def test_the_command_pushes_and_shows_no_secret_whatever_happens(
         assert "Traceback" not in shown
         for secret in (KEY, SECRET, "Signature="):
             assert secret not in shown
+
+
+# ---------------------------------------------------------------- a whole run
+
+RUN = """
+[model]
+path = "{model}"
+[data]
+adapter = "talkative.py"
+path = "{rows}"
+workers = 0
+vision.fps = 4.0
+[train]
+max_steps = 2
+epochs = 2
+global_batch_size = 4
+precision = "fp32"
+[validation]
+before_training = false
+[checkpoint]
+every = 1
+upload = "s3://bucket/run"
+upload_what = "all"
+"""
+TALKATIVE = """
+import logging, os, threading
+from data_adapters.jsonl import to_sample as plain
+
+def crash():
+    raise RuntimeError("with " + os.environ["WANDB_API_KEY"])
+
+def to_sample(row):
+    logging.getLogger("talkative").warning("with %s", os.environ["REMOTE_REWARD_TOKEN"])
+    if row["id"] == "0":
+        threading.Thread(target=crash).start()
+    return plain(row)
+"""
+TOKENS = {
+    "HF_TOKEN": TOKEN,
+    "WANDB_API_KEY": "sentinelWandb",
+    "REMOTE_REWARD_TOKEN": "sentinelReward",
+    "WFM_REWARD_TOKEN": "sentinelWfm",
+    "AWS_SESSION_TOKEN": "sentinelSession",
+}
+SECRETS = (KEY, SECRET, *TOKENS.values())
+
+
+@pytest.fixture
+def job(tiny_qwen2_5_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two steps with tokens in the environment, on the command line, in a log line and in a traceback."""
+    rows = write_mixed_rows(tmp_path / "data")
+    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_qwen2_5_vl, rows=rows))
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    for name, token in TOKENS.items():
+        monkeypatch.setenv(name, token)
+    command = ["sft", "--config", "run.toml", "--output-dir", "D", "--nproc", "1", "--resume", "auto"]
+    return [*command, "--set", f"monitor.wandb_name={TOKENS['WFM_REWARD_TOKEN']}"]
+
+
+def second_job(first: subprocess.Popen[str], job: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same job once more while the first, which is held meanwhile, has the folder."""
+    while not (folder / "D" / ".lock").exists() and first.poll() is None:
+        time.sleep(0.05)
+    assert first.poll() is None, first.communicate()
+    ranks = psutil.Process(first.pid).children()
+    for rank in ranks:
+        rank.suspend()
+    ended = dsreason(*job, cwd=folder)
+    for rank in ranks:
+        rank.resume()
+    return ended
+
+
+def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_shows_no_secret(
+    server: Any, proxy: Proxy, tmp_path: Path, job: list[str]
+) -> None:
+    proxy.says = f"{KEY} and {SECRET} may not"
+    proxy.faults = [Fault("PUT", "403 AccessDenied", kind) for kind in ("/checkpoints/", "/export/")] * 50
+    command = [str(Path(sys.executable).parent / "dsreason"), *job]
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    refused = second_job(first, job, tmp_path)
+    stdout, stderr = first.communicate(timeout=600)
+    assert first.returncode == 1, stderr
+    assert "error: 3 of this run's folders are not in s3://bucket/run; they are whole on disk" in stderr
+    assert "dsreason push D/export/final --to s3://bucket/run/export/final" in stderr
+    assert (tmp_path / "D/checkpoints/step_2/COMPLETE").exists()
+    assert (tmp_path / "D/export/final/model.safetensors").exists()
+
+    assert refused.returncode == 2, refused.stderr
+    assert "D: is in use by process " in refused.stderr and f" on {socket.gethostname()} (since " in refused.stderr
+
+    written = b"".join(files_of(tmp_path / "D").values()).decode(errors="replace")
+    assert "talkative: with <REMOTE_REWARD_TOKEN>" in written
+    assert "RuntimeError: with <WANDB_API_KEY>" in written and "RuntimeError: with <WANDB_API_KEY>" in stderr
+    assert "monitor.wandb_name=<WFM_REWARD_TOKEN>" in written
+    for said in (refused.stdout, refused.stderr, stdout, stderr, written):
+        assert [secret for secret in SECRETS if secret in said] == []
+
+    proxy.faults = []
+    pushed = dsreason("push", "D", "--to", "s3://bucket/run", cwd=tmp_path)
+    assert pushed.returncode == 0, pushed.stderr
+    markers = {"checkpoints/step_1/COMPLETE", "checkpoints/step_2/COMPLETE", "export/final/UPLOADED.json"}
+    assert {f"run/{name}" for name in markers} <= objects(server).keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.runtime.launch import TIME_LIMIT_EXIT_CODE
-from tests.integration.command import dsreason
+from dsreason.runtime.failures import TIME_LIMIT_EXIT_CODE
+from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_grpo import CONFIG
 
@@ -40,7 +41,7 @@ def crash_rank_0(completion, sample):
     return on_rank("0", Path("crash_rank_0/rollouts").touch)  # where the trainer makes a folder after the scores
 """
 RANKS = """
-import signal, sys, time
+import logging, os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 from dsreason.runtime import launch
@@ -55,6 +56,14 @@ def wait_for_rank_1(how):
 def fall_asleep():
     time.sleep(600)
 
+def end(how):
+    if how in (f"kill-{world.rank}", f"raise-{world.rank}"):
+        time.sleep(1)  # a thread of rank 0 tells the others where rank 0 is
+        Path("since").write_text(str(time.time()))
+        if how.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError(f"a bug of rank {world.rank}")
+
 if sys.argv[1] == "launch":
     try:
         launch.start_ranks(lambda attempt: [__file__, sys.argv[2]], ranks=2, log_dir=Path("logs"))
@@ -64,26 +73,33 @@ if sys.argv[1] == "launch":
 
 launch.enter_rank()
 import torch.distributed as dist
-from dsreason.runtime.logs import setup_logs
+from dsreason.errors import DsReasonError
+from dsreason.runtime import watchdog as module
+from dsreason.runtime.logs import set_step, setup_logs
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import all_sum, barrier, init_world
 
 how = sys.argv[1]
+module.CLOSING_TIME = 3.0
 try:
     world = init_world()
     setup_logs(Path.cwd(), world.rank)
+    set_step(7)
+    logging.getLogger("dsreason").info("the last words of rank %d", world.rank)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # never called where rank 0 is: no way out of the collective
     barrier()
     # Of rank 1 too high to be reached: it ends because rank 0 asks for it.
-    with Watchdog(world, time_limit=1.0 if world.rank == 0 and how != "raise" else 600.0) as watchdog:
+    late = world.rank == 0 and how in ("store", "collective")
+    with Watchdog(world, time_limit=1.0 if late else 600.0) as watchdog:
         if world.rank == 0:
-            signal.signal(signal.SIGTERM, lambda *_: None)  # never called: no way out of the collective
             with watchdog.phase("train"):
+                end(how)
                 wait_for_rank_1(how)
         with watchdog.phase("rollout"):
-            if how == "raise":
-                Path("since").write_text(str(time.time()))
-                raise ZeroDivisionError("a bug of rank 1")
+            end(how)
             fall_asleep()
+except DsReasonError as error:
+    sys.exit(launch.report(error))
 except Exception as error:
     sys.exit(launch.report_crash(error))
 """
@@ -126,11 +142,10 @@ def is_about(process: Path, word: str) -> bool:
 
 def test_a_killed_rank_takes_the_job_along_and_is_named(folder: Path) -> None:
     ended = train(folder, "kill_rank_1")
-    assert ended.stderr.splitlines()[-3:] == [
-        "error: rank 1 failed; its log: kill_rank_1/logs/rank_1.log",
-        "",
-        "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)",
-    ]
+    *_, log, empty, killed, last = ended.stderr.splitlines()
+    assert (log, empty) == ("error: rank 1 failed; its log: kill_rank_1/logs/rank_1.log", "")
+    assert killed == 'rank 1 was killed by SIGKILL (often: out of memory; see the kernel log) in phase "reward"'
+    assert last.startswith("its last log line: 20")
 
 
 def test_a_reward_that_raises_on_one_rank_is_told_last(folder: Path) -> None:
@@ -163,8 +178,8 @@ def run_ranks(folder: Path, command: list[str]) -> subprocess.CompletedProcess[s
 
 def assert_both_ranks_said_where_they_were(text: str) -> None:
     lines = text.splitlines()
-    asleep = next(line for line in lines if line.startswith('rank 1: in phase "rollout" for '))
-    waiting = next(line for line in lines if line.startswith('rank 0: in phase "train" for '))
+    asleep = next(line for line in lines if line.startswith('rank 1 step 7: in phase "rollout" for '))
+    waiting = next(line for line in lines if line.startswith('rank 0 step 7: in phase "train" for '))
     assert asleep.endswith(" when rank 0 ran out of time")
     assert "out of time; raise monitor.phase_time_limit (1)" in waiting
     assert lines.index("rank 1, thread MainThread (most recent call last):") < lines.index(asleep)
@@ -177,22 +192,113 @@ def test_a_late_phase_shows_where_all_ranks_are(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, ["ranks.py", "launch", "store"])
     assert done.returncode == TIME_LIMIT_EXIT_CODE
     assert_both_ranks_said_where_they_were(done.stderr)
-    assert done.stderr.splitlines()[-1].startswith("rank 0: ")  # the one that was late
+    assert done.stderr.splitlines()[-1].startswith("rank 0 step 7: ")  # the one that was late
     assert_both_ranks_said_where_they_were("".join((tmp_path / f"logs/rank_{rank}.log").read_text() for rank in (0, 1)))
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29517", "--no_local_rank"]
+
+
 def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = run_ranks(tmp_path, [*torchrun, "ranks.py", "collective"])
+    done = run_ranks(tmp_path, [*TORCHRUN, "ranks.py", "collective"])
     assert done.returncode == 1  # torchrun's own
     assert f"exitcode  : {TIME_LIMIT_EXIT_CODE}" in done.stderr
     assert_both_ranks_said_where_they_were(done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "how", "place"),
+    [
+        (TORCHRUN, "kill-1", 'in phase "rollout"'),
+        (TORCHRUN, "kill-0", 'in phase "train"'),
+        (DEEPSPEED, "kill-1", 'in phase "rollout"'),
+    ],
+    ids=["torchrun-1", "torchrun-0", "deepspeed-1"],
+)
+def test_the_rank_that_is_left_tells_of_the_killed_one(
+    launcher: list[str], how: str, place: str, tmp_path: Path
+) -> None:
+    done = run_ranks(tmp_path, [*launcher, "ranks.py", how])
+    assert done.returncode != 0
+    rank = how[-1]
+    text = f"rank {rank} on {socket.gethostname()} died {place} after step 7 (killed, or its host is gone); "
+    text += "its last log line: "
+    told = done.stderr[done.stderr.index(f"error: {text}") :]
+    assert f"INFO dsreason: the last words of rank {rank}; its log: {tmp_path}/logs/rank_{rank}.log\n" in told
+    if launcher is TORCHRUN:
+        assert text in done.stderr.rpartition("Root Cause")[2]
+    assert gone_within_a_minute(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
+def test_the_traceback_of_the_rank_that_failed_first_is_the_last(launcher: list[str], tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, [*launcher, "ranks.py", "raise-1"])
+    assert done.returncode != 0
+    last = done.stderr.rpartition("Traceback (most recent call last):")[2]
+    assert "ZeroDivisionError: a bug of rank 1" in last
+    before_the_report = done.stderr.partition("ranks.py FAILED")[0]  # torchrun's
+    assert before_the_report.count("ZeroDivisionError: a bug of rank 1") == 1  # both ranks know it, one tells
+    assert gone_within_a_minute(tmp_path)
+
+
+def gone_within_a_minute(folder: Path) -> bool:
+    return time.time() - float((folder / "since").read_text()) < MINUTE
+
+
 def test_a_rank_that_cannot_be_ended_politely_does_not_hide_the_one_that_raised(tmp_path: Path) -> None:
-    done = run_ranks(tmp_path, ["ranks.py", "launch", "raise"])
+    done = run_ranks(tmp_path, ["ranks.py", "launch", "raise-1"])
     assert done.returncode == 1
     assert "error: rank 1 failed; its log: logs/rank_1.log" in done.stderr
     assert done.stderr.splitlines()[-1] == "ZeroDivisionError: a bug of rank 1"
     since, ended = (float((tmp_path / name).read_text()) for name in ("since", "ended"))
     assert ended - since < MINUTE
+
+
+KILLING_ADAPTER = """
+import json, os, signal
+from pathlib import Path
+from dsreason.data.types import Sample
+
+MARK = Path("killed_once")
+
+def to_sample(row, data):
+    second = next(Path("outputs").glob("*/checkpoints/step_2/COMPLETE"), None)
+    if os.environ.get("RANK") == "1" and second and not MARK.exists():
+        MARK.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    return Sample(id=row["id"], messages=messages, answer=row["answer"])
+"""
+KILLED_CONFIG = """
+model.path = "{model}"
+data.adapter = "adapter.py"
+data.path = "{rows}"
+data.workers = 0
+optim.lr = 1e-3
+train.epochs = 3
+train.global_batch_size = 4
+train.micro_batch_size = 2
+train.precision = "fp32"
+checkpoint.every = 1
+checkpoint.export = "none"
+"""
+
+
+def test_torchrun_restarts_a_killed_run_from_its_newest_checkpoint(tmp_path: Path, tiny_qwen2_5_vl: Path) -> None:
+    rows = write_mixed_rows(tmp_path / "data")
+    (tmp_path / "adapter.py").write_text(KILLING_ADAPTER)
+    (tmp_path / "run.toml").write_text(KILLED_CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    command = [sys.executable, *TORCHRUN, "--max-restarts=1", "-m", "dsreason", "sft", "--config", "run.toml"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "outputs").iterdir()  # no --output-dir: the restart has found the folder
+    assert (tmp_path / "killed_once").exists()
+    assert "error: rank 1 on" in done.stderr
+    assert "resumed from" in (run / "logs/rank_0.log").read_text()
+    whole = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    losses = [[line["train/loss"] for line in metrics(r) if "train/loss" in line] for r in (run, tmp_path / "whole")]
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]

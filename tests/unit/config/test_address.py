@@ -7,7 +7,7 @@ import pytest
 from dsreason.config.address import HubAddress, S3Address, parse_s3, parse_target
 from dsreason.config.load import load_config
 from dsreason.config.schema import CheckpointConfig, SFTConfig, SourceConfig
-from dsreason.config.secrets import hide_secrets, without_credentials
+from dsreason.config.secrets import hidden, hide_secrets, without_credentials
 from dsreason.data.sources import open_source
 from dsreason.errors import ConfigError, DataError
 
@@ -81,8 +81,35 @@ def test_keys_in_an_address_to_read_are_refused_and_not_shown() -> None:
 
 def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c")
-    assert hide_secrets("Bearer hf_abc, a/b+c") == "Bearer <HF_TOKEN>, <AWS_SECRET_ACCESS_KEY>"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+cd")
+    expected = "Bearer <HF_TOKEN>, <AWS_SECRET_ACCESS_KEY>, ?key=<AWS_SECRET_ACCESS_KEY>"
+    assert hide_secrets("Bearer hf_abc, a/b+cd, ?key=a%2Fb%2Bcd") == expected
+
+
+@pytest.mark.parametrize("name", ["REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"])
+def test_every_token_is_hidden_in_lists_and_tables_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "sentinel")
+    assert hidden({"a": ["--set", "b=sentinel"], "n": 1}) == {"a": ["--set", f"b=<{name}>"], "n": 1}
+
+
+def test_a_value_that_would_be_found_everywhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    assert hide_secrets("/data/tests") == "/data/tests"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("with hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ012345 in it", "with hf_… in it"),
+        (
+            "https://s3/x?X-Amz-Credential=AK%2F1&X-Amz-Signature=0a1b&n=1",
+            "https://s3/x?X-Amz-Credential=…&X-Amz-Signature=…&n=1",
+        ),
+        ("hf_home and Signatures", "hf_home and Signatures"),
+    ],
+)
+def test_secrets_of_a_known_form_are_hidden(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ def test_a_wrong_override_names_itself(text: str, override: str, message: str) -
         ),
         (
             "[monitor]\nzzz = 1",
-            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, wandb, wandb_project, wandb_name",
+            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, phase_time_limits, wandb, "
+            "wandb_project, wandb_name",
         ),
     ],
 )
@@ -170,6 +171,12 @@ def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "[monitor]\nphase_time_limits = {exprt = 10}",
+            "monitor.phase_time_limits.exprt: 'exprt' is not one of preflight, open_data, load_model, start_engine, "
+            "self_test, data, rollout, weight_sync, reward, prepare, step, validation, checkpoint, export, other; "
+            "did you mean export?",
+        ),
         ("[optim]\nlr = 0", "optim.lr: 0 is not greater than 0.0; raise it"),
         ("[optim]\nlr = nan", "optim.lr: nan is not a finite number; set one, such as 1e-05"),
         ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: 1.0 is not less than 1.0; lower it"),

@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from dsreason.config.schema import DataConfig
-from dsreason.data.sources import open_datasets
+from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.data.sources import may_leave, open_datasets
 from dsreason.errors import DataError
 from tests.unit.hostile.guard import guarded, refused
 
@@ -130,6 +130,45 @@ def test_links_and_absolute_paths_are_the_users_to_allow(here: Path) -> None:
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     paths = [sample.messages[0]["content"][0]["image"] for sample in samples(here / "rows.jsonl")]
     assert paths == [str(here / "cache.png"), str(here / "linked" / "flag")]
+
+
+@pytest.mark.parametrize("image", ["{here}/cache.png", "{media}/../cache.png", "s3://bucket/cache.png"])
+def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(here: Path, image: str) -> None:
+    (here / "media").mkdir()
+    for file in (here / "cache.png", here / "media" / "a.png"):
+        Image.new("RGB", (28, 28)).save(file)
+    rows = [{**ROW, "image": "a.png"}, {**ROW, "image": str(here / "media" / "a.png")}]
+    rows.append({**ROW, "image": image.format(here=here, media=here / "media")})
+    (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    given = {"media_path": str(here / "media"), "allow_absolute_paths": False}
+    refused(
+        lambda: samples(here / "rows.jsonl", **given),
+        DataError,
+        "rows.jsonl, row 3",
+        f"is outside of {here}/media; set data.media_path, or data.allow_absolute_paths = true",
+    )
+    (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
+    assert len(samples(here / "rows.jsonl", **given)) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "allowed"),
+    [
+        ("rows.jsonl", None, True),
+        ("rows.jsonl", False, False),
+        ("s3://bucket/rows.jsonl", None, True),
+        ("", None, True),
+        ("somebody/data", None, False),
+        ("somebody/data", True, True),
+    ],
+    ids=["local", "local, not trusted", "S3", "made by the adapter", "hub", "hub, trusted"],
+)
+def test_rows_of_the_hub_may_not_name_files_of_this_machine(
+    here: Path, monkeypatch: pytest.MonkeyPatch, path: str, given: bool | None, allowed: bool
+) -> None:
+    monkeypatch.chdir(here)
+    (here / "rows.jsonl").write_text(GOOD)
+    assert may_leave(SourceConfig(path=path, allow_absolute_paths=given)) is allowed
 
 
 SETTINGS = """

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import shutil
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dsreason.errors import CheckpointError, ConfigError
+from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.export import parse_size, with_dtype, write_model_folder
 from dsreason.runtime.checkpoint import (
     check_sizes,
     choose_checkpoint,
     complete_checkpoints,
     find_checkpoint,
+    finish,
     prune_checkpoints,
     read_checkpoint,
-    remove_leftovers,
+    recover,
     set_aside_newer,
 )
 from dsreason.runtime.memory import status_bytes
 from dsreason.runtime.rng import load_rng_state, take_rng_state
+from tests.disks import set_read_only, small_disk
+from tests.unit.runtime.made_folders import make_export
 
 
 def write_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
@@ -77,11 +85,24 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write_checkpoint(tmp_path, step)
-    assert set_aside_newer(tmp_path / "step_2") == [tmp_path / "replaced_step_4", tmp_path / "replaced_step_6"]
+    assert set_aside_newer(tmp_path, tmp_path / "step_2") == [
+        tmp_path / "replaced_step_4",
+        tmp_path / "replaced_step_6",
+    ]
     write_checkpoint(tmp_path, 4)
     prune_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["replaced_step_4", "replaced_step_6", "step_4"]
-    assert set_aside_newer(tmp_path / "step_2") == [tmp_path / "replaced_step_4"]  # the older one of that name goes
+    # The older one of that name goes.
+    assert set_aside_newer(tmp_path, tmp_path / "step_2") == [tmp_path / "replaced_step_4"]
+
+
+def test_going_on_from_another_run_sets_aside_what_would_be_taken_for_its_continuation(tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", 4)
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path / "own", step)
+    set_aside_newer(tmp_path / "own", other)
+    assert names(tmp_path / "own") == ["replaced_step_4", "replaced_step_6", "step_2"]
+    assert names(tmp_path / "other") == ["step_4"]
 
 
 @pytest.mark.parametrize("given", ["run/checkpoints/step_2", "run/checkpoints", "run"])
@@ -105,10 +126,72 @@ def test_incomplete_folders_do_not_count_as_newest(tmp_path: Path) -> None:
 
 def test_leftovers_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
-    for name in (".saving_step_2", ".deleting_step_1"):
+    for name in (".saving_step_2", ".deleting_step_1", ".saving_universal"):
         write_checkpoint(tmp_path / name, 5)
-    remove_leftovers(tmp_path)
+    assert recover(tmp_path) == []
     assert names(tmp_path) == ["step_1"]
+
+
+def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: bool = False) -> Path:
+    """A checkpoint whose job of `ranks` ranks was killed after `written` of them had written theirs."""
+    partial = folder / f".saving_step_{step}"
+    partial.mkdir(parents=True)
+    (partial / "trainer_state.json").write_text(json.dumps({"world_size": ranks, "step": step}))
+    (partial / ".rng_rank_1.safetensors").write_text("half")
+    for rank in range(written):
+        (partial / f"rng_rank_{rank}.safetensors").write_text("numbers")
+    if marker:
+        sizes = {path.name: path.stat().st_size for path in partial.glob("[!.]*")}
+        (partial / "COMPLETE").write_text(json.dumps({"files": sizes}))
+    return partial
+
+
+@pytest.mark.parametrize("marker", [True, False], ids=["before the rename", "before the marker"])
+@pytest.mark.parametrize("older", [True, False], ids=["of a step that was there", "of a new step"])
+def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker: bool, older: bool) -> None:
+    if older:
+        write_checkpoint(tmp_path, 4)
+    write_partial(tmp_path, 4, ranks=2, written=2, marker=marker)
+    assert recover(tmp_path) == [tmp_path / "step_4"]
+    assert names(tmp_path) == ["step_4"]
+    assert read_checkpoint(tmp_path / "step_4")["world_size"] == 2
+    check_sizes(tmp_path / "step_4")
+
+
+@pytest.mark.parametrize("missing", ["trainer_state.json", "rng_rank_1.safetensors"])
+def test_what_was_not_written_whole_is_deleted(tmp_path: Path, missing: str) -> None:
+    (write_partial(tmp_path, 4, ranks=2, written=2) / missing).unlink()
+    (write_partial(tmp_path, 6, ranks=2, written=2, marker=True) / missing).write_text("half a file")
+    assert recover(tmp_path) == []
+    assert names(tmp_path) == []
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing handles it."""
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_kill_while_a_step_is_replaced_leaves_the_old_one_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    write_checkpoint(tmp_path, 4)
+    partial, calls = write_partial(tmp_path, 4, ranks=2, written=2), count()
+
+    def killing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == at:
+                raise Killed
+            return original(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        patched.setattr(Path, "rename", killing(Path.rename))
+        patched.setattr(shutil, "rmtree", killing(shutil.rmtree))
+        finish(partial, tmp_path / "step_4", range(2))
+    recover(tmp_path)
+    assert names(tmp_path) == ["step_4"]
+    check_sizes(tmp_path / "step_4")
 
 
 def test_changed_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
@@ -182,6 +265,21 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == ["base"]
     write_model_folder(iter([("a", torch.ones(3))]), source, tmp_path / "out", dtype="fp32")
     assert names(tmp_path / "out") == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
+def test_an_export_onto_a_bad_disk_is_told_and_leaves_what_was_there(tmp_path: Path, trouble: str, reason: str) -> None:
+    source = make_export(tmp_path / "base")
+    with small_disk(tmp_path / "disk") as disk:
+        make_export(disk / "older")
+        if trouble == "read-only":
+            set_read_only(disk)
+        with pytest.raises(SaveError) as caught:
+            write_model_folder(iter([("a", torch.ones(1_000_000))]), source, disk / "new", dtype="fp32")
+        assert names(disk) == ["older"]
+    assert str(caught.value).startswith(f"{disk}/new: cannot be written (")
+    assert reason in str(caught.value)
+    assert caught.value.exit_code == 1
 
 
 def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:

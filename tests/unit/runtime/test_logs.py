@@ -1,9 +1,11 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+TOKEN = "hf_sentinel"
 PROGRAM = """
-import logging, sys, threading, warnings
+import logging, os, sys, threading, warnings
 from pathlib import Path
 from dsreason.runtime.launch import report_crash
 from dsreason.runtime.logs import set_step, setup_logs
@@ -25,15 +27,28 @@ ours.error("our error")
 thread = threading.Thread(target=lambda: {}["thread key"])
 thread.start()
 thread.join()
+ours.warning("a log line with %s", os.environ["HF_TOKEN"])
+thread = threading.Thread(target=lambda: {}[os.environ["HF_TOKEN"]])
+thread.start()
+thread.join()
 try:
-    raise RuntimeError("the end")
+    raise RuntimeError("a traceback with " + os.environ["HF_TOKEN"])
+except RuntimeError:
+    ours.exception("caught")
+try:
+    raise RuntimeError("the end with " + os.environ["HF_TOKEN"])
 except RuntimeError as error:
     sys.exit(report_crash(error))
 """
 
 
 def run_program(folder: Path, rank: int) -> tuple[str, str, str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(rank)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(rank)],
+        env=os.environ | {"HF_TOKEN": TOKEN},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     return done.stdout, done.stderr, (folder / "logs" / f"rank_{rank}.log").read_text()
 
@@ -46,7 +61,7 @@ def test_the_file_has_everything_with_rank_and_step(tmp_path: Path) -> None:
     assert "uncaught in thread Thread-1" in file
     assert "KeyError: 'thread key'" in file
     assert "uncaught RuntimeError" in file
-    assert file.rstrip().endswith("RuntimeError: the end")
+    assert file.rstrip().endswith("RuntimeError: the end with <HF_TOKEN>")
 
 
 def test_the_screen_of_rank_0_has_our_lines_and_library_warnings_only(tmp_path: Path) -> None:
@@ -56,7 +71,7 @@ def test_the_screen_of_rank_0_has_our_lines_and_library_warnings_only(tmp_path: 
     assert "library warning" in stderr
     assert "engine details" not in stderr
     assert "deprecated thing" not in stderr
-    assert stderr.count("RuntimeError: the end") == 1
+    assert stderr.count("RuntimeError: the end with <HF_TOKEN>") == 1
 
 
 def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
@@ -64,4 +79,11 @@ def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
     assert "our error" in stderr
     assert "before the loop" not in stderr
     assert "library warning" not in stderr
-    assert "RuntimeError: the end" in stderr
+    assert "RuntimeError: the end with <HF_TOKEN>" in stderr
+
+
+def test_no_line_and_no_traceback_shows_a_token(tmp_path: Path) -> None:
+    for said in run_program(tmp_path, rank=0):
+        assert TOKEN not in said
+    assert "a log line with <HF_TOKEN>" in said
+    assert "a traceback with <HF_TOKEN>" in said

@@ -1,11 +1,13 @@
 import mmap
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from dsreason.runtime.memory import GIB, MemoryLedger
+from dsreason.runtime.memory import GIB, MemoryLedger, available_bytes
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20  # bytes
@@ -93,3 +95,39 @@ def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str
         "memory/sleep/device_gib": 20,
     }
     assert "device" in ledger.report()
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "cached"),
+    [
+        ("0::/job/step\n", "job", "memory.max", "memory.current", "inactive_file"),
+        (
+            "3:cpuset:/\n4:memory:/job/step\n0::/\n",
+            "memory/job",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache(
+    tmp_path: Path, line: str, folder: str, limit: str, used: str, cached: str
+) -> None:
+    own, group = tmp_path / "own", tmp_path / "groups" / folder
+    (group / "step").mkdir(parents=True)
+    own.write_text(line)
+    (group / used).write_text("7000\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cached} 500\n")
+    (group / limit).write_text("10000\n")
+    assert available_bytes(tmp_path / "groups", own) == 3500
+    (group / limit).write_text("6000\n")
+    assert available_bytes(tmp_path / "groups", own) == 0
+
+
+def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    for own in ("own", "absent"):
+        assert available_bytes(tmp_path, tmp_path / own) == pytest.approx(psutil.virtual_memory().available, rel=0.2)

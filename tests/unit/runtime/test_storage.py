@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -221,11 +223,11 @@ EVERYTHING = ("export", "checkpoint")
 def test_only_what_is_last_is_uploaded_unless_all_is_asked_for(run: Path, storage: FakeStorage) -> None:
     for what, expected in (("final", ["step_2"]), ("all", ["step_1", "step_2"])):
         storage.sent.clear()
-        uploader = Uploader(TARGET, what=what, include=EVERYTHING)
+        uploader = Uploader(TARGET / what, what=what, include=EVERYTHING)
         uploader.add(run / "checkpoints" / "step_1", last=False)
         uploader.add(run / "checkpoints" / "step_2", last=True)
         uploader.finish()
-        assert storage.sent == [f"{TARGET}/checkpoints/{name}" for name in expected]
+        assert storage.sent == [f"{TARGET}/{what}/checkpoints/{name}" for name in expected]
 
 
 def test_only_the_kinds_asked_for_are_uploaded(run: Path, storage: FakeStorage) -> None:
@@ -263,14 +265,62 @@ def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
     assert "step_1: not uploaded: s3://bucket: the server answers 503; it is tried again" in caplog.text
 
 
+def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeStorage) -> None:
+    storage.errors = [StorageError("busy"), StorageError("busy")]
+    uploader = Uploader(TARGET, what="all", include=EVERYTHING)
+    first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
+    uploader.add(first, last=False)
+    while uploader.missing().count("busy") == 0:
+        time.sleep(0.01)
+    uploader.add(second, last=True)  # fails once as well
+    while storage.sent != [f"{TARGET}/checkpoints/step_1"]:
+        time.sleep(0.01)
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
+
+
+def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, storage: FakeStorage) -> None:
+    export = run / "export" / "final"
+
+    def upload_twice() -> int:
+        storage.sent.clear()
+        uploader = Uploader(TARGET, include=EVERYTHING)
+        uploader.add(export, last=True)
+        uploader.add(export, last=True)
+        uploader.finish()
+        uploader.add(export, last=True)
+        uploader.finish()
+        return len(storage.sent)
+
+    assert upload_twice() == 1
+    assert upload_twice() == 0  # as in a later job
+    os.utime(export / "config.json", ns=(1, 1))
+    assert upload_twice() == 1
+
+
+def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: FakeStorage) -> None:
+    killed = Uploader(TARGET, what="all", include=("checkpoint",))
+    killed.add(run / "checkpoints" / "step_1", last=False)
+    killed.finish()
+    make_checkpoint(run / "checkpoints" / ".saving_step_3")
+    for what, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
+        storage.sent.clear()
+        resumed = Uploader(TARGET, what=what, include=("checkpoint",))
+        resumed.add_left(run)
+        resumed.finish()
+        assert storage.sent == expected
+
+
 def test_what_cannot_be_uploaded_is_an_error_with_the_command_that_does_it_later(
     run: Path, storage: FakeStorage
 ) -> None:
     storage.errors = [StorageError("denied"), RuntimeError("a bug"), StorageError("denied"), RuntimeError("a bug")]
     uploader = Uploader(TARGET, include=EVERYTHING)
     checkpoint_folder, export = run / "checkpoints" / "step_2", run / "export" / "final"
+    storage.gate.clear()
     uploader.add(checkpoint_folder, last=True)
     uploader.add(export, last=True)
+    storage.gate.set()
     with pytest.raises(StorageError) as caught:
         uploader.finish()
     assert str(caught.value).splitlines() == [

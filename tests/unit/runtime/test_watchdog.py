@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dsreason.config.schema import Phase as PhaseName
 from dsreason.runtime import watchdog as module
-from dsreason.runtime.launch import TIME_LIMIT_EXIT_CODE, Failure, exit_codes, first_failure
+from dsreason.runtime.failures import TIME_LIMIT_EXIT_CODE, Failure, exit_codes, first_failure
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import World
 
@@ -141,16 +145,52 @@ def test_the_timer_is_set_anew_at_every_look(
 ) -> None:
     def wait(_: float) -> bool:
         clock.now += 20.0
-        return clock.now > 60.0
+        return clock.now > end
 
     times: list[float] = []
+    end = 60.0
     monkeypatch.setattr(watchdog, "_over", SimpleNamespace(wait=wait))
     monkeypatch.setattr(watchdog, "_end_in", times.append)
     with watchdog.phase("step"):
         watchdog._watch()
-    clock.now = 0.0
+    end = 120.0  # after a phase the time between phases counts
     watchdog._watch()
-    assert times == [limit + module.GRACE for limit in (40.0, 20.0, 0.0, 60.0, 60.0, 60.0)]
+    assert times == [limit + module.GRACE for limit in (40.0, 20.0, 0.0, 40.0, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("step", 'in phase "step" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+        (
+            "export",
+            'in phase "export" for 120 s, out of time; raise monitor.phase_time_limits (100) if it may take longer',
+        ),
+        ("", 'in phase "other" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+    ],
+)
+def test_a_phase_may_have_a_time_limit_of_its_own(
+    watchdog: Watchdog, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: PhaseName, said: str
+) -> None:
+    def wait(_: float) -> bool:
+        clock.now += 40.0
+        return bool(texts)
+
+    texts: list[str] = []
+    monkeypatch.setattr(watchdog, "_over", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(watchdog, "_end_in", lambda seconds: None)
+    monkeypatch.setattr(watchdog, "_end", texts.append)
+    watchdog.time_limits = {"export": 100.0}
+    with watchdog.phase(name) if name else nullcontext():
+        watchdog._watch()
+    assert texts == [said]
+
+
+def test_every_phase_of_the_trainers_can_be_given_a_time_limit() -> None:
+    folder = Path(module.__file__).parents[1] / "train"
+    sources = "".join(file.read_text() for file in folder.glob("*.py"))
+    named = re.findall(r'(?:watchdog\.phase|self\.watch)\("([^"]*)"\)', sources)
+    assert {*named, "other"} == set(get_args(PhaseName))
 
 
 def late(rank: int, at: float) -> Failure:

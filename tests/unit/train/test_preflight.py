@@ -1,4 +1,4 @@
-"""What stops a GRPO run before it begins."""
+"""What stops a run before it begins."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
-from dsreason.train.preflight import check_grpo
+from dsreason.train import preflight
+from dsreason.train.preflight import check_grpo, check_upload
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
 
@@ -66,3 +68,16 @@ def test_an_answer_that_is_no_option_is_named_with_row_and_reward(tmp_path, tiny
 def test_rewards_that_cannot_work_are_named(tmp_path, tiny_qwen3_vl, sections, text):
     with pytest.raises(ConfigError, match=text):
         check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, **sections))
+
+
+def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_creates_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(preflight, "check_target", lambda target, **how: asked.append(how))
+    settings = SFTConfig.model_validate({"checkpoint": {"upload": "hub:user/name"}})
+    check_upload(settings, None)
+    check_upload(settings, Path("step_4"))
+    check_upload(settings, None, create=True)
+    check_upload(SFTConfig(), None)
+    assert [(how["create"], how["outage_passes"]) for how in asked] == [(False, False), (False, True), (True, False)]

@@ -1,0 +1,187 @@
+"""One job at a time in an output folder: a lock file that says who has it, and that its job touches every few seconds.
+
+A lock of this machine is void when its process is gone. Of another machine, or another container of this one, only the
+file is seen: it is void when nobody has touched it for a while. Locks of file systems are not used: some have none, and
+NFS may keep one of a host that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from dsreason.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+BEAT_S = 10.0
+SILENCE_S = 60.0
+"""After which a lock of another machine is void."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that has a lock: `Holder("node-1", "<boot id> pid:[4026531836]", 4711, "81034", "2026-01-31 12:00:00")`."""
+
+    host: str
+    machine: str
+    """Where its process id means something: one boot of one machine, and there one container."""
+    pid: int
+    started: str
+    """In ticks since the boot: process ids are used again."""
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (since {self.since})"
+
+
+class FolderLock:
+    """A folder that no other job may use from `take` to the end of the block.
+
+    Args:
+        on_lost: called, in a thread, with what to say where another job has taken the folder nevertheless: this one was
+            not heard of for SILENCE_S.
+    """
+
+    def __init__(self, on_lost: Callable[[ConfigError], object]) -> None:
+        self.on_lost = on_lost
+        self.file: Path | None = None
+        self.content = ""
+        self.over = threading.Event()
+
+    def take(self, folder: Path) -> None:
+        """ConfigError, which names host and process, where another job is in the folder."""
+        file, content = folder / LOCK_FILE, json.dumps(asdict(this_process()))
+        while not create(file, content):
+            found = read(file)
+            if is_alive(file, found):
+                raise in_use(folder, found)
+            put_away(file, found)
+        self.file, self.content = file, content
+        threading.Thread(target=self._beat, args=(file,), name="lock", daemon=True).start()
+
+    def _beat(self, file: Path) -> None:
+        while not self.over.wait(BEAT_S):
+            with suppress(OSError):
+                if (found := read(file)) not in ("", self.content):
+                    self.on_lost(in_use(file.parent, found))
+                    return
+                os.utime(file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.over.set()
+        with suppress(OSError):
+            if self.file is not None and read(self.file) == self.content:
+                self.file.unlink()
+
+
+def check_not_in_use(folder: Path) -> None:
+    """ConfigError where a job on this machine uses the folder. Locks of others take a while to judge: `take` does it."""
+    found = read(folder / LOCK_FILE)
+    holder = parse(found)
+    if holder is not None and holder.machine == this_machine() and start_time(holder.pid) == holder.started:
+        raise in_use(folder, found)
+
+
+def in_use(folder: Path, content: str) -> ConfigError:
+    return ConfigError(
+        f"{folder}: is in use by {parse(content) or 'another job'}; wait for it or end it, or choose another --output-dir"
+    )
+
+
+def is_alive(file: Path, content: str) -> bool:
+    """Whether the job that has a lock is there. Of one on another machine this takes SILENCE_S, in which it may end, too."""
+    holder = parse(content)
+    if holder is not None and holder.machine == this_machine():
+        return start_time(holder.pid) == holder.started
+    log.warning("%s: waiting up to %g s to see whether %s is alive", file, SILENCE_S, holder or "another job")
+    touched, alive, deadline = last_touched(file), False, time.monotonic() + SILENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(SILENCE_S / 60)
+        now = last_touched(file)
+        if now is None:
+            return False
+        alive = alive or now != touched
+    return alive
+
+
+def create(file: Path, content: str) -> bool:
+    """False where the file is there already."""
+    try:
+        with file.open("x") as lock:
+            lock.write(content)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        with suppress(OSError):
+            file.unlink()  # empty, on a full disk
+        raise ConfigError(
+            f"{file}: cannot be written ({error.strerror}); make room, or choose another --output-dir"
+        ) from None
+    return True
+
+
+def put_away(file: Path, content: str) -> None:
+    """Remove a void lock. One that another job has put in its place meanwhile is put back."""
+    aside = file.with_name(f"{LOCK_FILE}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
+    with suppress(FileNotFoundError):
+        file.rename(aside)
+        if read(aside) == content:
+            aside.unlink()
+        else:
+            aside.rename(file)
+
+
+def read(file: Path) -> str:
+    """What a lock says; "" where there is none, or it is just being written."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def parse(content: str) -> Holder | None:
+    try:
+        return Holder(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+def last_touched(file: Path) -> int | None:
+    """None where it is gone. Opened: NFS tells what it remembers of a file that is only looked at."""
+    try:
+        with file.open() as lock:
+            return os.fstat(lock.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def this_process() -> Holder:
+    started = start_time(os.getpid()) or ""
+    return Holder(socket.gethostname(), this_machine(), os.getpid(), started, time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def this_machine() -> str:
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def start_time(pid: int) -> str | None:
+    """When a process began, in ticks since the boot; None where there is none, or only its exit code is left."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]

@@ -1,0 +1,125 @@
+"""Two hosts, here two ranks in different folders, of which each keeps the checkpoints of its own ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.errors import CheckpointError
+from tests.distributed import run_on_ranks
+from tests.integration.test_checkpoint import STAGES, build, everything, train
+
+pytestmark = pytest.mark.integration
+
+RUN = Path("run")
+
+
+def own_host(folder: str) -> Any:
+    """Make this rank the only one of its host; its world."""
+    from dsreason.runtime.world import init_world
+    from dsreason.train.build import find_folders
+
+    host = Path(folder) / f"host_{os.environ['RANK']}"
+    host.mkdir()
+    os.chdir(host)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    return find_folders(RUN, init_world())
+
+
+def find(folder: str) -> tuple[Any, Any]:
+    """Who shares the folder, where each host has one and where all have the same."""
+    from dsreason.train.build import find_folders
+
+    world = own_host(folder)
+    shared = find_folders(Path(folder) / "shared", replace(world, folder_ranks=()))
+    return world.folder_ranks, shared.folder_ranks
+
+
+def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
+    assert run_on_ranks(find, 2, str(tmp_path)) == [((0,), ()), ((1,), ())]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["host_0", "host_1", "run", "run", "shared"]
+
+
+def save_and_resume(folder: str) -> list[list[str]]:
+    """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
+    from dsreason.runtime.checkpoint import TrainerState, load_checkpoint
+    from dsreason.runtime.checkpoint_writer import save_checkpoint
+
+    world, files = own_host(folder), []
+    settings = {"checkpoint": {"use_node_local_storage": True}}
+    for stage in STAGES:
+        engine, _ = build(stage, **settings)
+        train(engine, world, range(3))
+        path = save_checkpoint(engine, RUN / stage, 3, TrainerState(step=3), world)
+        expected = train(engine, world, range(3, 5)), everything(engine)
+        engine, _ = build(stage, **settings)
+        assert load_checkpoint(engine, path, world).step == 3
+        found = train(engine, world, range(3, 5)), everything(engine)
+        assert found[0] == expected[0]
+        for name, value in expected[1].items():
+            assert (value == found[1][name]).all() if hasattr(value, "all") else value == found[1][name], (stage, name)
+        files.append(sorted(file.name for file in path.iterdir()))
+    return files
+
+
+def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+    for rank, stages in enumerate(run_on_ranks(save_and_resume, 2, str(tmp_path))):
+        for names in stages:
+            assert {"COMPLETE", "trainer_state.json", f"rng_rank_{rank}.safetensors"} <= set(names)
+            assert any(name.endswith("model_states.pt") for name in names)
+            shards = [name for name in names if name.endswith("optim_states.pt")]
+            assert len(shards) == 1
+            assert f"zero_pp_rank_{rank}_" in shards[0]
+
+
+def resume_with_parts(folder: str) -> list[str]:
+    """What `--resume` finds or says where hosts have complete checkpoints of different steps."""
+    from dsreason.runtime.checkpoint import MARKER, check_parts, choose_common, rng_file
+    from dsreason.runtime.world import barrier
+
+    world, found = own_host(folder), []
+    checkpoints = RUN / "checkpoints"
+
+    def choose(resume: str) -> str:
+        barrier()
+        try:
+            return str(choose_common(checkpoints, resume, world))
+        except CheckpointError as error:
+            return str(error)
+
+    found.append(choose("auto"))
+    for step in (2, 4, 6)[: 2 + world.rank]:  # host 0 had not written step 6 when the job ended
+        (checkpoints / f"step_{step}").mkdir(parents=True)
+        (checkpoints / f"step_{step}" / MARKER).write_text('{"files": {}}')
+        (checkpoints / f"step_{step}" / "trainer_state.json").write_text("{}")
+        (checkpoints / f"step_{step}" / rng_file(world.rank)).touch()
+    if world.rank == 1:
+        (checkpoints / "step_4" / MARKER).unlink()
+    found += [choose("auto"), choose(str(checkpoints / "step_2")), choose(str(checkpoints / "step_4"))]
+    with pytest.raises(CheckpointError) as caught:
+        check_parts(checkpoints / "step_2", {"world_size": 4}, world)
+    found.append(str(caught.value).replace(rng_file(1 - world.rank), "other"))
+    barrier()
+    if world.rank == 1:
+        shutil.rmtree(checkpoints)
+    found.append(choose("auto"))
+    return found
+
+
+def test_only_what_is_complete_on_all_hosts_is_resumed(tmp_path: Path) -> None:
+    found = run_on_ranks(resume_with_parts, 2, str(tmp_path))
+    assert found[0] == found[1]
+    fresh, newest, chosen, incomplete, other_size, lost = found[0]
+    assert fresh == "None"
+    assert newest == chosen == "run/checkpoints/step_2"
+    assert "complete in all of them (rank 0: step_2, step_4; rank 1: step_2, step_6)" in incomplete
+    assert other_size.startswith(
+        "run/checkpoints/step_2: has no other, rng_rank_2.safetensors, rng_rank_3.safetensors: the 4 "
+    )
+    assert "resume with 4 ranks on the same hosts in the same order" in other_size
+    assert "complete in all of them (rank 0: step_2, step_4; rank 1: none)" in lost

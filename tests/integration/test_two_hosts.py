@@ -1,0 +1,232 @@
+"""A job over two hosts, through `deepspeed --hostfile` and torchrun, does what the ordinary start does, or says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.integration import two_hosts
+from tests.integration.command import dsreason, metrics
+from tests.integration.rows import write_mixed_rows
+from tests.integration.two_hosts import ADDRESSES, NAMES, Host
+
+pytestmark = two_hosts.marks
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PORT = 29400
+MINUTE = 60.0
+PORT_OF_STORE, OTHER_PORTS = "29500", ["1-29499", "29501-65534"]
+CONFIG = """
+model.path = "{model}"
+data.adapter = "jsonl"
+data.path = "{rows}"
+data.workers = 1
+data.vision.fps = 4.0
+optim.lr = 1e-3
+train.epochs = 2
+train.global_batch_size = 4
+train.micro_batch_size = 2
+train.precision = "fp32"
+"""
+RANKS = """
+import logging, os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+from dsreason.errors import DsReasonError
+from dsreason.runtime import hosts, launch
+
+launch.enter_rank()
+from dsreason.runtime.logs import setup_logs
+from dsreason.runtime.watchdog import Watchdog
+from dsreason.runtime.world import init_world
+
+how = sys.argv[-1]
+hosts.JOIN_TIMEOUT = timedelta(seconds=60 if how == "die" else 15)
+try:
+    world = init_world()
+    setup_logs(Path.cwd(), world.rank)
+    with Watchdog(world, time_limit=600.0) as watchdog, watchdog.phase("train"):
+        Path(f"token_{world.rank}").write_text(os.environ.get("HF_TOKEN", ""))
+        Path(f"ready_{world.rank}").touch()
+        while not all(Path(f"ready_{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.1)
+        if world.rank == 1:
+            Path("since").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+except DsReasonError as error:
+    sys.exit(launch.report(error))
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    with two_hosts.two_hosts(tmp_path_factory.mktemp("ssh")) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
+    """Where the launchers are called: run configuration, hostfile, and the variables that every host gets."""
+    folder = tmp_path_factory.mktemp("hosts")
+    rows = write_mixed_rows(folder / "data")
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected_losses(folder: Path) -> list[float]:
+    ended = dsreason("sft", "--config", "run.toml", "--output-dir", "one_host", "--nproc", 2, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return losses(folder / "one_host")
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [line["train/loss"] for line in metrics(output_dir)]
+
+
+def deepspeed(
+    hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`deepspeed --hostfile` on the first host."""
+    given = os.environ | (environment or {})
+    start = [*hosts[0].inside, str(BIN / "deepspeed"), "--hostfile", "hostfile", *command]
+    return subprocess.run(start, check=False, cwd=folder, env=given, capture_output=True, text=True, timeout=900)
+
+
+def torchrun(
+    hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """`torchrun` on both hosts; they meet at the first one."""
+    start = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
+    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", *command]
+    return on_both(hosts, folder, [start, start], environment or {})
+
+
+def on_both(
+    hosts: tuple[Host, Host], folder: Path, commands: list[list[str]], environment: Mapping[str, str]
+) -> list[subprocess.CompletedProcess[str]]:
+    """One command on each host, at the same time."""
+    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | environment
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*host.inside, *command],
+                    cwd=folder,
+                    env=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            for host, command in zip(hosts, commands, strict=True)
+        ]
+        texts = [process.communicate(timeout=900)[0] for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, text)
+        for process, text in zip(started, texts, strict=True)
+    ]
+
+
+def test_the_hostfile_gives_the_losses_of_the_ordinary_start(
+    folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
+) -> None:
+    ended = deepspeed(
+        hosts, folder, "--module", "dsreason", "sft", "--config", "run.toml", "--output-dir", "hostfile_run"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(expected_losses) == 4
+    assert losses(folder / "hostfile_run") == pytest.approx(expected_losses, rel=1e-5)  # threads of a rank may differ
+    assert (folder / "hostfile_run/export/final/model.safetensors").is_file()
+    assert all((folder / "hostfile_run/logs" / f"rank_{rank}.log").is_file() for rank in range(2))
+
+
+def test_torchrun_gives_the_losses_of_the_ordinary_start(
+    folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
+) -> None:
+    ended = torchrun(hosts, folder, "-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "torchrun_run")
+    assert [host.returncode for host in ended] == [0, 0], ended
+    assert losses(folder / "torchrun_run") == pytest.approx(expected_losses, rel=1e-5)
+
+
+def test_every_host_tells_an_error_and_the_launcher_keeps_its_exit_code(folder: Path, hosts: tuple[Host, Host]) -> None:
+    ended = deepspeed(
+        hosts, folder, "--module", "dsreason", "sft", "--config", "run.toml", "--set", "train.max_stepz=4"
+    )
+    assert ended.returncode == 2
+    told = "error: --set train.max_stepz=4: train.max_stepz: unknown key; did you mean train.max_steps?"
+    assert all(f"{name}: {told}" in ended.stderr for name in NAMES)
+
+
+@pytest.fixture
+def ranks(folder: Path) -> str:
+    for file in ("ready_0", "ready_1", "since"):
+        (folder / file).unlink(missing_ok=True)
+    (folder / "ranks.py").write_text(RANKS)
+    return "ranks.py"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_rank_that_is_killed_takes_both_hosts_along(
+    folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
+) -> None:
+    before = [host.processes() for host in hosts]
+    if launcher == "torchrun":
+        first, second = torchrun(hosts, folder, ranks, "die")
+        assert first.returncode != 0
+        assert second.returncode != 0
+        told = first.stdout
+    else:
+        ended = deepspeed(hosts, folder, ranks, "die", environment={"HF_TOKEN": "hf_secret"})
+        assert ended.returncode != 0
+        told = ended.stderr
+        # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
+        assert [(folder / f"token_{rank}").read_text() for rank in (0, 1)] == ["hf_secret", "hf_secret"]
+        lines = [line for line in told.splitlines() if "takes from where the job was started: " in line]
+        assert len(lines) == 2
+        assert all("HF_TOKEN" in line for line in lines)
+        assert "hf_secret" not in told + ended.stdout
+    deadline = float((folder / "since").read_text()) + MINUTE
+    while [host.processes() for host in hosts] != before:
+        assert time.time() < deadline, told
+        time.sleep(0.2)
+    assert 'rank 1 on node-1 died in phase "train"' in told
+
+
+@pytest.mark.parametrize(
+    ("lost", "told", "advice"),
+    [
+        ([PORT_OF_STORE], "the ranks did not come together at 10.77.0.1:29500 within 15 s", "closes that port"),
+        (
+            OTHER_PORTS,
+            "the ranks met at 10.77.0.1:29500, and then could not connect to each other",
+            "look at firewalls",
+        ),
+    ],
+    ids=["of the store", "of the ranks"],
+)
+def test_a_closed_port_is_told_on_both_hosts(
+    folder: Path, hosts: tuple[Host, Host], ranks: str, lost: list[str], told: str, advice: str
+) -> None:
+    described = ["WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500"]
+    command = [sys.executable, ranks, "join"]
+    with ExitStack() as stack:
+        for ports in lost:
+            stack.enter_context(hosts[0].dropping("to", ADDRESSES[1], "ipproto", "tcp", "sport", ports))
+        ended = on_both(hosts, folder, [["env", f"RANK={rank}", *described, *command] for rank in (0, 1)], {})
+    for rank, host in enumerate(ended):
+        assert host.returncode == 1, host.stdout
+        line = next(line for line in host.stdout.splitlines() if line.startswith("error: "))
+        assert line.startswith(f"error: rank {rank} on {NAMES[rank]} ({ADDRESSES[rank]}): {told}")
+        assert advice in line

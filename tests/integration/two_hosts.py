@@ -1,0 +1,117 @@
+"""Two hosts on this machine: network namespaces joined by a cable, each with a name, an address and an sshd of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SEARCHED = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+TOOLS = ("ip", "unshare", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh")
+MISSING = [name for name in TOOLS if shutil.which(name, path=SEARCHED) is None]
+
+marks = [
+    pytest.mark.integration,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not found (iproute2, openssh-server, pdsh)"),
+]
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = ("node-0", "node-1")
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    space: str
+    path: str
+
+    @property
+    def inside(self) -> list[str]:
+        """What to put before a command that is to run on this host."""
+        rename = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+        unshare = ["unshare", "--uts", "sh", "-c", rename, self.name]
+        return ["ip", "netns", "exec", self.space, *unshare, "env", f"PATH={self.path}"]
+
+    @contextmanager
+    def dropping(self, *packets: str) -> Iterator[None]:
+        """Inside, packets that this host sends are lost if the words for `ip rule` describe them."""
+        rule = ("priority", "1", *packets, "blackhole")
+        run("ip", "-n", self.space, "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            run("ip", "-n", self.space, "rule", "delete", *rule)
+
+    def processes(self) -> set[int]:
+        return set(map(int, run("ip", "netns", "pids", self.space).split()))
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Their keys and their `ssh` lie in `folder`."""
+    hosts = [Host(name, f"dsreason-{os.getpid()}-{name}", f"{folder}:{SEARCHED}") for name in NAMES]
+    with ExitStack() as stack:
+        for host in hosts:
+            write_names(host)
+            stack.callback(shutil.rmtree, Path("/etc/netns") / host.space)
+            run("ip", "netns", "add", host.space)
+            stack.callback(remove, host)
+        first, second = hosts
+        cable = ("ip", "link", "add", "eth0", "netns", first.space, "type", "veth")
+        run(*cable, "peer", "name", "eth1", "netns", second.space)
+        options = ssh_options(folder)
+        for host, address, device in zip(hosts, ADDRESSES, ("eth0", "eth1"), strict=True):
+            run("ip", "-n", host.space, "address", "add", f"{address}/24", "dev", device)
+            for name in ("lo", device):
+                run("ip", "-n", host.space, "link", "set", name, "up")
+            run(*host.inside, shutil.which("sshd", path=SEARCHED), "-f", "/dev/null", *options)
+        yield first, second
+
+
+def write_names(host: Host) -> None:
+    """The host's /etc/hosts; as Debian writes it, a host's own name leads to itself only."""
+    names = {
+        name: "127.0.1.1" if name == host.name else address for name, address in zip(NAMES, ADDRESSES, strict=True)
+    }
+    folder = Path("/etc/netns") / host.space
+    folder.mkdir(parents=True)
+    lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()]
+    (folder / "hosts").write_text("".join(lines))
+
+
+def ssh_options(folder: Path) -> list[str]:
+    """A key for hosts and user, and an `ssh` that knows it, in `folder` alone; returns the options of sshd."""
+    key, ssh = folder / "key", folder / "ssh"
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+    known = f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh", path=SEARCHED)} -F none {known} "$@"\n')
+    ssh.chmod(0o755)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd asks for it
+    options = f"HostKey={key} AuthorizedKeysFile={key}.pub PidFile=none UsePAM=no StrictModes=no"
+    return [f"-o{option}" for option in options.split()]
+
+
+def run(*command: object) -> str:
+    environment = os.environ | {"PATH": SEARCHED}
+    return subprocess.run(
+        list(map(str, command)), check=True, env=environment, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def remove(host: Host) -> None:
+    """Delete the namespace and end what runs in it."""
+    while pids := host.processes():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    run("ip", "netns", "delete", host.space)

@@ -1,0 +1,128 @@
+"""Steps without a number: what is said, counted and saved. Whole runs: tests/integration/test_nonfinite.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.collate import collate
+from dsreason.data.types import EncodedSample, Sample
+from dsreason.errors import DsReasonError, SaveError
+from dsreason.rollout.protocol import Completion
+from dsreason.runtime.checkpoint import TrainerState
+from dsreason.runtime.world import World
+from dsreason.train import grpo, nonfinite
+from dsreason.train.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
+from dsreason.train.rollouts import Rollout, training_sample
+from dsreason.train.update import Part, Update
+
+WORLD = World(0, 0, 1, torch.device("cpu"))
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agree(error: DsReasonError | None) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(nonfinite, "agree", agree)
+
+
+def numbers(loss: float, norm: float) -> dict[str, float]:
+    return {"train/loss": loss, "train/grad_norm": norm, "train/learning_rate": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "skipped", "said"),
+    [
+        (NAN, NAN, 1, "step 3: loss nan, gradient norm nan with learning rate 1e-05: skipped, the weights stay"),
+        (1.0, INF, 1, "step 3: loss 1.0, gradient norm inf with learning rate 1e-05: skipped, the weights stay"),
+        (
+            INF,
+            2.0,
+            0,
+            "step 3: loss inf, gradient norm 2.0 with learning rate 1e-05: the gradient is finite and was applied",
+        ),
+    ],
+)
+def test_what_happened_to_the_step_is_said_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: float, norm: float, skipped: int, said: str
+) -> None:
+    check = FiniteCheck("skip", tmp_path, WORLD)
+    with caplog.at_level(logging.WARNING):
+        found = check.metrics(numbers(loss, norm), [], 3)
+    assert said in caplog.text
+    assert found["train/skipped_steps"] == skipped
+    assert all(map(math.isfinite, found.values()))
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    config = SFTConfig.model_validate({"train": {"on_nonfinite": "skip"}})
+    first = finite_check(config, tmp_path, WORLD, TrainerState())
+    for _ in range(MAX_SKIPPED - 1):
+        first.metrics(numbers(NAN, NAN), [], 3)
+    saved = json.loads(json.dumps(first.counts))
+    resumed = finite_check(config, tmp_path, WORLD, TrainerState(extra=saved))
+    assert resumed.skipped == MAX_SKIPPED - 1
+    with pytest.raises(DsReasonError, match=f"as in the {MAX_SKIPPED - 1} steps before"):
+        resumed.metrics(numbers(NAN, NAN), [], 3)
+
+
+def test_samples_that_cannot_be_saved_are_told_with_the_step(tmp_path: Path) -> None:
+    (tmp_path / "nonfinite").write_text("in the way")
+    check = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
+    with pytest.raises(SaveError, match=r"^step 3: loss nan, .*; rank 0 could not save its samples in .*/step_3: "):
+        check.metrics(numbers(NAN, NAN), [], 3)
+
+
+def made_rollout(name: str, completion: str) -> Rollout:
+    encoded = EncodedSample(
+        id=name,
+        input_ids=torch.tensor([1, 2]),
+        loss_mask=torch.zeros(2, dtype=torch.bool),
+        position_ids=torch.arange(2).expand(3, -1),
+        mm_token_type_ids=torch.zeros(2, dtype=torch.int64),
+        mm_kwargs={},
+    )
+    sample = Sample(name, [{"role": "user", "content": f"question {name}"}], answer="yes")
+    prompt = EncodedPrompt(sample, encoded, [1, 2], [])
+    return Rollout(prompt, Completion((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
+
+
+def test_a_grpo_step_without_a_number_names_prompts_and_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
+    batches = [collate([training_sample(one, i)], pad_id=0) for i, one in enumerate(rollouts)]
+    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: Update({"train/loss": NAN}))
+    monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
+    tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
+    run: Any = SimpleNamespace(
+        engine=SimpleNamespace(step=lambda: None, optimizer=SimpleNamespace(param_groups=[])),
+        config=GRPOConfig.model_validate({"reward": {"functions": {"format": 1.0}}}),
+        state=TrainerState(step=4),
+        total_steps=10,
+        memory=SimpleNamespace(phase=lambda name: nullcontext()),
+        world=WORLD,
+        banned_ids=None,
+        output_dir=tmp_path,
+        encoder=SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer)),
+        finite=FiniteCheck("stop", tmp_path / "nonfinite", WORLD),
+    )
+    with pytest.raises(DsReasonError, match="step 5: loss nan, gradient norm inf"):
+        grpo.grpo_step(run, Part(rollouts, batches))
+    saved = json.loads((tmp_path / "nonfinite/step_5/rank_0.json").read_text())
+    shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
+    assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]
