@@ -14,7 +14,8 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.errors import CheckpointError, ConfigError, DsReasonError, SaveError
-from dsreason.runtime.checkpoint import check_sizes, read_state
+from dsreason.runtime.checkpoint import read_state
+from dsreason.runtime.checkpoint_folder import check_sizes
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.shards import checkpoint_tensors
 from dsreason.runtime.world import World, agree, on_rank_zero

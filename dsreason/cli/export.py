@@ -25,7 +25,7 @@ def export(
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     from dsreason.export import export_checkpoint
-    from dsreason.runtime.checkpoint import find_checkpoint
+    from dsreason.runtime.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
     export_checkpoint(find_checkpoint(folder) or checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)

@@ -158,7 +158,7 @@ def _resume_at(attempt: int, resume: str | None, output_dir: Path, started: floa
     if attempt == 0 or resume == "auto":
         return resume
     if resume is not None:
-        from dsreason.runtime.checkpoint import find_checkpoint
+        from dsreason.runtime.checkpoint_folder import find_checkpoint
 
         newest = find_checkpoint(output_dir / "checkpoints")
         if newest is None or newest.stat().st_mtime < started:

@@ -15,7 +15,7 @@ from dsreason.config.output import CHECKPOINTS
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.settings import run_record
 from dsreason.export import export_checkpoint
-from dsreason.runtime.checkpoint import MARKER, find_checkpoint
+from dsreason.runtime.checkpoint_folder import MARKER, find_checkpoint
 
 FINAL = Path("export") / "final"
 SAYS_LITTLE = re.compile(

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
-import re
-import shutil
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,16 +20,28 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 
-from dsreason.errors import CheckpointError, SaveError
+from dsreason.errors import CheckpointError
+from dsreason.runtime.checkpoint_folder import (
+    SAVING,
+    STATE_FILE,
+    as_save_error,
+    check_sizes,
+    checkpoint_step,
+    choose_checkpoint,
+    complete_checkpoints,
+    delete_folder,
+    read_checkpoint,
+    rng_file,
+    unwritten,
+    write_json,
+    write_whole,
+)
 from dsreason.runtime.engine import full_shape
 from dsreason.runtime.rng import load_rng_state, take_rng_state
 from dsreason.runtime.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
 from dsreason.runtime.world import World, agree, gather_objects, on_rank_zero, once_a_folder
 
-MARKER = "COMPLETE"
-STATE_FILE = "trainer_state.json"
 UNIVERSAL = "universal"
-SAVING, DELETING = ".saving_", ".deleting_"
 
 
 @dataclass
@@ -78,53 +86,6 @@ def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world
         described = describe(engine, state, world)
         writes.insert(0, lambda: write_whole(partial / STATE_FILE, lambda path: write_json(path, described)))
     return writes
-
-
-def write_whole(file: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written under another name, and named when the disk has it."""
-    draft = file.with_name(f".{file.name}")
-    write(draft)
-    flush(draft)
-    draft.rename(file)
-    flush(file.parent)
-
-
-@contextlib.contextmanager
-def as_save_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
-
-
-def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
-    """Make what the ranks of this folder have written a checkpoint, in place of an older one of that name.
-
-    On one rank of each folder.
-    """
-    missing = unwritten(partial, ranks)
-    if missing:
-        raise CheckpointError(
-            f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
-        )
-    with as_save_error(final):
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("[!.]*")) if path.name != MARKER}
-        write_whole(partial / MARKER, lambda path: write_json(path, {"files": sizes}))
-        give_name(partial, final)
-
-
-def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """The files that are still missing of ranks that have not written everything."""
-    return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
-
-
-def give_name(partial: Path, final: Path) -> None:
-    """Of two checkpoints of one step the old one goes once the new one has its marker: `recover` finds that."""
-    doomed = mark_deleted(final)
-    partial.rename(final)
-    flush(final.parent)
-    if doomed is not None:
-        shutil.rmtree(doomed)
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
@@ -184,15 +145,6 @@ def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     return engine.optimizer.param_groups
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """trainer_state.json of a complete checkpoint."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint folder")
-    if not (path / MARKER).is_file():
-        raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
-    return read_json(path / STATE_FILE)
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """trainer_state.json of a complete checkpoint; CheckpointError where it lacks what loading needs."""
     saved = read_checkpoint(path)
@@ -241,23 +193,6 @@ def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
             f"{path}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; resume with "
             f"{size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
         )
-
-
-def check_sizes(path: Path) -> None:
-    """Compare every file with what the marker says."""
-    files = read_json(path / MARKER).get("files")
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
-    for name, size in files.items():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path / MARKER}: names {name!r}, which is no file in it; choose another checkpoint")
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: is missing; choose another checkpoint")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes instead of {size}; choose another checkpoint"
-            )
 
 
 def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
@@ -342,26 +277,6 @@ def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
         state["step"] = state["step"].to(parameter.device, copy=True)
 
 
-def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
-    """What `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
-
-    The path may also be a run or its checkpoints folder. None: start fresh. Raises CheckpointError.
-    """
-    if resume is None:
-        return None
-    if resume == "auto":
-        return find_checkpoint(folder)
-    path = Path(resume)
-    if not path.name.startswith("step_"):
-        inside = path if path.name == "checkpoints" else path / "checkpoints"
-        found = find_checkpoint(inside)
-        if found is None:
-            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
-        path = found
-    read_checkpoint(path)
-    return path
-
-
 def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
     """`choose_checkpoint`, and where hosts have folders of their own the newest that is complete in all of them. Collective.
 
@@ -383,114 +298,3 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
             f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
         )
     return max((inside / name for name in common), key=checkpoint_step)
-
-
-def set_aside_newer(folder: Path, path: Path) -> list[Path]:
-    """Rename the checkpoints in `folder` after that at `path`, which a run goes on from: it trains their steps again.
-
-    One of the same step is set aside too where `path` is another run's. On rank 0 only, before training. Returns their
-    new names, `replaced_step_N`.
-    """
-    renamed = []
-    for newer in complete_checkpoints(folder):
-        if checkpoint_step(newer) >= checkpoint_step(path) and newer.resolve() != path.resolve():
-            delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
-            renamed.append(newer.rename(aside))
-    return renamed
-
-
-def find_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, None where there is none."""
-    complete = complete_checkpoints(folder)
-    return complete[-1] if complete else None
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Oldest step first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=checkpoint_step)
-
-
-def unfinished_steps(folder: Path) -> list[int]:
-    """Of checkpoints that are being written."""
-    return [int(path.name.removeprefix(f"{SAVING}step_")) for path in folder.glob(f"{SAVING}step_*")]
-
-
-def checkpoint_step(path: Path) -> int:
-    """`.../step_12` → 12."""
-    return int(path.name.removeprefix("step_"))
-
-
-def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
-    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and those `spared`. On rank 0 only."""
-    if keep < 0:
-        return
-    complete = complete_checkpoints(folder)
-    for path in complete[: max(len(complete) - keep, 0)]:
-        if path not in spared:
-            delete_folder(path)
-
-
-def recover(folder: Path) -> list[Path]:
-    """Make up for what was broken off: a checkpoint that all ranks had written is named, and other leftovers are deleted.
-
-    On rank 0 only, before training. Returns the checkpoints that were named.
-    """
-    recovered = []
-    for partial in sorted(folder.glob(f"{SAVING}step_*")):
-        final = folder / partial.name.removeprefix(SAVING)
-        with contextlib.suppress(CheckpointError):
-            if (partial / MARKER).is_file():
-                check_sizes(partial)
-            saved = read_json(partial / STATE_FILE)
-            finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
-            recovered.append(final)
-    for prefix in (SAVING, DELETING):
-        for path in folder.glob(f"{prefix}*"):
-            shutil.rmtree(path)
-    return recovered
-
-
-def delete_folder(path: Path) -> None:
-    """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
-    if (doomed := mark_deleted(path)) is not None:
-        shutil.rmtree(doomed)
-
-
-def mark_deleted(path: Path) -> Path | None:
-    """Give a folder, where there is one, the name of what is being deleted."""
-    if not path.exists():
-        return None
-    doomed = path.with_name(f"{DELETING}{path.name}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    return path.rename(doomed)
-
-
-def rng_file(rank: int) -> str:
-    return f"rng_rank_{rank}.safetensors"
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as cause:
-        raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint") from cause
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: holds a {type(document).__name__}; choose another checkpoint")
-    return document
-
-
-def flush(path: Path) -> None:
-    """Wait until the disk has it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

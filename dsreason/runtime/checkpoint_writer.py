@@ -24,15 +24,8 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
 from dsreason.errors import DsReasonError, SaveError
-from dsreason.runtime.checkpoint import (
-    TrainerState,
-    begin,
-    delete_folder,
-    finish,
-    flush,
-    own_files,
-    prune_checkpoints,
-)
+from dsreason.runtime.checkpoint import TrainerState, begin, own_files
+from dsreason.runtime.checkpoint_folder import delete_folder, finish, flush, prune_checkpoints
 from dsreason.runtime.memory import GIB, available_bytes
 from dsreason.runtime.world import World, barrier, gather_objects, once_a_folder
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.errors import CheckpointError, ConfigError
+from dsreason.runtime.checkpoint_folder import MARKER
 
-CHECKPOINT_MARKER = "COMPLETE"
-"""As `dsreason.runtime.checkpoint.MARKER`, which is not imported: it needs torch."""
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
 CHECKPOINTS, EXPORTS = "checkpoints", "export"
@@ -35,7 +34,7 @@ class Package:
 
     def marker_content(self, sums: Mapping[str, str]) -> bytes:
         """A checkpoint's own marker, or a manifest from the SHA-256 of each file."""
-        if self.marker == CHECKPOINT_MARKER:
+        if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
@@ -50,7 +49,7 @@ def open_package(folder: Path) -> Package:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
-    if (folder / CHECKPOINT_MARKER).is_file() or is_checkpoint(folder):
+    if (folder / MARKER).is_file() or is_checkpoint(folder):
         return open_checkpoint(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
@@ -66,11 +65,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 def open_checkpoint(folder: Path) -> Package:
     """The files that the marker names; what was added later (`universal/`) can be made again."""
-    marker = folder / CHECKPOINT_MARKER
+    marker = folder / MARKER
     if not marker.is_file():
-        raise CheckpointError(
-            f"{folder}: is not a complete checkpoint ({CHECKPOINT_MARKER} is missing); choose another one"
-        )
+        raise CheckpointError(f"{folder}: is not a complete checkpoint ({MARKER} is missing); choose another one")
     try:
         files: dict[str, int] = json.loads(marker.read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -80,7 +77,7 @@ def open_checkpoint(folder: Path) -> Package:
         found = f"has {file.stat().st_size} bytes instead of {size}" if file.is_file() else "is missing"
         if found != f"has {size} bytes instead of {size}":
             raise CheckpointError(f"{file}: {found}; choose another checkpoint")
-    return Package(folder, files, CHECKPOINT_MARKER)
+    return Package(folder, files, MARKER)
 
 
 def open_export(folder: Path) -> Package:
@@ -96,7 +93,7 @@ def open_export(folder: Path) -> Package:
 
 def stamp(folder: Path) -> int:
     """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
-    found = [file for file in (folder / CHECKPOINT_MARKER, folder / "config.json") if file.is_file()]
+    found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return found[0].stat().st_mtime_ns if found else 0
 
 
@@ -106,14 +103,14 @@ def is_run(folder: Path) -> bool:
 
 def finished_folders(run: Path) -> list[Path]:
     """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
-    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{CHECKPOINT_MARKER}")]
+    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{MARKER}")]
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
     return sorted(checkpoints, key=_step) + sorted(exports, key=_step)
 
 
 def unfinished_folders(run: Path) -> list[Path]:
     """Checkpoints of a run that are not complete, or not yet."""
-    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / CHECKPOINT_MARKER).is_file()]
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file()]
     return sorted(found)
 
 

@@ -29,13 +29,8 @@ from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.runtime.checkpoint import (
-    TrainerState,
-    choose_common,
-    load_checkpoint,
-    recover,
-    set_aside_newer,
-)
+from dsreason.runtime.checkpoint import TrainerState, choose_common, load_checkpoint
+from dsreason.runtime.checkpoint_folder import recover, set_aside_newer
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.engine import build_engine
 from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops

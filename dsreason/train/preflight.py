@@ -27,7 +27,8 @@ from dsreason.losses.objective import objective_of
 from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import parameter_names, resolve_model
-from dsreason.runtime.checkpoint import check_sizes, check_stage, choose_checkpoint, read_state
+from dsreason.runtime.checkpoint import check_stage, read_state
+from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
 from dsreason.runtime.storage import check_target

@@ -9,7 +9,7 @@ from pathlib import Path
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import CheckpointError
 from dsreason.export import export_engine
-from dsreason.runtime.checkpoint import checkpoint_step, complete_checkpoints, delete_folder, unfinished_steps
+from dsreason.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints, delete_folder, unfinished_steps
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.world import World, on_rank_zero
 

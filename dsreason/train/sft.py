@@ -14,7 +14,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.checkpoint import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
+from dsreason.runtime.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor

@@ -88,7 +88,8 @@ def save_run(folder: str, bf16: bool) -> dict[str, Any]:
 
 
 def resume_run(folder: str, bf16: bool) -> dict[str, Any]:
-    from dsreason.runtime.checkpoint import find_checkpoint, load_checkpoint
+    from dsreason.runtime.checkpoint import load_checkpoint
+    from dsreason.runtime.checkpoint_folder import find_checkpoint
 
     results = {}
     for stage in STAGES:
@@ -143,10 +144,7 @@ def test_resume_on_another_number_of_ranks_continues_the_same_losses(
 
 def damage_run(folder: str) -> dict[str, str]:
     """The error text for every way in which a checkpoint does not fit."""
-    from dsreason.runtime.checkpoint import (
-        TrainerState,
-        load_checkpoint,
-    )
+    from dsreason.runtime.checkpoint import TrainerState, load_checkpoint
     from dsreason.runtime.checkpoint_writer import save_checkpoint
 
     engine, world = build("zero3")

@@ -89,7 +89,8 @@ def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: 
 def fail_to_write(folder: str) -> list[str]:
     """The errors of writes for which the disk has no room, from the first byte on or in the middle, on one rank."""
     from dsreason.errors import SaveError
-    from dsreason.runtime.checkpoint import TrainerState, complete_checkpoints
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_folder import complete_checkpoints
     from dsreason.runtime.checkpoint_writer import CheckpointWriter
     from dsreason.runtime.world import barrier
 
@@ -134,7 +135,8 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
 
 def leave_with_an_error(folder: str) -> list[str]:
     """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
-    from dsreason.runtime.checkpoint import TrainerState, check_sizes, complete_checkpoints, recover
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_folder import check_sizes, complete_checkpoints, recover
     from dsreason.runtime.checkpoint_writer import CheckpointWriter
     from dsreason.runtime.world import barrier
 
@@ -197,7 +199,8 @@ def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
     from dsreason.errors import SaveError
     from dsreason.export import export_engine
-    from dsreason.runtime.checkpoint import TrainerState, check_sizes, complete_checkpoints
+    from dsreason.runtime.checkpoint import TrainerState
+    from dsreason.runtime.checkpoint_folder import check_sizes, complete_checkpoints
     from dsreason.runtime.checkpoint_writer import save_checkpoint
     from dsreason.runtime.world import barrier, on_rank_zero
 

@@ -79,7 +79,8 @@ def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path
 
 def resume_with_parts(folder: str) -> list[str]:
     """What `--resume` finds or says where hosts have complete checkpoints of different steps."""
-    from dsreason.runtime.checkpoint import MARKER, check_parts, choose_common, rng_file
+    from dsreason.runtime.checkpoint import check_parts, choose_common
+    from dsreason.runtime.checkpoint_folder import MARKER, rng_file
     from dsreason.runtime.world import barrier
 
     world, found = own_host(folder), []

@@ -11,7 +11,7 @@ import pytest
 from dsreason.errors import CheckpointError
 from dsreason.evaluation import models
 from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
-from dsreason.runtime.checkpoint import MARKER
+from dsreason.runtime.checkpoint_folder import MARKER
 
 
 def checkpoint(run: Path, step: int, *, seconds: float) -> Path:

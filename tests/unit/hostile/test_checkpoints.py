@@ -14,7 +14,8 @@ import torch
 
 from dsreason.errors import CheckpointError
 from dsreason.export import export_checkpoint
-from dsreason.runtime.checkpoint import check_sizes, choose_checkpoint, make_universal, read_checkpoint, read_state
+from dsreason.runtime.checkpoint import make_universal, read_state
+from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.runtime.rng import load_rng_state
 from dsreason.runtime.shards import UNREADABLE, check_names, checkpoint_tensors
 from tests.unit.hostile.guard import guarded, refused

@@ -17,7 +17,7 @@ import torch
 
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.export import parse_size, with_dtype, write_model_folder
-from dsreason.runtime.checkpoint import (
+from dsreason.runtime.checkpoint_folder import (
     check_sizes,
     choose_checkpoint,
     complete_checkpoints,

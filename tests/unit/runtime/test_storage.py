@@ -18,9 +18,8 @@ from dsreason.config.address import HubAddress, S3Address, parse_target
 from dsreason.config.retries import persist
 from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
-from dsreason.runtime import checkpoint, uploads
+from dsreason.runtime import uploads
 from dsreason.runtime.package import (
-    CHECKPOINT_MARKER,
     Package,
     finished_folders,
     open_package,
@@ -35,10 +34,6 @@ TARGET = S3Address("bucket", "run")
 MD5_OF_A = "0cc175b9c0f1b6a831c399e269772661"
 
 # What is uploaded
-
-
-def test_the_marker_is_the_one_that_checkpoints_have() -> None:
-    assert checkpoint.MARKER == CHECKPOINT_MARKER
 
 
 def test_a_checkpoint_is_the_files_that_its_marker_names(tmp_path: Path) -> None:
