@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,18 +16,16 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.lock import FolderLock
-from dsreason.config.output import check_output_dir, default_output_dir, write_run_config
+from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
 from dsreason.data.sources import SampleDataset, open_datasets
-from dsreason.errors import ConfigError
 from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.runtime.checkpoint import TrainerState, choose_common, load_checkpoint
-from dsreason.runtime.checkpoint_folder import recover, set_aside_newer
+from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.engine import build_engine
 from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
@@ -45,24 +40,20 @@ from dsreason.runtime.uploads import Uploader, uploading
 from dsreason.runtime.watchdog import Watchdog, cut_short
 from dsreason.runtime.world import (
     World,
-    agree,
     broadcast_object,
     first_rank_first,
     gather_objects,
     init_world,
     on_rank_zero,
-    once_a_folder,
     seed_everything,
     shutdown,
 )
 from dsreason.train.nonfinite import FiniteCheck, finite_check
 from dsreason.train.preflight import DTYPES, build_encoder, check_sft, check_upload, find_model, step_order
+from dsreason.train.run_folder import open_output_dir, start_state
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
-
-SIGHT_S = 3.0
-"""After which a new file of another host is not coming: network file systems may show it late."""
 
 
 @dataclass
@@ -184,91 +175,9 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         )
 
 
-def find_folders(output_dir: Path, world: World) -> World:
-    """The world, and who sees this rank's output folder, which is made: all ranks, or each host has one of its own.
-
-    ConfigError on every rank where a host cannot make it.
-    """
-    error, token = None, broadcast_object(secrets.token_hex(4))
-    own = output_dir / f".seen_{token}_{world.rank}"
-    if world.local_rank == 0:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        except OSError as cause:
-            error = ConfigError(f"{output_dir}: cannot be made on {socket.gethostname()}: {cause}; choose another")
-    agree(error)
-    marks = [mark for mark in gather_objects(own if world.local_rank == 0 else None) if mark is not None]
-    deadline = time.monotonic() + SIGHT_S
-    while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seen = gather_objects([mark for mark in marks if mark.exists()])
-    if world.local_rank == 0:
-        own.unlink()
-    if all(found == marks for found in seen):
-        return world
-    return replace(world, folder_ranks=tuple(rank for rank, found in enumerate(seen) if found == seen[world.rank]))
-
-
 def watch(config: RunConfig, world: World) -> Watchdog:
     monitor = config.monitor
     return Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
-
-
-def open_output_dir(
-    output_dir: Path, config: RunConfig, resume: str | None, lock: FolderLock, world: World
-) -> tuple[World, Path | None]:
-    """Check and lock the folder of the run; returns the world with who shares it, and the checkpoint to continue from.
-
-    Collective.
-    """
-    on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
-    world, checkpoints = find_folders(output_dir, world), output_dir / "checkpoints"
-
-    def take() -> None:
-        check_output_dir(output_dir, config, resume)
-        lock.take(output_dir)
-        for recovered in recover(checkpoints):
-            log.warning("%s was written whole before the last job ended", recovered)
-
-    once_a_folder(world, take)
-    if world.folder_ranks and world.is_main:
-        log.warning(
-            "%s is another folder on every host: each keeps the checkpoints of its own ranks, and the run can be resumed on "
-            "the same hosts only, with as many ranks; all else is on the first host",
-            output_dir,
-        )
-    if world.folder_ranks and config.checkpoint.upload and "checkpoint" in config.checkpoint.upload_include:
-        raise ConfigError(
-            f"checkpoint.upload_include: no host has a whole checkpoint to upload in its own {output_dir}; leave "
-            '"checkpoint" out, or give a folder that all hosts share'
-        )
-    checkpoint = choose_common(checkpoints, resume, world)
-    if checkpoint is None and resume is not None and world.is_main:
-        log.warning("--resume auto: no complete checkpoint in %s, starting fresh", checkpoints)
-    return world, checkpoint
-
-
-def start_state(
-    engine: DeepSpeedEngine, checkpoint: Path | None, config: RunConfig, model_path: Path, world: World
-) -> TrainerState:
-    """Where the run starts: at its beginning, or where the checkpoint that is loaded here left it."""
-    if checkpoint is None:
-        return TrainerState(model_path=str(model_path.resolve()))
-    state = load_checkpoint(engine, checkpoint, world)
-    log.info("resumed from %s", checkpoint)
-    own = Path(str(config.output_dir)) / "checkpoints"
-    once_a_folder(world, lambda: leave_newer(own, checkpoint))
-    if checkpoint.resolve().parent == own.resolve() and state.best_name == config.checkpoint.best_metric:
-        return state
-    # The best so far is another metric's, or its checkpoint lies in another run's folder.
-    return replace(state, best_metric=None, best_step=None)
-
-
-def leave_newer(folder: Path, checkpoint: Path) -> None:
-    """The folder's checkpoints after the resumed step belong to steps that are now trained again."""
-    for path in set_aside_newer(folder, checkpoint):
-        log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint, path)
 
 
 def open_writer(

@@ -50,9 +50,7 @@ from dsreason.train.build import (
     build_policy_engine,
     build_rollout,
     deepspeed_of,
-    open_output_dir,
     open_writer,
-    start_state,
     watch,
 )
 from dsreason.train.check_rewards import row_check
@@ -67,6 +65,7 @@ from dsreason.train.preflight import (
     rollout_order,
 )
 from dsreason.train.reference import load_reference
+from dsreason.train.run_folder import open_output_dir, start_state
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
