@@ -249,6 +249,8 @@ def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
         offload = zero.get(block) or {}
         if not isinstance(offload, dict):
             yield f'zero_optimization.{block}: {json.dumps(offload)} is not an object; write {{"device": "cpu"}}'
+        elif offload.get("device") == "nvme":
+            yield f'zero_optimization.{block}.device: "nvme" is not supported: checkpoints would lack it; use "cpu"'
         elif offload.get("device", "none") != "none" and stage < lowest:
             yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
 

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 BEAT_S = 10.0
-SILENCE_S = 60.0
-"""After which a lock of another machine is void."""
+SILENCE_S = 180.0
+"""After which a lock of another machine is void. Native code may keep the thread that touches it from running for a while."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_not_in_use(folder: Path) -> None:
 
 def in_use(folder: Path, content: str) -> ConfigError:
     return ConfigError(
-        f"{folder}: is in use by {parse(content) or 'another job'}; wait for it or end it, or choose another --output-dir"
+        f"{folder}: is in use by {parse(content) or 'another job'}; wait for it or end it, or choose another folder"
     )
 
 
@@ -129,7 +129,7 @@ def create(file: Path, content: str) -> bool:
         with suppress(OSError):
             file.unlink()  # empty, on a full disk
         raise ConfigError(
-            f"{file}: cannot be written ({error.strerror}); make room, or choose another --output-dir"
+            f"{file}: cannot be written ({error.strerror}); make room, or choose another folder"
         ) from None
     return True
 

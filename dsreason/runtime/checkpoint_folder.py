@@ -104,7 +104,8 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
             f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
         )
     with as_save_error(final):
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("[!.]*")) if path.name != MARKER}
+        files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
+        sizes = {path.name: path.stat().st_size for path in files}
         write_whole(partial / MARKER, lambda path: write_json(path, {"files": sizes}))
         give_name(partial, final)
 

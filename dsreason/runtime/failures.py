@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsreason.config.secrets import hide_secrets
-from dsreason.errors import DsReasonError, Stopped
+from dsreason.errors import ConfigError, DsReasonError, Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,6 +36,8 @@ TIME_LIMIT_EXIT_CODE = 124
 """Of ranks that the watchdog ended, and of the command then."""
 PEER_EXIT_CODE = 123
 """Of ranks that ended because another one has failed."""
+FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
+"""After which nothing is started again."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
 PLACE_BYTES = 256
@@ -51,12 +53,14 @@ class Failure:
     text: str
     exit_code: int
     mendable: bool
-    """A `DsReasonError`: told without a traceback, and not worth a restart."""
+    """A `DsReasonError`: told without a traceback."""
     time: float
     signal: int = 0
     """That killed it."""
     silent: bool = False
     """It left no words; the text is what others noticed."""
+    restarts: bool = True
+    """Whether another start may help: not where a person has to change something, or has asked for the end."""
 
 
 class RankError(DsReasonError):
@@ -81,7 +85,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
-        return Failure(own_rank(), hide_secrets(str(error)), error.exit_code, mendable=True, time=time.time())
+        text, restarts = hide_secrets(str(error)), error.exit_code not in FINAL_EXIT_CODES
+        return Failure(own_rank(), text, error.exit_code, mendable=True, time=time.time(), restarts=restarts)
     return Failure(own_rank(), crash_text(error), exit_code=1, mendable=False, time=time.time())
 
 
@@ -134,14 +139,14 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty; "" where there is none, or no log."""
+    """The last line of a log that is not empty, without secrets; "" where there is none, or no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LINE_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return hide_secrets(next((line.strip() for line in reversed(lines) if line.strip()), ""))
 
 
 # In the parent

@@ -13,8 +13,10 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +48,8 @@ from dsreason.runtime.launchers import end_with_launchers
 LOG_DIR = "DSREASON_LOG_DIR"
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+DEEPSPEED_NODE = "CROSS_RANK"
+"""Set by `deepspeed`."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -71,6 +75,11 @@ def started_by_torchrun() -> bool:
     return RESTARTS in os.environ and not started_by_us()
 
 
+def has_launcher() -> bool:
+    """Not where somebody set the variables in a shell of his own, which may end before the rank does."""
+    return any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE))
+
+
 # What every rank does first
 
 
@@ -88,10 +97,11 @@ def prepare_environment() -> None:
 
 def enter_rank() -> None:
     """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
-    die_with_parent()
     leave_no_children()
-    end_as_before()
-    end_with_launchers()
+    if has_launcher():
+        die_with_parent()
+        end_as_before()
+        end_with_launchers()
     if started_by_us() and not is_first_rank():
         redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
@@ -177,14 +187,14 @@ def attempt() -> int:
 
 def leave_mark(failure: Failure) -> None:
     """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
-    if failure.mendable and started_by_torchrun():
+    if not failure.restarts and started_by_torchrun():
         with suppress(OSError):  # a full disk may be what is to be mended
-            write_whole(shared_file("mendable"), json.dumps(asdict(failure)))
+            write_whole(shared_file("final"), json.dumps(asdict(failure)))
 
 
 def end_as_before() -> None:
     """End at once where an earlier attempt has met what a person has to mend. It has told so."""
-    mark = shared_file("mendable")
+    mark = shared_file("final")
     if attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))
         leave_failure(failure)
@@ -205,16 +215,24 @@ def agreed(word: str, value: str) -> str:
 def shared_file(word: str) -> Path:
     """A file that the ranks of this host have in common, and those that the same launcher starts after them.
 
-    They share a parent, named by its process id and start time.
+    They share a parent, named by its process id and start time. No other user can write there.
     """
     parent, started = os.getppid(), ""
     with suppress(OSError):
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     key = hashlib.sha256(f"{parent} {started} {word}".encode()).hexdigest()[:32]
-    return Path(tempfile.gettempdir()) / f"dsreason-{key}"
+    folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{folder}: others may write there; remove it, or set TMPDIR to a folder of your own")
+    return folder / key
 
 
 # What the parent does
+
+
+ECHO_TIME = 3.0
+"""Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
 
 
 def gpu_count() -> int:
@@ -243,7 +261,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
     Args:
         arguments: of the given attempt: 0 is the first, later ones should resume.
-        max_restarts: how often all ranks are started again after a failure that is no `DsReasonError`.
+        max_restarts: how often all ranks are started again after a failure that a restart may help.
 
     Raises:
         RankError: the `DsReasonError` of the rank that failed first.
@@ -251,11 +269,11 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
     """
     attempt = 0
     while failure := _run_once(arguments(attempt), ranks, log_dir):
-        if failure.mendable:
-            raise RankError(failure)
         text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
         attempt += 1
-        if attempt > max_restarts:
+        if not failure.restarts or attempt > max_restarts:
+            if failure.mendable:
+                raise RankError(failure)
             print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
             raise SystemExit(failure.exit_code)
         print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
@@ -289,9 +307,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
             failure = first_failure(left_failures(Path(error_dir)), exit_codes(error.failures))
-            if received:
-                return _as_stopped(failure, received)
-            return with_last_words(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
+            failure = with_last_words(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
+            return replace(_as_stopped(failure, received), restarts=False) if received else failure
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
@@ -315,12 +332,18 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
 def forwarded_signals() -> Iterator[list[str]]:
     """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
 
-    They get SIGUSR1, which lets them save first. SIGTERM, which a second signal becomes, ends them at once: the agent too
-    sends it, to the peers of a rank that failed.
+    They get SIGUSR1, which lets them save first. SIGTERM, which a later Ctrl-C or SIGTERM becomes, ends them at once: the
+    agent too sends it, to the peers of a rank that failed.
     """
     received: list[str] = []
+    noted = 0.0
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        now = time.monotonic()
+        if received and (number == signal.SIGUSR1 or now - noted <= ECHO_TIME):
+            return
+        noted = noted or now
         received.append(signal.Signals(number).name)
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):

@@ -252,7 +252,7 @@ class Switchboard(threading.Thread):
             messages = peer.messages()
             if messages and not known:
                 self._welcome(peer, messages.pop(0))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):  # no rank of this job
             return None
         return messages if known or len(peer.received) < HELLO_BYTES else None
 

@@ -9,17 +9,13 @@ from types import FrameType
 from typing import Any, Self
 
 from dsreason.errors import Stopped
-from dsreason.runtime.launch import started_by_us
+from dsreason.runtime.launch import ECHO_TIME, started_by_us
 from dsreason.runtime.world import gather_objects
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """Slurm's warning, a scheduler that takes the machine back, Ctrl-C."""
-
-
-ECHO_TIME = 3.0
-"""Seconds in which the same request comes twice: Slurm signals torchrun and the ranks, and torchrun the ranks as well."""
 
 
 class StopRequest:

@@ -21,6 +21,7 @@ from dsreason.config.world import check_world
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.errors import ConfigError
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
@@ -212,10 +213,20 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         )
 
 
+def check_reference_folder(config: GRPOConfig, world: World) -> None:
+    """ConfigError where a resumed run could not read the newest reference: the first host alone has it."""
+    if world.folder_ranks and config.grpo.reference_reset_every:
+        raise ConfigError(
+            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
+            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
+        )
+
+
 def load_policy(
     config: GRPOConfig, deepspeed_config: dict[str, Any], model_path: Path, checkpoint: Path | None, world: World
 ) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
     """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
+    check_reference_folder(config, world)
     engine = build_policy_engine(config, deepspeed_config, model_path)
     reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None  # before a checkpoint is loaded
     state = start_state(engine, checkpoint, config, model_path, world)

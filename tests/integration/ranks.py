@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsreason.errors import DataError, DsReasonError
+from dsreason.errors import DataError, DsReasonError, RewardError
 from dsreason.runtime import launch
 from dsreason.runtime.failures import leave_place
 
@@ -37,6 +37,8 @@ def work(mode: str, attempt: int) -> None:
         os._exit(7)
     elif mode == "crash-once" and attempt == 0:
         raise RuntimeError("only the first time")
+    elif mode == "error-once" and attempt == 0:
+        raise RewardError("only the first time")
     if mode in ("sleep", "mendable-on-1", "crash-on-1", "kill-1", "exit-on-1"):
         Path(f"pid_{rank}").write_text(str(os.getpid()))
         time.sleep(600)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.runtime import launch as launching
 from dsreason.runtime.failures import Failure, first_failure
+from dsreason.runtime.launch import forwarded_signals
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 ROOT = SCRIPT.parents[2]
@@ -115,10 +117,11 @@ def test_a_rank_that_dies_without_a_word_is_told(launch: Launch, mode: str, text
     assert done.stderr == f"error: rank 1 failed; its log: logs/rank_1.log\n\n{text}\n"
 
 
-def test_a_crash_is_restarted_as_often_as_asked(launch: Launch) -> None:
-    done = launch("crash-once", restarts=1)
+@pytest.mark.parametrize("mode", ["crash-once", "error-once"])
+def test_what_may_pass_is_restarted_as_often_as_asked(launch: Launch, mode: str) -> None:
+    done = launch(mode, restarts=1)
     assert done.returncode == 0
-    assert "RuntimeError: only the first time" in done.stderr
+    assert "only the first time" in done.stderr
     assert "; restart 1 of 1\n" in done.stderr
     assert done.stdout == "rank 0 done in attempt 1\n"
 
@@ -146,6 +149,23 @@ def started_ranks(folder: Path) -> list[int]:
     pids = [int(file.read_text()) for file in files]
     assert all(alive(pid) for pid in pids)
     return pids
+
+
+@pytest.mark.parametrize(("echo_time", "told"), [(60.0, ["USR1"]), (0.0, ["USR1", "TERM"])])
+def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
+    monkeypatch: pytest.MonkeyPatch, echo_time: float, told: list[str]
+) -> None:
+    monkeypatch.setattr(launching, "ECHO_TIME", echo_time)
+    traps = 'for s in USR1 TERM; do trap "echo $s" $s; done; echo ready; for i in $(seq 20); do sleep 0.1; done'
+    with subprocess.Popen(["bash", "-c", traps], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        with forwarded_signals() as received:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                signal.raise_signal(number)
+                time.sleep(0.3)
+        assert child.stdout.read().split() == told
+    assert received == ["SIGTERM", "SIGINT"][: len(told)]
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 75), (signal.SIGKILL, -9)])

@@ -169,6 +169,7 @@ BLOCKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"zero_optimization": {"stage": "auto"}}, ['zero_optimization.stage: is "auto"']),
     ({"zero_optimization": {"stage": [3]}}, ["zero_optimization.stage: is [3]"]),
     ({"zero_optimization": {"stage": 3, "offload_param": "/nvme"}}, ['offload_param: "/nvme" is not an object']),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ['"nvme" is not supported']),
 ]
 
 
