@@ -14,8 +14,7 @@ from dsreason.config.address import HubAddress, S3Address
 from dsreason.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dsreason.runtime.package import Package
-    from dsreason.runtime.storage import Advance
+    from dsreason.runtime.package import Advance, Package
 
 
 def push(

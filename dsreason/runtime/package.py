@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,18 @@ from dsreason.runtime.checkpoint_folder import MARKER
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
 CHECKPOINTS, EXPORTS = "checkpoints", "export"
+
+
+Advance = Callable[[int], None]
+"""Called from several threads with the number of bytes just done."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an upload did; files that were there already with the same content are not in it."""
+
+    files: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,13 @@ the size and SHA-256 of every file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from dsreason.config.address import HubAddress, S3Address, parse_target
 from dsreason.errors import ConfigError, StorageError
-from dsreason.runtime.package import EXPORTS, Package
+from dsreason.runtime.package import EXPORTS, Advance, Package, Sent
 
 log = logging.getLogger(__name__)
-
-Advance = Callable[[int], None]
-"""Called from several threads with the number of bytes just done."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What an upload did; files that were there already with the same content are not in it."""
-
-    files: int
-    num_bytes: int
 
 
 class Storage(Protocol):

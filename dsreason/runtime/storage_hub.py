@@ -16,8 +16,7 @@ from dsreason.config.address import HubAddress
 from dsreason.config.retries import persist
 from dsreason.config.secrets import hide_secrets, quiet_libraries
 from dsreason.errors import StorageError
-from dsreason.runtime.package import Package
-from dsreason.runtime.storage import Advance, Sent
+from dsreason.runtime.package import Advance, Package, Sent
 from dsreason.runtime.storage_s3 import sha256_of
 
 ATTEMPTS = 2

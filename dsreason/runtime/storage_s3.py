@@ -15,8 +15,7 @@ from typing import Any
 from dsreason.config.address import S3Address
 from dsreason.config.s3 import Answer, request
 from dsreason.errors import StorageError
-from dsreason.runtime.package import Package
-from dsreason.runtime.storage import Advance, Sent
+from dsreason.runtime.package import Advance, Package, Sent
 
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000

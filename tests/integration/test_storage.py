@@ -33,8 +33,8 @@ from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
 from dsreason.models.load import load_processor, resolve_model
 from dsreason.runtime import storage_s3
-from dsreason.runtime.package import open_package
-from dsreason.runtime.storage import Sent, check_target, upload
+from dsreason.runtime.package import Sent, open_package
+from dsreason.runtime.storage import check_target, upload
 from dsreason.runtime.uploads import uploading
 from tests.integration.command import dsreason
 from tests.integration.hub_server import TOKEN, Hub, hub_server

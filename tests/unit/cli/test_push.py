@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 from dsreason.cli.push import push
 from dsreason.errors import CheckpointError, ConfigError, DsReasonError
 from dsreason.runtime import storage
-from dsreason.runtime.package import Package
-from dsreason.runtime.storage import Advance, Sent
+from dsreason.runtime.package import Advance, Package, Sent
 from tests.unit.runtime.made_folders import make_checkpoint, make_export
 
 

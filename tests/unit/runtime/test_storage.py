@@ -20,12 +20,14 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.runtime import uploads
 from dsreason.runtime.package import (
+    Advance,
     Package,
+    Sent,
     finished_folders,
     open_package,
     unfinished_folders,
 )
-from dsreason.runtime.storage import Advance, Sent, place_in, read_target
+from dsreason.runtime.storage import place_in, read_target
 from dsreason.runtime.storage_s3 import same_etag
 from dsreason.runtime.uploads import Report, Uploader, uploading
 from tests.unit.runtime.made_folders import make_checkpoint, make_export
