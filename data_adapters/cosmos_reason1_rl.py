@@ -68,13 +68,11 @@ class Questions(Rows):
         return len(self.places)
 
     def row(self, index: int) -> Any:
-        place, number, count = self.places[index].tolist()
+        place, number, _ = self.places[index].tolist()
         row = self.rows[place]
         if not isinstance(row, dict) or not isinstance(row.get("qa_pairs"), list):
             return row
-        name = row.get("id") or row.get("video") or row.get("image")
-        question = row["qa_pairs"][number] if row["qa_pairs"] else None
-        return {**row, "qa_pairs": question, "id": name if count == 1 else f"{name} ({number + 1})"}
+        return {**row, "qa_pairs": row["qa_pairs"][number] if row["qa_pairs"] else None}
 
     def location(self, index: int) -> str:
         place, number, count = self.places[index].tolist()

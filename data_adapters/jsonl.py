@@ -3,8 +3,8 @@
     {"id": "7", "video": "clips/7.mp4", "question": "Which way does it move?", "options": {"A": "left", "B": "right"},
      "answer": "A", "system": "Answer with a letter."}
 
-`image` and `video` are a path or a list of paths, shown in this order before the question; `options` and `system` may be
-absent, and options may also be a list, which is lettered from A.
+`image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
+be absent, and options may also be a list, which is lettered from A.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
         messages.insert(0, {"role": "system", "content": row["system"]})
     known = {"id", "image", "video", "question", "options", "answer", "system"}
     meta = {key: value for key, value in row.items() if key not in known}
-    return Sample(id=str(row["id"]), messages=messages, answer=answer, options=options, meta=meta)
+    return Sample(id=str(row.get("id", "")), messages=messages, answer=answer, options=options, meta=meta)
 
 
 def media_parts(row: dict[str, Any]) -> list[dict[str, Any]]:

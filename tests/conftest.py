@@ -6,7 +6,12 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=1, help="how often test_kills.py kills each kind of run")
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=1,
+        help="how often test_kills.py kills each kind of run, and test_eval.py an evaluation beside its start",
+    )
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:

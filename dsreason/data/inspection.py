@@ -1,6 +1,7 @@
 """What is in the data: counts, lengths, media, labels, and what stands in it twice.
 
-Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order.
+Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
+with the seconds that are shown of them.
 Media are the same when their files have the same bytes: files of equal size are compared by SHA-256, so that one clip
 under two names is found, but not one that was encoded again.
 """
@@ -280,7 +281,7 @@ def best_constant(rows: Iterable[RowFacts]) -> float | None:
 
 # ---------------------------------------------------------------- what is there twice
 
-Key = tuple[str, tuple[str, ...]]
+Key = tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
@@ -288,7 +289,7 @@ def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
-    return row.question, media_key(row, keys)
+    return row.question, media_key(row, keys), row.seconds
 
 
 def with_duplicates(part: PartReport, rows: Sequence[RowFacts], keys: Mapping[str, str]) -> PartReport:

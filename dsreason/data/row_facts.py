@@ -9,7 +9,7 @@ from typing import Literal
 
 from dsreason.data.chat import Encoder
 from dsreason.data.media import local_path, probe_image, probe_video
-from dsreason.data.messages import media_parts, text_of
+from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
@@ -39,6 +39,8 @@ class RowFacts:
     answer_length: int
     tokens: int | None
     media: tuple[MediumUse, ...]
+    seconds: tuple[str, ...]
+    """Which of each medium are shown, see `shown_seconds`."""
     answer: str | None
     """A letter where there are options, else a short answer."""
     letters: tuple[str, ...]
@@ -103,13 +105,15 @@ def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
     reply = replies[-1] if replies else sample.answer or ""
+    shown = media_parts(sample.messages)
     return RowFacts(
         row=row,
         question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
         question_length=sum(map(len, asked)),
         answer_length=sum(map(len, replies)),
         tokens=tokens,
-        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in media_parts(sample.messages)),
+        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
+        seconds=tuple(map(shown_seconds, shown)),
         answer=told_answer(sample.answer or reply),
         letters=tuple(sample.options or ()),
         system_prompt=system[0] if system else "",

@@ -59,6 +59,13 @@ class Answering:
         """Every rank's value. Collective."""
         return gather_objects(value) if self.world else [value]
 
+    def on_first(self, call: Callable[[], None]) -> None:
+        """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
+        if self.world:
+            on_rank_zero(call)
+        else:
+            call()
+
     def anyone(self, flag: bool) -> bool:
         """Whether it is true on any rank that has to ask as often as this one."""
         return any(self.gather(flag)) if self.together else flag

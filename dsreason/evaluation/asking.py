@@ -28,6 +28,8 @@ class Reply:
     completion_tokens: int = 0
     seconds: float = 0.0
     error: str | None = None
+    sent: bool = True
+    """False where an error came before anybody was asked: a clip that cannot be read."""
 
 
 class Answerer(Protocol):

@@ -71,7 +71,7 @@ class EngineAnswerer:
         for request in requests:
             prompt = self.prompts[request.question.id]
             if isinstance(prompt, str):
-                yield request, Reply(error=prompt)
+                yield request, Reply(error=prompt, sent=False)
             else:
                 asked.setdefault(self._fitting(request.sampling, prompt), []).append((request, prompt))
         for sampling in self._together(list(asked)):

@@ -7,6 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePath
+from typing import Any
+
+from dsreason.data.messages import shown_seconds
 
 REQUESTS = {
     "multiple_choice": "Answer with the option's letter from the given choices directly.",
@@ -24,10 +27,16 @@ REQUEST_LINES = re.compile(
 
 
 def question_key(text: str, media: Iterable[str]) -> str:
-    """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of the
-    names of its media without their endings."""
-    told = "\n".join([REQUEST_LINES.sub("", text, count=1), *(PurePath(path).stem for path in media)])
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of its
+    media, see `medium_name`."""
+    told = "\n".join([REQUEST_LINES.sub("", text, count=1), *media])
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def medium_name(part: dict[str, Any]) -> str:
+    """The file's name without its ending, and the seconds of it where only those are shown: `0123`, `0123@2.5-4`."""
+    name, seconds = PurePath(part[part["type"]]).stem, shown_seconds(part)
+    return f"{name}@{seconds}" if seconds else name
 
 
 def question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:

@@ -43,6 +43,9 @@ from dsreason.runtime.world import init_world, shutdown
 MANY_PROMPTS = 8
 """From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
 
+INVALID_PREFIX = "Invalid prefix encountered"
+"""Begins the error of a decoder that stumbles over bytes which are no UTF-8; a new one goes on."""
+
 Draw = Callable[[EncodedPrompt, Sampling, int], Iterator[int]]
 """(prompt, settings, number of the random stream) → token ids, the stop token included."""
 
@@ -240,7 +243,14 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
     decoder, pending = DecodeStream(skip_special_tokens=True), []
     for token in ids:
         pending.append(token)
-        text = decoder.step(tokenizer.backend_tokenizer, token)
+        try:
+            text = decoder.step(tokenizer.backend_tokenizer, token)
+        except Exception as error:  # it has no type of its own
+            if not str(error).startswith(INVALID_PREFIX):
+                raise
+            yield tokenizer.decode(pending[:-1], skip_special_tokens=True)
+            decoder, pending = DecodeStream(skip_special_tokens=True), [token]
+            text = decoder.step(tokenizer.backend_tokenizer, token)
         if text is not None:
             pending = []
             yield text

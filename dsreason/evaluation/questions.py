@@ -23,13 +23,13 @@ from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.chat import prompt_messages
-from dsreason.data.messages import media_paths, text_of
+from dsreason.data.messages import media_parts, text_of
 from dsreason.data.rows import ListRows, read_rows, text_field
 from dsreason.data.sources import Source, check_text, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.grading import kind_of, reference_of
-from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, question_id, question_key
+from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
 from dsreason.evaluation.parsing import parse
 from dsreason.evaluation.types import Kind, Question
 from dsreason.rewards.text import final_answer
@@ -205,21 +205,22 @@ def with_stand_ins(row: Any, media: dict[str, list[str]]) -> Any:
         return STAND_IN
 
     kind_of_key = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-    changed = walk(row, None)
-    if isinstance(row, dict) and "id" not in row and (paths := media["video"] + media["image"]):
-        changed["id"] = paths[0]  # which adapters else take from the medium
-    return changed
+    return walk(row, None)
 
 
 def first_path(row: Any) -> str:
     """The first file of a row, as it stands there; "" where it has none."""
     media: dict[str, list[str]] = {"image": [], "video": []}
     with_stand_ins(row, media)
+    return first_of(media)
+
+
+def first_of(media: dict[str, list[str]]) -> str:
     return next(iter(media["video"] + media["image"]), "")
 
 
 def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
-    """The row's own paths back in the parts that have `STAND_IN`."""
+    """The row's own paths back in the parts that have `STAND_IN`, and in an id that an adapter took from one."""
     waiting = {kind: iter(paths) for kind, paths in media.items()}
 
     def back(part: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +231,8 @@ def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
         m if isinstance(m["content"], str) else {**m, "content": [back(part) for part in m["content"]]}
         for m in sample.messages
     ]
-    return replace(sample, messages=messages)
+    own_id = first_of(media) if sample.id == STAND_IN else sample.id
+    return replace(sample, messages=messages, id=own_id)
 
 
 def reference_answer(sample: Sample) -> str:
@@ -281,7 +283,7 @@ def identified(
     dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
-    key = question_key(words_of(sample), media_paths(sample.messages))
+    key = question_key(words_of(sample), map(medium_name, media_parts(sample.messages)))
     video_id = video_id or key
     return Question(
         id=question_id(dataset, video_id, key, seen),

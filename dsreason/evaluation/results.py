@@ -76,6 +76,13 @@ def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[R
     write_text(result_file(folder, dataset, video_id), text + "\n")
 
 
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); give another results_dir") from error
+
+
 def write_text(file: Path, text: str) -> None:
     """Write a file, completely or not at all. What UTF-8 cannot hold becomes "?"."""
     partial = file.with_name(f"{file.name}.partial")
@@ -128,6 +135,11 @@ def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
         names = ", ".join(str(run.folder) for run in runs)
         raise DataError(f"{results_dir}: holds {len(runs)} evaluations; give the folder of one: {names}")
     return runs[0]
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The result files in a data set's folder; the reports that `dsreason score` may have put beside them are none."""
+    return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
 
 
 def json_files(folder: Path) -> list[Path]:

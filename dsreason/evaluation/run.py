@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsreason.config.lock import FolderLock
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.messages import media_paths, text_of
 from dsreason.errors import ConfigError, DataError
@@ -16,11 +17,12 @@ from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.grading import Graded, Grader
 from dsreason.evaluation.parsing import parse
 from dsreason.evaluation.questions import load_questions
-from dsreason.evaluation.results import read_file, result_file, safe_name, write_results
+from dsreason.evaluation.results import dataset_files, make_folder, read_file, result_file, safe_name, write_results
 from dsreason.evaluation.sampling import sampling
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import AnswerType, Parsed, Question, Result
 from dsreason.runtime.progress import Advance
+from dsreason.runtime.watchdog import cut_short
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ ENOUGH = 16
 """At so many questions a server does not fail by chance."""
 NOT_ASKED = "not asked yet"
 """Error of questions that an evaluation has not come to."""
+SIGHT_S = 60.0
+"""After which a new file of another host is not coming: network file systems may show it late."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     """Answer and grade all questions of the configuration; every rank calls it.
 
     Answers that are stored already are kept, so that an evaluation which was killed goes on where it was; those that
-    ended in an error are asked again. Returns the folder of the results, `<results_dir>/<model>/<answer_type>`.
+    ended in an error are asked again. Returns the folder of the results, `<results_dir>/<model>/<answer_type>`, which no
+    other evaluation may use meanwhile.
 
     Raises:
-        DsReasonError: no such data set, model or server; a folder that holds results of other settings.
+        DsReasonError: no such data set, model or server; a folder that holds results of other settings, is in use, or is
+            not the same on all hosts.
     """
     questions = load_questions(config)
     if absent := [question for question in questions if question.problem]:
@@ -65,23 +71,29 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
         )
     with (
         build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
-        open_answering(config, lambda model: open_results(config, questions, model)) as answering,
+        FolderLock(on_lost=cut_short) as lock,
+        open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
         own = Share(answering.rank, answering.size).of(questions)
         with answering.progress(len(questions)) as advance:
+            kept = evaluation.prepare(own)
+            answering.on_first(lambda: check_stored(folder, questions))
+            advance(sum(question.id in kept or question.problem is not None for question in own))
             started = time.perf_counter()
-            results = list(evaluation.run(own, advance))
+            results = list(evaluation.run(own, kept, advance))
             seconds = time.perf_counter() - started
         asked = [result.completion_tokens for result in results if result.error is None]
         parts = answering.gather((len(asked), sum(asked), seconds))
     return folder, Throughput(sum(a for a, *_ in parts), sum(b for _, b, _ in parts), max(c for *_, c in parts))
 
 
-def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str]) -> None:
-    """Make the folder of the results ready; see `open_run_folder` and `check_asked`."""
+def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str], lock: FolderLock) -> None:
+    """Lock the folder of the results and make it ready; see `open_run_folder` and `check_asked`."""
     folder = run_folder(config, model["name"])
+    make_folder(folder)
+    lock.take(folder)
     open_run_folder(folder, config, model)
     check_asked(folder, config, questions)
 
@@ -92,7 +104,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
     With a limit they may be those beyond it, and stay.
     """
     asked = {question.id for question in questions}
-    files = [file for name in config.names for file in sorted((folder / safe_name(name)).glob("*.json"))]
+    files = [file for name in config.names for file in dataset_files(folder / safe_name(name))]
     others = [(file, result.id) for file in files for result in read_file(file) if result.id not in asked]
     if not others:
         return
@@ -106,6 +118,24 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
         f"{folder}: holds answers to {len(others)} questions that are not asked now, such as {first} in {file}: the data "
         "was changed; give another results_dir, delete these answers, or set evaluation.overwrite = true to replace all"
     )
+
+
+def check_stored(folder: Path, questions: Sequence[Question]) -> None:
+    """DataError where not every question stands in the folder, as it does once all ranks have prepared theirs."""
+    clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
+    deadline = time.monotonic() + SIGHT_S
+    while missing := {question.id for question in questions} - stored_ids(folder, clips):
+        if time.monotonic() >= deadline:
+            raise DataError(
+                f"{folder}: the results of {len(missing)} questions are missing on the first host, such as {min(missing)}: "
+                "other hosts store them elsewhere; give a results_dir that all hosts share"
+            )
+        time.sleep(1)
+
+
+def stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
+    files = [result_file(folder, dataset, video_id) for dataset, video_id in clips]
+    return {result.id for file in files if file.exists() for result in read_file(file)}
 
 
 def build_grader(config: EvalConfig) -> Grader:
@@ -135,39 +165,43 @@ class Evaluation:
     grader: Grader
     answering: Answering
 
-    def run(self, questions: Sequence[Question], advance: Advance) -> Iterator[Result]:
+    def prepare(self, questions: Sequence[Question]) -> set[str]:
+        """Store every question that has no answer yet as not asked, and return the ids of the others.
+
+        Whatever is scored, also after a kill, then has all questions.
+        """
+        clips: dict[tuple[str, str], list[Question]] = {}
+        for question in questions:
+            clips.setdefault((question.dataset, question.video_id), []).append(question)
+        kept: set[str] = set()
+        for (dataset, video_id), asked in clips.items():
+            stored = {result.id: result for result in self.stored(dataset, video_id)}
+            answered = [question for question in asked if question.id in stored and stored[question.id].error is None]
+            for question in answered:
+                check_same(question, stored[question.id], result_file(self.folder, dataset, video_id))
+            kept |= {question.id for question in answered}
+            if missing := [question for question in asked if question.id not in kept]:
+                unasked = {one.id: self.graded(one, Reply(error=one.problem or NOT_ASKED), 0) for one in missing}
+                write_results(self.folder, dataset, video_id, list((stored | unasked).values()))
+        return kept
+
+    def run(self, questions: Sequence[Question], kept: Set[str], advance: Advance) -> Iterator[Result]:
         """The answers that were not there before, each once it is stored.
 
         A batch of which anything is missing is asked as a whole: what is computed together rounds alike, so that an
-        evaluation gives the same answers however often it was interrupted. Until then a question is stored as not asked.
+        evaluation gives the same answers however often it was interrupted.
         """
-        kept = self.read_kept(questions)
-        for question in questions:  # so that whatever is scored, also after a kill, has all questions
-            if question.id not in kept:
-                self.store(question, Reply(error=question.problem or NOT_ASKED), attempts=0)
-        advance(sum(question.id in kept or question.problem is not None for question in questions))
         for batch in self.answering.answerer.batches(self.batches(questions, kept)):
             for question, reply, attempts in self.answers(batch, is_first=not kept):
                 if question.id not in kept:
                     yield self.store(question, reply, attempts)
                     advance(1)
 
-    def read_kept(self, questions: Sequence[Question]) -> dict[str, Result]:
-        """What is stored and stays, by question id."""
-        kept = {}
-        asked = {question.id: question for question in questions}
-        for dataset, video_id in dict.fromkeys((question.dataset, question.video_id) for question in questions):
-            for result in self.stored(dataset, video_id):
-                if result.error is None and result.id in asked:
-                    check_same(asked[result.id], result, result_file(self.folder, dataset, video_id))
-                    kept[result.id] = result
-        return kept
-
     def stored(self, dataset: str, video_id: str) -> list[Result]:
         file = result_file(self.folder, dataset, video_id)
         return read_file(file) if file.exists() else []
 
-    def batches(self, questions: Sequence[Question], kept: dict[str, Result]) -> list[list[Question]]:
+    def batches(self, questions: Sequence[Question], kept: Set[str]) -> list[list[Question]]:
         """What has to be asked, cut into batches that do not depend on what is there already."""
         size = self.answering.batch_size
         if size is None:  # a server makes its own batches, so only what is missing is asked
@@ -238,15 +272,25 @@ class Evaluation:
 def answering_at_all(
     replies: Iterator[tuple[Request, Reply]], num_asked: int, url: str
 ) -> Iterator[tuple[Request, Reply]]:
-    """The same replies. ConfigError where a server fails at the first `ENOUGH` questions, or at all where they are fewer."""
-    for number, (request, reply) in enumerate(replies, start=1):
+    """The same replies. ConfigError where a server fails at the first `ENOUGH` questions, or at all where they are fewer.
+
+    Questions that were not sent to it say nothing about it.
+    """
+    failed: list[tuple[Request, Reply]] = []
+    for request, reply in replies:
         yield request, reply
         if reply.error is None:
             yield from replies
-        elif number >= min(num_asked, ENOUGH):
+            return
+        if reply.sent:
+            failed.append((request, reply))
+        else:
+            num_asked -= 1
+        if failed and len(failed) >= min(num_asked, ENOUGH):
+            request, reply = failed[-1]
             raise ConfigError(
-                f"server.url ({url}): none of the first {number} questions got an answer, such as {request.question.id}: "
-                f"{reply.error}; correct the server or its address, and the same command asks again"
+                f"server.url ({url}): none of the first {len(failed)} questions got an answer, such as "
+                f"{request.question.id}: {reply.error}; correct the server or its address, and the same command asks again"
             )
 
 

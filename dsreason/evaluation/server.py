@@ -123,7 +123,7 @@ class ServerAnswerer:
         except ValidationError as error:
             return Reply(error=f"the server's response is no chat completion: {first_problem(error)}")
         except DataError as error:
-            return Reply(error=str(error))
+            return Reply(error=str(error), sent=False)
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:

@@ -12,7 +12,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.output import CONFIG_FILE
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.evaluation.results import RUN_FILE, read_file, read_json, safe_name, write_text
+from dsreason.evaluation.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
 from dsreason.runtime.record import git_state, versions
 
 DECIDING = ("evaluation", "generation", "vision")
@@ -82,9 +82,16 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
         found["server.video"] = config.server.video
     for section in DECIDING:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
+    if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
+        found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     for source in config.sources:
         found[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
     return found
+
+
+def scorer_file(scorer: str) -> Path:
+    """Of `judge.py:helpful` the file; of the name of a built-in reward or of a module one that is not there."""
+    return Path(scorer.partition(":")[0]).expanduser()
 
 
 def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> None:
@@ -99,7 +106,8 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
     replaced: list[Path] = []
     if config.evaluation.overwrite:
         replaced = [folder / safe_name(name) for name in config.names]
-    if any(has_answers(file) for file in sorted(folder.glob("*/*.json")) if file.parent not in replaced):
+    stay = [inside for inside in sorted(folder.glob("*/")) if inside not in replaced]
+    if any(has_answers(stored) for inside in stay for stored in dataset_files(inside)):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         settings = same_settings(read_json(file), settings, folder)

@@ -27,7 +27,7 @@ class Parsed(NamedTuple):
 class Question:
     """One question, with everything that asking and grading it takes.
 
-    Example: `Question(id="robovqa/0123/5f1c09ae", dataset="robovqa", video_id="0123", kind="multiple_choice",
+    Example: `Question(id="robovqa/0123/5f1c09ae7d3b2e60", dataset="robovqa", video_id="0123", kind="multiple_choice",
     sample=Sample(…), answer="A", options={"A": "left", "B": "right"})`.
     """
 

@@ -357,11 +357,12 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     assert all("<think> your reasoning </think>" in item["prompt"][1] for item in found)
 
 
-NUM_QUESTIONS, NUM_KILLS = 200, 3
-
-
-def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(tiny_qwen2_5_vl: Path, tmp_path: Path) -> None:
-    options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", NUM_QUESTIONS, *FP32]
+def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
+    tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    num_kills = 1 + request.config.getoption("--kills")
+    num_questions = 40 * num_kills
+    options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", num_questions, *FP32]
     options += [
         "--set",
         "evaluation.batch_size=16",
@@ -373,20 +374,26 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(tiny_qw
     evaluate(tmp_path, "whole", *options)
     command = [str(Path(sys.executable).parent / "dsreason"), "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)
+    steps = [0, *(moments.randrange(5, num_questions // num_kills) for _ in range(num_kills - 1))]
 
     def num_answered() -> int:
         return sum(item["error"] is None for item in results(tmp_path / "killed"))
 
-    for kill in range(NUM_KILLS):
+    def is_open() -> bool:
+        return any((tmp_path / "killed").glob("*/*/run.json"))
+
+    for kill, step in enumerate(steps):
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        there = num_answered()
-        goal = there + moments.randrange(5, NUM_QUESTIONS // (NUM_KILLS + 1))
-        while process.poll() is None and num_answered() < goal:
+        goal = num_answered() + step
+        while process.poll() is None and not (is_open() and num_answered() >= goal):
             time.sleep(moments.random() * 0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert there < num_answered() < NUM_QUESTIONS, f"kill {kill} came too late to matter"
-        assert len(results(tmp_path / "killed")) == NUM_QUESTIONS  # nothing is missing from what would be scored now
+        assert goal <= num_answered() < num_questions, f"kill {kill} came too late to matter"
+        if step == 0:  # at the start, when the folder is just opened
+            assert num_answered() == 0
+        else:  # nothing is missing from what would be scored now
+            assert len(results(tmp_path / "killed")) == num_questions
     evaluate(tmp_path, "killed", *options)
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    assert len(results(tmp_path / "whole")) == NUM_QUESTIONS
+    assert len(results(tmp_path / "whole")) == num_questions

@@ -207,6 +207,20 @@ def test_duplicates_are_found_under_other_names_and_in_other_parts(folder: Path)
     ]
 
 
+def test_another_part_of_a_clip_is_another_row_of_the_same_file(folder: Path) -> None:
+    def part(number: int, **seconds: float) -> dict[str, Any]:
+        content = [{"type": "video", "video": "a.mp4", **seconds}, {"type": "text", "text": "Which way?"}]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "left"}]
+        return {"id": str(number), "messages": messages}
+
+    rows = [part(0), part(1, video_start=0.5), part(2, video_start=0.5, video_end=1), part(3, video_start=0)]
+    (folder / "parts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    samples = open_datasets(DataConfig(adapter="conversations", path=str(folder / "parts.jsonl")))[0]
+    found = inspect_data({"training": samples})
+    assert [(one["where"].rpartition(" ")[2], one["of"].rpartition(" ")[2]) for one in found.duplicates] == [("4", "1")]
+    assert found.parts["training"].media["video"].files == 1
+
+
 def test_files_of_one_size_with_other_bytes_are_other_media(folder: Path) -> None:
     for name, colour in (("x.bmp", "red"), ("y.bmp", "blue")):
         Image.new("RGB", (8, 8), colour).save(folder / name)

@@ -54,6 +54,10 @@ def test_jsonl_row_becomes_media_question_and_lettered_options():
     ]
 
 
+def test_jsonl_rows_need_no_id():
+    assert jsonl.to_sample({"question": "q", "answer": "a"}).id == ""
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -87,7 +87,7 @@ def test_each_question_of_a_list_is_a_row(folder):
     samples = open_rows(folder, rows, "benchmark")
     assert len(samples) == 4
     assert [samples[i].answer for i in range(3)] == ["B", "B", "A"]
-    assert [samples[i].id for i in range(3)] == ["clips/7.mp4", "clips/7.mp4 (1)", "clips/7.mp4 (2)"]
+    assert [samples[i].id for i in range(3)] == ["clips/7.mp4"] * 3  # whichever others are there
     with pytest.raises(DataError, match=r"robovqa_benchmark_qa_pairs\.json, row 2, question 3: .*'E'.* one of A, B"):
         samples[3]
 

@@ -21,7 +21,7 @@ REASONING = (
     "\nPlease answer the question in the following format: "
     "<think> your reasoning </think> <answer> your single letter answer </answer>."
 )
-CHOICE_KEY = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n1").hexdigest()[:8]
+CHOICE_KEY = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n1").hexdigest()[:16]
 """What is asked, without the request, and the clip's name."""
 OPEN_REASONING = REASONING.replace("single letter answer", "answer")
 
@@ -346,6 +346,42 @@ def test_rows_without_an_id_go_by_their_file_or_else_their_words_wherever_they_s
     assert (first.video_id, second.video_id) == (path, "clips/2.mp4")
     assert third.id == f"rows/{third.video_id}/{third.video_id}"
     assert load_rows(folder, rows[1:], adapter="conversations") == [second, third]
+
+
+@pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
+def test_plain_rows_without_an_id_are_asked_and_go_by_their_file(folder: Path, path: str) -> None:
+    without = {key: value for key, value in ROW.items() if key != "id"} | {"video": path}
+    [question] = load_rows(folder, [without])
+    assert question.video_id == path
+    assert (question.problem is None) == (path == "clips/1.mp4")
+
+
+OWN = """
+from dsreason.data.types import Sample
+
+def to_sample(row):
+    shown = [{"type": "video", "video": row["video"]}, {"type": "text", "text": "Why?"}]
+    return Sample(row["id"], [{"role": "user", "content": shown}], answer="so")
+"""
+
+
+def test_a_field_that_an_adapter_misses_stops_also_where_it_is_the_id(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN)
+    with pytest.raises(DataError, match="row 2: field 'id' is missing"):
+        load_rows(folder, [ROW, {"video": "clips/1.mp4"}], adapter=str(folder / "own.py"))
+
+
+def test_parts_of_one_clip_are_different_questions_wherever_they_stand(folder: Path) -> None:
+    def row(**part: float) -> dict[str, Any]:
+        shown = [{"type": "video", "video": "clips/1.mp4", **part}, {"type": "text", "text": "Which way?"}]
+        reply = {"role": "assistant", "content": "left"}
+        return {"id": "a", "messages": [{"role": "user", "content": shown}, reply]}
+
+    rows = [row(), row(video_start=0.5), row(video_end=0.5), row(video_start=0.2, video_end=0.5)]
+    whole = load_rows(folder, rows, adapter="conversations")
+    assert len({question.id for question in whole}) == 4
+    assert not any(question.id.endswith("-2") for question in whole)
+    assert load_rows(folder, rows[1:], adapter="conversations") == whole[1:]
 
 
 @pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])

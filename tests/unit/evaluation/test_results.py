@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsreason.errors import DataError
+from dsreason.evaluation.identity import medium_name, question_key
 from dsreason.evaluation.results import (
     find_run,
     find_runs,
@@ -132,12 +133,19 @@ def test_different_texts_have_different_names() -> None:
 def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "0123.json", [COSMOS, COSMOS | {"correct_answer": "B", "is_correct": True}])
     first, second = read_results(tmp_path)
-    key = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n0123").hexdigest()[:8]
+    key = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n0123").hexdigest()[:16]
     assert (first.id, first.kind, first.rule) == (f"robovqa/0123/{key}", "multiple_choice", "not recorded")
     assert (first.options, first.media, first.attempts, first.error, first.scores) == (None, [], 1, None, {})
     assert (first.reasoning, first.answer, first.is_correct) == ("It turns.", "B", False)
     assert first.prompt == ["Answer the questions.", COSMOS_TEXT]
     assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
+
+
+def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clips_name_has_dots(tmp_path: Path) -> None:
+    video_id = "k.12._.totalframe058.clipframe018"
+    [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
+    asked = question_key(COSMOS_TEXT, [medium_name({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
+    assert result.id == f"robovqa/{video_id}/{asked}"
 
 
 @pytest.mark.parametrize("prompt", ["", [], None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation import run
 from dsreason.evaluation.answerers import Answering, OnModel
 from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.results import read_results
+from dsreason.evaluation.report import write_reports
+from dsreason.evaluation.results import read_results, write_results
 from dsreason.evaluation.types import Question, Result
+from tests.unit.evaluation.stand_in import PROXIES, serving
 
 Answer = Callable[[Question], Reply]
 ROWS = [{"id": str(i), "question": f"What is {i}?", "answer": str(i)} for i in range(5)]
@@ -131,6 +134,46 @@ def test_other_settings_are_refused(evaluate: Any) -> None:
         evaluate(ROWS, evaluation={"seed": 2})
 
 
+def test_a_report_of_one_data_set_is_no_answer(evaluate: Any, tmp_path: Path) -> None:
+    evaluate(ROWS)
+    write_reports(tmp_path / "results" / "m" / "letter" / "rows", None, with_html=False)
+    assert (tmp_path / "results" / "m" / "letter" / "rows" / "summary.json").exists()
+    evaluate(ROWS)
+
+
+def test_a_folder_is_one_evaluations_at_a_time(evaluate: Any, tmp_path: Path) -> None:
+    def another(question: Question) -> Reply:
+        with pytest.raises(ConfigError, match=rf"m/letter: is in use by process {os.getpid()} on "):
+            evaluate(ROWS)
+        return right(question)
+
+    evaluate(ROWS[:1], another)
+    evaluate(ROWS[:1])
+
+
+def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anything_is_asked(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SIGHT_S", 0)
+    monkeypatch.setattr(run.Share, "of", lambda share, questions: questions[:3])  # the other two are another host's
+    with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
+        evaluate(ROWS, lambda question: pytest.fail("asked"))
+
+
+def test_a_clips_file_is_written_once_before_its_questions_are_asked(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def counted(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
+        written.append(len(results))
+        write_results(folder, dataset, video_id, results)
+
+    monkeypatch.setattr(run, "write_results", counted)
+    evaluate([ROWS[0] | {"question": f"What is {i}?"} for i in range(3)], lambda question: Reply(error=f"{written}"))
+    assert {result.error for result in read_results(tmp_path / "results")} == {"[3]", "[3, 3]", "[3, 3, 3]"}
+
+
 # ---------------------------------------------------------------- in which order
 
 
@@ -176,6 +219,35 @@ def test_a_server_that_answers_nothing_ends_it_once_that_is_clear(evaluate: Any,
 def test_so_do_few_questions(evaluate: Any) -> None:
     with pytest.raises(ConfigError, match="none of the first 5 questions got an answer"):
         evaluate(ROWS, fails, server=SERVER)
+
+
+def broken(question: Question) -> Reply:
+    return Reply(error="v.mp4: not a usable video", sent=False)
+
+
+def test_questions_that_cannot_be_sent_are_no_fault_of_the_server(evaluate: Any, tmp_path: Path) -> None:
+    many = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(20)]
+    evaluate(many, broken, server=SERVER)
+    assert {result.error for result in stored(tmp_path).values()} == {"v.mp4: not a usable video"}
+
+
+def test_broken_clips_are_counted_at_a_server_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*PROXIES, "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "v.mp4").write_bytes(b"no video")
+    rows = [{"id": str(i), "video": "v.mp4", "question": f"What is {i}?", "answer": "x"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
+    with serving() as server:
+        run.evaluate(EvalConfig.model_validate(given | {"server": {"url": server.url}}))
+        assert server.requests == []
+    errors = [str(result.error) for result in stored(tmp_path).values()]
+    assert len(errors) == 20 and all("v.mp4: not a usable video" in error for error in errors)
+
+
+def test_nor_do_they_hide_that_it_fails(evaluate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"none of the first 2 questions got an answer, such as rows/1/.*500"):
+        evaluate(ROWS, lambda question: fails(question) if question.video_id < "2" else broken(question), server=SERVER)
 
 
 def test_a_server_that_answers_some_is_asked_to_the_end(evaluate: Any, tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
     bad = media_sample({"type": "video", "video": str(tmp_path / "v.mp4")})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
     assert "v.mp4: not a usable video" in str(error.error)
+    assert (error.sent, good.sent) == (False, True)
     assert (error.text, good.text) == ("", "(A)")
 
 

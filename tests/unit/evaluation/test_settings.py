@@ -93,6 +93,18 @@ def test_results_without_settings_are_refused(tmp_path: Path) -> None:
         open_run_folder(tmp_path, config(), MODEL)
 
 
+def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
+    judge, folder = tmp_path / "judge.py", tmp_path / "results"
+    judge.write_text("def reward(completion, sample): return 1.0")
+    own = config(evaluation={"scorer": f"{judge}:reward"})
+    open_run_folder(folder, own, MODEL)
+    write_text(folder / "robovqa" / "1.json", ANSWERED)
+    open_run_folder(folder, own, MODEL)
+    judge.write_text("def reward(completion, sample): return 0.0")
+    with pytest.raises(ConfigError, match="evaluation.scorer's content was '[0-9a-f]{16}' and is '[0-9a-f]{16}'"):
+        open_run_folder(folder, own, MODEL)
+
+
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = set()
