@@ -49,7 +49,7 @@ from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import init_world
 
 how = sys.argv[-1]
-hosts.JOIN_TIMEOUT = timedelta(seconds=60 if how == "die" else 15)
+hosts.JOIN_TIMEOUT = timedelta(seconds=15 if how == "join" else 60)
 try:
     world = init_world()
     setup_logs(Path.cwd(), world.rank)
@@ -58,7 +58,7 @@ try:
         Path(f"ready_{world.rank}").touch()
         while not all(Path(f"ready_{rank}").exists() for rank in (0, 1)):
             time.sleep(0.1)
-        if world.rank == 1:
+        if world.rank == 1 and how == "die":
             Path("since").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
@@ -202,6 +202,36 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
         assert time.time() < deadline, told
         time.sleep(0.2)
     assert 'rank 1 on node-1 died in phase "train"' in told
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_launcher_that_is_killed_takes_both_hosts_along(
+    folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
+) -> None:
+    before = [host.processes() for host in hosts]
+    if launcher == "torchrun":
+        start = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+        start += ["--rdzv_endpoint", f"{NAMES[0]}:{PORT}", ranks, "stay"]
+        commands = [[*host.inside, *start] for host in hosts]
+    else:
+        commands = [[*hosts[0].inside, str(BIN / "deepspeed"), "--hostfile", "hostfile", ranks, "stay"]]
+    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    with ExitStack() as stack:
+        quiet = subprocess.DEVNULL
+        started = [
+            stack.enter_context(subprocess.Popen(command, cwd=folder, env=given, stdout=quiet, stderr=quiet))
+            for command in commands
+        ]
+        stack.callback(lambda: [process.kill() for process in started])
+        deadline = time.monotonic() + 3 * MINUTE
+        while not all((folder / f"ready_{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started[0].kill()
+        deadline = time.monotonic() + MINUTE
+        while [host.processes() for host in hosts] != before:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
