@@ -17,10 +17,10 @@ DEV := launch/requirements/dev.txt
 COMPILE = $(UV) pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
 	--no-header -q
 
-.PHONY: help setup demo test unit integration gpu check fix build requirements clean
+.PHONY: help setup demo test test-all unit integration gpu check fix build requirements clean
 
 help: ## Show the targets.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(VENV)/.installed ## Install everything into .venv (CUDA or CPU packages, as the machine has it).
 
@@ -39,8 +39,11 @@ $(TOOLS)/bin/uv:
 demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about ten minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
-test: setup ## Run every test that this machine can run.
+test: setup ## Run the tests (about an hour on 2 cores).
 	$(PY) -m pytest
+
+test-all: setup ## Run the tests that show the same again over a longer road as well.
+	$(PY) -m pytest --all
 
 unit: setup ## Run the fast tests.
 	$(PY) -m pytest tests/unit

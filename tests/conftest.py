@@ -12,6 +12,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="how often test_kills.py kills each kind of run, and test_eval.py an evaluation beside its start",
     )
+    parser.addoption("--all", action="store_true", help="also the tests marked `long`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if "long" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "long" not in item.keywords]
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:

@@ -49,6 +49,7 @@ def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) ->
     assert max(mismatches) <= 1e-4
 
 
+@pytest.mark.long
 def test_a_shuffled_reward_improves_nothing(warm_start: Path, tmp_path: Path) -> None:
     lines = train(
         warm_start, tmp_path, "--set", 'reward.functions={"rewards.py:shuffled"=1.0}', "--set", "train.max_steps=40"

@@ -60,7 +60,11 @@ def steps_done(run: Path) -> int:
     return len([line for line in metrics(run) if "train/loss" in line]) if (run / "metrics.jsonl").exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.long)],
+    ids=lambda number: number.name,
+)
 def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undisturbed(
     folder: Path, number: signal.Signals
 ) -> None:

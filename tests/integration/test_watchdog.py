@@ -155,6 +155,7 @@ def test_a_reward_that_raises_on_one_rank_is_told_last(folder: Path) -> None:
     assert ended.stderr.count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_crashes_between_two_collectives_has_its_traceback_last(folder: Path) -> None:
     ended = train(folder, "crash_rank_0")
     assert "error: rank 0 failed; its log: crash_rank_0/logs/rank_0.log" in ended.stderr
