@@ -1,12 +1,13 @@
 """One job at a time in an output folder: a lock file that says who has it, and that its job touches every few seconds.
 
 A lock of this machine is void when its process is gone. Of another machine, or another container of this one, only the
-file is seen: it is void when nobody has touched it for a while. Locks of file systems are not used: some have none, and
+file is seen: it is void when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
 NFS may keep one of a host that is gone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -135,14 +136,12 @@ def create(file: Path, content: str) -> bool:
 
 
 def put_away(file: Path, content: str) -> None:
-    """Remove a void lock. One that another job has put in its place meanwhile is put back."""
-    aside = file.with_name(f"{LOCK_FILE}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
-    with suppress(FileNotFoundError):
-        file.rename(aside)
-        if read(aside) == content:
-            aside.unlink()
-        else:
-            aside.rename(file)
+    """Remove a void lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
+    with suppress(FileNotFoundError), file.open("r+") as void:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(void, fcntl.LOCK_EX)
+        if read(file) == content and file.stat().st_ino == os.fstat(void.fileno()).st_ino:
+            file.unlink()
 
 
 def read(file: Path) -> str:
