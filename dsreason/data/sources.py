@@ -19,6 +19,7 @@ from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file, media_cache
+from dsreason.data.messages import media_parts
 from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
@@ -272,10 +273,8 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address) -> N
         str(media_root),
         *map(os.path.abspath, (media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE)),
     ]
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    for part in parts:
-        if (kind := part["type"]) == "text":
-            continue
+    for part in media_parts(messages):
+        kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
         if not any(Path(path).is_relative_to(place) for place in places):  # links may lead anywhere
             raise DataError(

@@ -35,7 +35,7 @@ def meant(given: str) -> Path | None:
         CheckpointError: a run that has neither yet.
     """
     path = Path(given).expanduser()
-    if (path / MARKER).is_file():
+    if is_checkpoint(path):
         return path
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     final, newest = path / FINAL / "config.json", find_checkpoint(folder)

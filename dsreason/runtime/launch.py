@@ -27,6 +27,7 @@ from typing import Literal
 
 import psutil
 
+from dsreason.config.lock import start_time
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import ConfigError, DsReasonError, Stopped
 from dsreason.runtime.failures import (
@@ -50,6 +51,9 @@ LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
 """Set by `deepspeed`."""
+
+ECHO_TIME = 3.0
+"""Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -217,10 +221,8 @@ def shared_file(word: str) -> Path:
 
     They share a parent, named by its process id and start time. No other user can write there.
     """
-    parent, started = os.getppid(), ""
-    with suppress(OSError):
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    key = hashlib.sha256(f"{parent} {started} {word}".encode()).hexdigest()[:32]
+    parent = os.getppid()
+    key = hashlib.sha256(f"{parent} {start_time(parent)} {word}".encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
@@ -229,10 +231,6 @@ def shared_file(word: str) -> Path:
 
 
 # What the parent does
-
-
-ECHO_TIME = 3.0
-"""Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
 
 
 def gpu_count() -> int:
@@ -328,6 +326,14 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     return failure
 
 
+def insists(number: int, noted: float) -> bool:
+    """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
+
+    SIGUSR1 may be repeated, and any may be an echo of the first.
+    """
+    return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
+
+
 @contextmanager
 def forwarded_signals() -> Iterator[list[str]]:
     """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
@@ -340,10 +346,9 @@ def forwarded_signals() -> Iterator[list[str]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal noted
-        now = time.monotonic()
-        if received and (number == signal.SIGUSR1 or now - noted <= ECHO_TIME):
+        if received and not insists(number, noted):
             return
-        noted = noted or now
+        noted = noted or time.monotonic()
         received.append(signal.Signals(number).name)
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dsreason.errors import Stopped
-from dsreason.runtime.launch import ECHO_TIME, started_by_us
+from dsreason.runtime.launch import insists, started_by_us
 from dsreason.runtime.world import gather_objects
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         if not self.name:
-            self.name, self.noted = signal.Signals(number).name, now
-        elif number != signal.SIGUSR1 and now - self.noted > ECHO_TIME:
+            self.name, self.noted = signal.Signals(number).name, time.monotonic()
+        elif insists(number, self.noted):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PORT = 29400
 MINUTE = 60.0
+TORCHRUN = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
+TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}"]
 PORT_OF_STORE, OTHER_PORTS = "29500", ["1-29499", "29501-65534"]
 CONFIG = """
 model.path = "{model}"
@@ -108,8 +110,7 @@ def torchrun(
     hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """`torchrun` on both hosts; they meet at the first one."""
-    start = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
-    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", *command]
+    start = [*TORCHRUN, *command]
     return on_both(hosts, folder, [start, start], environment or {})
 
 
@@ -210,9 +211,7 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
 ) -> None:
     before = [host.processes() for host in hosts]
     if launcher == "torchrun":
-        start = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
-        start += ["--rdzv_endpoint", f"{NAMES[0]}:{PORT}", ranks, "stay"]
-        commands = [[*host.inside, *start] for host in hosts]
+        commands = [[*host.inside, *TORCHRUN, ranks, "stay"] for host in hosts]
     else:
         commands = [[*hosts[0].inside, str(BIN / "deepspeed"), "--hostfile", "hostfile", ranks, "stay"]]
     given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
