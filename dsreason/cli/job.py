@@ -131,24 +131,26 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
         raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
     if job.max_restarts:
         raise ConfigError(f"--max-restarts ({job.max_restarts}): belongs to the launcher here; give it to torchrun")
-    if not job.dry_run:
-        from dsreason.runtime import hosts  # it needs torch
-
-        hosts.meet(config, {"command": job.command, "--resume": job.resume})
     output_dir, resume = _output_dir(job, config), job.resume
-    if launch.started_by_torchrun():  # it may start the ranks again
-        output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.command))))
-        started = float(launch.agreed("started", str(time.time())))
-        resume = _resume_at(launch.attempt(), job.resume, output_dir, started)
-    if not job.dry_run:
+    if job.dry_run:
+        if launch.is_first_rank():
+            device, ranks = launch.device_kind(launch.gpu_count()), int(world_size)
+            _print_config(
+                config,
+                resolve_deepspeed(
+                    config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name
+                ),
+            )
+        return output_dir
+    from dsreason.runtime import hosts, lifeline  # they need torch
+
+    with lifeline.from_the_start():
+        hosts.check_alike(config, {"command": job.command, "--resume": resume})
+        if launch.started_by_torchrun():  # it may start the ranks again
+            output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.command))))
+            started = float(launch.agreed("started", str(time.time())))
+            resume = _resume_at(launch.attempt(), resume, output_dir, started)
         run(config, output_dir, resume)
-    elif launch.is_first_rank():
-        device = launch.device_kind(launch.gpu_count())
-        name = job.config_name
-        _print_config(
-            config,
-            resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(world_size), config_name=name),
-        )
     return output_dir
 
 

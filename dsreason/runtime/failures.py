@@ -73,6 +73,11 @@ class RankError(DsReasonError):
         self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
+def as_heard(failure: Failure) -> Failure:
+    """Another rank's failure, as what ends this one."""
+    return failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE)
+
+
 # In a rank
 
 

@@ -50,23 +50,6 @@ SHOWN = 5
 _store: dist.Store | None = None
 
 
-def meet(config: RunConfig, options: Mapping[str, str | None]) -> None:
-    """First in a rank of a training: join the job and compare the hosts, where there are several.
-
-    Before anything reads the variables that come from the first host. Every rank calls it.
-
-    Args:
-        options: of the command line, those that are not in the configuration.
-
-    Raises:
-        ConfigError: on every rank, where a host differs from the first one.
-        DsReasonError: the ranks did not come together in time.
-    """
-    if several_hosts():
-        join()
-        compare({**machine_facts(), **code_facts(config), **options, **config_facts(config)})
-
-
 def several_hosts() -> bool:
     return local_size() < int(os.environ["WORLD_SIZE"])
 
@@ -245,6 +228,19 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 
 
 # One code and one configuration
+
+
+def check_alike(config: RunConfig, options: Mapping[str, str | None]) -> None:
+    """Compare the hosts, where there are several. Every rank calls it.
+
+    Args:
+        options: of the command line, those that are not in the configuration.
+
+    Raises:
+        ConfigError: on every rank, where a host differs from the first one.
+    """
+    if several_hosts():
+        compare({**machine_facts(), **code_facts(config), **options, **config_facts(config)})
 
 
 def compare(facts: Mapping[str, Any]) -> None:

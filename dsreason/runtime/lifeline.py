@@ -5,6 +5,9 @@ gone. No thread of a rank has to run for that: heartbeats would raise false alar
 interpreter lock for minutes. Over the connection a rank says what it is doing, why it fails, and goodbye when it leaves
 in order. Rank 0 decides which failure was the first one, and tells everybody; of its own death the others notice by
 themselves.
+
+On one host the launcher notices a death before there is a watchdog to listen. Where there are several, the lifeline is
+opened as soon as the ranks have met.
 """
 
 from __future__ import annotations
@@ -17,17 +20,25 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dsreason.runtime.failures import PEER_EXIT_CODE, Failure, last_line
-from dsreason.runtime.hosts import own_address
-from dsreason.runtime.world import World, gather_objects
+from dsreason.errors import DsReasonError
+from dsreason.runtime import hosts, launch
+from dsreason.runtime.failures import (
+    PEER_EXIT_CODE,
+    Failure,
+    RankError,
+    as_heard,
+    failure_of,
+    last_line,
+    own_rank,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +80,9 @@ class Peer:
         *lines, self.received = (self.received + data).split(b"\n")
         return [json.loads(line) for line in lines] if data else None
 
+    def note(self, message: Message) -> None:
+        self.place, self.log = message.get("place", self.place), message.get("log", self.log)
+
     def send(self, message: Message) -> None:
         with suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -77,15 +91,16 @@ class Peer:
         """This rank's failure as others tell it."""
         if failure.mendable:
             return failure
-        text = f"rank {self.rank} on {self.host} failed; its log: {self.log}\n\n{failure.text}"
-        return replace(failure, text=text)
+        place = f"; its log: {self.log}" if self.log else ":"
+        return replace(failure, text=f"rank {self.rank} on {self.host} failed{place}\n\n{failure.text}")
 
     def death(self) -> Failure:
         """Of a rank whose connection ended without a word."""
         text = f"rank {self.rank} on {self.host} died {self.place} (killed, or its host is gone)"
         if line := last_line(Path(self.log)):
             text += f"; its last log line: {line}"
-        text += f"; its log: {self.log}"
+        if self.log:
+            text += f"; its log: {self.log}"
         return Failure(self.rank, text, PEER_EXIT_CODE, mendable=False, time=time.time(), silent=True)
 
 
@@ -96,25 +111,29 @@ class Lifeline:
         heard: called once, in a thread, with the first failure of the job, which may be this rank's own.
     """
 
-    def __init__(self, world: World, store: dist.Store, log_file: str, heard: Callable[[Failure], None]) -> None:
-        self.world, self._store, self._log_file, self._heard = world, store, log_file, heard
+    def __init__(self, rank: int, size: int, store: dist.Store, heard: Callable[[Failure], None]) -> None:
+        self.rank, self.size, self.heard = rank, size, heard
+        self._store = store
         self._zero: Peer | None = None
         """Rank 0, as this rank knows it."""
+        self._is_open = False
         self._first: Failure | None = None
         self._decided = threading.Event()
 
     def open(self) -> None:
-        """Connect. Collective. A rank that cannot is named by rank 0, and watched by nobody."""
-        if self.world.size == 1:
+        """Connect, once. Every rank calls it. A rank that cannot is named by rank 0, and watched by nobody."""
+        if self.size == 1 or self._is_open:
             return
-        if self.world.is_main:
-            announce(self._store, self.world.size, self._log_file)
+        self._is_open = True
+        if self.rank == 0:
+            announce(self._store, self.size)
         why = ""
         try:
             self._connect(json.loads(self._store.get(ADDRESS)))
         except OSError as error:
-            why = f"rank {self.world.rank} on {socket.gethostname()}: {error}"
-        if missing := [text for text in gather_objects(why) if text]:
+            why = f"rank {self.rank} on {socket.gethostname()}: {error}"
+        missing = [text for text in hosts.exchange("lifeline", why) if text]
+        if missing and self.rank == 0:
             log.warning(
                 "the death of these ranks will be noticed late, they cannot reach rank 0: %s", "; ".join(missing)
             )
@@ -125,15 +144,13 @@ class Lifeline:
         connection.settimeout(None)
         keep_alive(connection)
         os.register_at_fork(after_in_child=connection.close)  # a data worker must not keep it open
-        self._zero = Peer(connection, 0, address["hostname"], address["log"])
-        hello = {
-            "token": address["token"],
-            "rank": self.world.rank,
-            "host": socket.gethostname(),
-            "log": self._log_file,
-        }
-        self._zero.send(hello)
+        self._zero = Peer(connection, 0, address["hostname"])
+        self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
+
+    def say_log(self, file: str) -> None:
+        """Tell where this rank's log is."""
+        self._send({"log": file})
 
     def say_place(self, place: str) -> None:
         """Tell what this rank is doing."""
@@ -162,7 +179,7 @@ class Lifeline:
     def _listen(self, zero: Peer) -> None:
         while (messages := zero.messages()) is not None:
             for message in messages:
-                zero.place = message.get("place", zero.place)
+                zero.note(message)
                 zero.has_ended |= "goodbye" in message
                 if "first" in message:
                     self._decide(Failure(**message["first"]))
@@ -173,10 +190,56 @@ class Lifeline:
         if self._first is None:
             self._first = first
             self._decided.set()
-            self._heard(first)
+            self.heard(first)
 
 
-def announce(store: dist.Store, size: int, log_file: str) -> None:
+_started: Lifeline | None = None
+"""Of this rank, where it has one from its start."""
+
+
+@contextmanager
+def from_the_start() -> Iterator[None]:
+    """Around all that a rank does: join the job, with a lifeline from then on, where there are several hosts.
+
+    Before anything reads the variables that come from the first host. Until the watchdog takes the lifeline over, nothing
+    is open that would have to be closed: who hears of a failure ends at once.
+
+    Raises:
+        DsReasonError: the ranks did not come together in time.
+        RankError: in place of this rank's error, where that followed from another rank's failure.
+    """
+    global _started
+    if not hosts.several_hosts():
+        yield
+        return
+    is_failing = threading.Event()
+
+    def end(first: Failure) -> None:
+        if first.rank != own_rank() and not is_failing.is_set():
+            os._exit(launch.report(RankError(as_heard(first))))
+
+    _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join(), end)
+    line.open()
+    try:
+        yield
+    except Exception as error:
+        if line.heard is not end:  # the watchdog has told
+            raise
+        is_failing.set()
+        first = line.fail(failure_of(error))
+        if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
+            raise RankError(as_heard(first)) from error
+        raise
+    finally:
+        _started = None
+
+
+def of_this_rank(rank: int, size: int, store: dist.Store, heard: Callable[[Failure], None]) -> Lifeline:
+    """The lifeline from its start, if it has one, or another, not open yet."""
+    return _started or Lifeline(rank, size, store, heard)
+
+
+def announce(store: dist.Store, size: int) -> None:
     """Open rank 0's end of all lifelines, and write into the job's store where it is."""
     host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
     dual = not host and socket.has_dualstack_ipv6()
@@ -184,11 +247,10 @@ def announce(store: dist.Store, size: int, log_file: str) -> None:
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": own_address(os.environ["MASTER_ADDR"]) or "",  # else the store's, whose address the others know
+        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # else the store's, whose address the others know
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
-        "log": log_file,
     }
     listener.setblocking(False)  # who knocks may have gone before the answer
     store.set(ADDRESS, json.dumps(address))
@@ -265,13 +327,15 @@ class Switchboard(threading.Thread):
     def _welcome(self, peer: Peer, hello: Message) -> None:
         if not secrets.compare_digest(str(hello["token"]), self._token):
             raise ValueError("token")
-        peer.rank, peer.host, peer.log = int(hello["rank"]), str(hello["host"]), str(hello["log"])
+        peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
         self._peers.append(peer)
+        for zero in self._peers:
+            if zero.rank == 0:
+                peer.send({"place": zero.place, "log": zero.log})
 
     def _take(self, peer: Peer, message: Message) -> None:
-        if "place" in message:
-            peer.place = message["place"]
-        elif "failure" in message:
+        peer.note(message)
+        if "failure" in message:
             peer.has_ended = True
             self._fail(peer.named(Failure(**message["failure"])))
         elif "goodbye" in message:
@@ -300,5 +364,6 @@ class Switchboard(threading.Thread):
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """What the others followed from: a text for people wins, then the one that was heard of first."""
-    return next((failure for failure in failures if failure.mendable), failures[0])
+    """What the others followed from: the one that was heard of first, but a text for people says more than a traceback."""
+    first = failures[0]
+    return first if first.silent else next((failure for failure in failures if failure.mendable), first)

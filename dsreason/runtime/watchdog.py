@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -19,18 +19,17 @@ import torch.distributed as dist
 
 from dsreason.config.schema import Phase as PhaseName
 from dsreason.errors import DsReasonError
-from dsreason.runtime import launch
+from dsreason.runtime import launch, lifeline
 from dsreason.runtime.failures import (
     CRASH_LOG,
-    PEER_EXIT_CODE,
     TIME_LIMIT_EXIT_CODE,
     Failure,
     RankError,
+    as_heard,
     failure_of,
     leave_failure,
     leave_place,
 )
-from dsreason.runtime.lifeline import Lifeline
 from dsreason.runtime.logs import RankFormatter, log_file
 from dsreason.runtime.world import World
 
@@ -82,7 +81,7 @@ class Watchdog:
         self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
         self._store_lost = False
         self._outputs = outputs()
-        self._lifeline = Lifeline(world, self._store, log_file(), self._end_with)
+        self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store, self._end_with)
         self._over = threading.Event()
         self._is_closing = self._is_late = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -90,7 +89,9 @@ class Watchdog:
     def __enter__(self) -> Self:
         # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+        self._lifeline.heard = self._end_with
         self._lifeline.open()
+        self._lifeline.say_log(log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()
         return self
@@ -250,11 +251,6 @@ def stacks(rank: int) -> list[str]:
         + "".join(traceback.format_stack(frame))
         for ident, frame in sorted(frames, key=lambda item: item[0] == main)
     ]
-
-
-def as_heard(failure: Failure) -> Failure:
-    """Another rank's failure, as what ends this one."""
-    return failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE)
 
 
 def cut_short(error: Exception) -> None:

@@ -40,19 +40,19 @@ train.precision = "fp32"
 """
 RANKS = """
 import logging, os, signal, sys, time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from dsreason.errors import DsReasonError
 from dsreason.runtime import hosts, launch
 
 launch.enter_rank()
+from dsreason.runtime import lifeline
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import init_world
 
-how = sys.argv[-1]
-hosts.JOIN_TIMEOUT = timedelta(seconds=15 if how == "join" else 60)
-try:
+def work():
     world = init_world()
     setup_logs(Path.cwd(), world.rank)
     with Watchdog(world, time_limit=600.0) as watchdog, watchdog.phase("train"):
@@ -61,9 +61,20 @@ try:
         while not all(Path(f"ready_{rank}").exists() for rank in (0, 1)):
             time.sleep(0.1)
         if world.rank == 1 and how == "die":
-            Path("since").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         time.sleep(600)
+
+def die():
+    Path("since").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+how = sys.argv[-1]
+hosts.JOIN_TIMEOUT = timedelta(seconds=15 if how == "join" else 600)
+try:
+    with lifeline.from_the_start() if how in ("early", "die") else nullcontext():
+        if how == "early" and os.environ["RANK"] == "1":
+            die()
+        work()
 except DsReasonError as error:
     sys.exit(launch.report(error))
 """
@@ -178,18 +189,25 @@ def ranks(folder: Path) -> str:
     return "ranks.py"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    ("launcher", "how", "place"),
+    [
+        ("torchrun", "die", 'in phase "train"'),
+        ("deepspeed", "die", 'in phase "train"'),
+        ("torchrun", "early", "at its start"),
+    ],
+)
 def test_a_rank_that_is_killed_takes_both_hosts_along(
-    folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
+    folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str, how: str, place: str
 ) -> None:
     before = [host.processes() for host in hosts]
     if launcher == "torchrun":
-        first, second = torchrun(hosts, folder, ranks, "die")
+        first, second = torchrun(hosts, folder, ranks, how)
         assert first.returncode != 0
         assert second.returncode != 0
         told = first.stdout
     else:
-        ended = deepspeed(hosts, folder, ranks, "die", environment={"HF_TOKEN": "hf_secret"})
+        ended = deepspeed(hosts, folder, ranks, how, environment={"HF_TOKEN": "hf_secret"})
         assert ended.returncode != 0
         told = ended.stderr
         # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
@@ -202,7 +220,7 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
     while [host.processes() for host in hosts] != before:
         assert time.time() < deadline, told
         time.sleep(0.2)
-    assert 'rank 1 on node-1 died in phase "train"' in told
+    assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in told
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

@@ -9,13 +9,11 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dsreason.runtime import lifeline as module
 from dsreason.runtime.failures import PEER_EXIT_CODE, Failure
 from dsreason.runtime.lifeline import Lifeline
-from dsreason.runtime.world import World
 
 HOST = socket.gethostname()
 
@@ -27,12 +25,10 @@ class Ranks:
         store = dist.HashStore()
         self.heard: list[Queue[Failure]] = [Queue() for _ in range(3)]
         self.logs = [folder / f"rank_{rank}.log" for rank in range(3)]
-        self.lines = [
-            Lifeline(World(rank, rank, 3, torch.device("cpu")), store, str(self.logs[rank]), self.heard[rank].put)
-            for rank in range(3)
-        ]
-        for line in self.lines:
+        self.lines = [Lifeline(rank, 3, store, self.heard[rank].put) for rank in range(3)]
+        for line, log in zip(self.lines, self.logs, strict=True):
             line.open()
+            line.say_log(str(log))
 
     def kill(self, rank: int) -> None:
         """As the kernel does it."""
@@ -52,7 +48,7 @@ class Ranks:
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(module, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(module.hosts, "exchange", lambda name, value: [value])
     return Ranks(tmp_path)
 
 
@@ -106,6 +102,18 @@ def test_of_two_tracebacks_the_first_is_told_with_rank_host_and_log(ranks: Ranks
 def test_a_text_for_people_wins_over_an_earlier_traceback(ranks: Ranks) -> None:
     ranks.lines[1]._send({"failure": failure(1).__dict__})
     assert ranks.lines[2].fail(failure(2, mendable=True)) == failure(2, mendable=True) == ranks.all_hear(0, 1)
+
+
+def test_a_rank_that_was_killed_wins_over_what_others_say_of_the_lost_connection(ranks: Ranks) -> None:
+    ranks.kill(2)
+    assert ranks.lines[1].fail(failure(1, mendable=True)).rank == 2
+    assert ranks.all_hear(0, 1).silent
+
+
+def test_a_death_before_there_is_a_log_is_told_without_one(ranks: Ranks) -> None:
+    ranks.lines[2].say_log("")
+    ranks.kill(2)
+    assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died at its start (killed, or its host is gone)"
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guessed", "rank": 1}\n', b"x" * 10_000])
