@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ data.path = "{rows}"
 data.workers = 1
 data.vision.fps = 4.0
 optim.lr = 1e-3
+optim.schedule = "constant"
+optim.warmup = 0
 train.epochs = 2
 train.global_batch_size = 4
 train.micro_batch_size = 2
@@ -249,6 +253,41 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
         while [host.processes() for host in hosts] != before:
             assert time.monotonic() < deadline
             time.sleep(0.2)
+
+
+def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
+    folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
+) -> None:
+    start = [str(BIN / "torchrun"), "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "1"]
+    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", "--rdzv_conf", "last_call_timeout=5"]
+    start += ["-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "elastic"]
+    start += ["--set", "checkpoint.every=1", "--set", "train.epochs=8"]
+    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    before, run = hosts[1].processes(), folder / "elastic"
+    with ExitStack() as stack:
+        outputs = [stack.enter_context((folder / f"elastic_{host.name}.txt").open("w+")) for host in hosts]
+        first, second = (
+            stack.enter_context(
+                subprocess.Popen([*host.inside, *start], cwd=folder, env=given, stdout=file, stderr=file)
+            )
+            for host, file in zip(hosts, outputs, strict=True)
+        )
+        stack.callback(lambda: [process.kill() for process in (first, second)])
+        deadline = time.monotonic() + 3 * MINUTE
+        while not list((run / "checkpoints").glob("step_*/COMPLETE")):
+            assert time.monotonic() < deadline
+            assert first.poll() is None
+            time.sleep(0.05)
+        for pid in hosts[1].processes() - before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended = first.wait(timeout=5 * MINUTE)
+        told = (folder / f"elastic_{hosts[0].name}.txt").read_text()
+    assert ended == 0, told
+    assert "rank 1 on node-1 died" in told
+    assert json.loads((run / "config.json").read_text())["world_size"] == 1
+    assert len(losses(run)) == 16
+    assert losses(run)[:4] == pytest.approx(expected_losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
