@@ -31,6 +31,7 @@ from dsreason.runtime.checkpoint_folder import (
 )
 from dsreason.runtime.memory import status_bytes
 from dsreason.runtime.rng import load_rng_state, take_rng_state
+from dsreason.runtime.shards import checkpoint_tensors
 from tests.disks import set_read_only, small_disk
 from tests.unit.runtime.made_folders import make_export
 
@@ -281,6 +282,14 @@ def test_an_export_onto_a_bad_disk_is_told_and_leaves_what_was_there(tmp_path: P
     assert str(caught.value).startswith(f"{disk}/new: cannot be written (")
     assert reason in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "rng_rank_0.safetensors").touch()
+    with pytest.raises(
+        CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
+    ):
+        next(checkpoint_tensors(tmp_path, {"world_size": 2, "ranks": [0]}))
 
 
 def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:
