@@ -53,8 +53,8 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
     size = saved["world_size"]
     if len(saved.get("ranks", range(size))) < size and (missing := unwritten(checkpoint, range(size))):
         raise CheckpointError(
-            f"{checkpoint}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; copy what "
-            "the others have in that folder into this one"
+            f"{checkpoint}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; copy "
+            "what the others have in that folder into this one"
         )
     try:
         for name, pieces, shape in sliced_tensors(checkpoint, saved):
