@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dsreason.cli.main import main
 from tests.distributed import run_on_ranks
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
@@ -247,9 +249,20 @@ def test_a_sync_that_sends_nothing_stops_the_run(
         (["--set", "reward.options={exact_match={patern=1}}"], ["exact_match"]),
     ],
 )
-def test_a_mistake_is_named_before_ranks_start(folder: Path, options: list[str], words: list[str]) -> None:
-    ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "bad", "--dry-run", *options, cwd=folder)
-    assert ended.returncode == 2
-    assert [word for word in words if word not in ended.stderr] == [], ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_a_mistake_is_named_before_ranks_start(
+    folder: Path,
+    options: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    command = ["dsreason", "grpo", "--config", "run.toml", "--output-dir", "bad", "--dry-run", *options]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert [word for word in words if word not in told] == [], told
+    assert "Traceback" not in told
     assert not (folder / "bad").exists()

@@ -180,6 +180,7 @@ def test_the_command_streams_text_to_stdout_and_ends_with_2_on_a_mistake(
     assert "Traceback" not in wrong.stderr
 
 
+@pytest.mark.long
 def test_vllm_gives_the_answers_of_transformers(media: tuple[str, str], tmp_path: Path) -> None:
     options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt=What?", "--max-tokens=6", "--json"]
     options += ["--temperature=0", "--dtype=fp32"]

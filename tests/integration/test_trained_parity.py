@@ -22,7 +22,16 @@ TEMPERATURES = (1.0, 0.9)
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}")
+LONG = {
+    "qwen3_vl": [pytest.mark.long]
+}  # it trains a second model; test_vllm_engine.py compares all setups on random ones
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(setup, marks=LONG.get(setup.family, [])) for setup in SETUPS],
+    ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     setup: Setup = request.param

@@ -196,7 +196,7 @@ def ranks(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("launcher", "how", "place"),
     [
-        ("torchrun", "die", 'in phase "train"'),
+        pytest.param("torchrun", "die", 'in phase "train"', marks=pytest.mark.long),
         ("deepspeed", "die", 'in phase "train"'),
         ("torchrun", "early", "at its start"),
     ],
@@ -227,7 +227,7 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
     assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in told
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.long), "deepspeed"])
 def test_a_launcher_that_is_killed_takes_both_hosts_along(
     folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
 ) -> None:
@@ -255,6 +255,7 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
             time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
