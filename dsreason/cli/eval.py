@@ -79,7 +79,10 @@ def evaluate(
             raise ConfigError(
                 f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
             )
-        run(loaded)
+        from dsreason.runtime import lifeline  # it needs torch
+
+        with lifeline.from_the_start("in the evaluation"):
+            run(loaded)
         return
     launch.prepare_environment()
     for note in loaded.notes(len(os.sched_getaffinity(0))):

@@ -54,6 +54,7 @@ SETTLING = 0.5
 VERDICT_TIME = 5.0
 """Seconds that a failing rank waits for rank 0 to say which failure was the first."""
 HELLO_BYTES = 4096
+AT_START = "at its start"
 
 Message = dict[str, Any]
 
@@ -66,7 +67,7 @@ class Peer:
     rank: int = -1
     host: str = ""
     log: str = ""
-    place: str = "at its start"
+    place: str = AT_START
     has_ended: bool = False
     """Told: it left in order, or with a failure of its own."""
     received: bytes = b""
@@ -198,11 +199,14 @@ _started: Lifeline | None = None
 
 
 @contextmanager
-def from_the_start() -> Iterator[None]:
+def from_the_start(place: str = AT_START) -> Iterator[None]:
     """Around all that a rank does: join the job, with a lifeline from then on, where there are several hosts.
 
-    Before anything reads the variables that come from the first host. Until the watchdog takes the lifeline over, nothing
-    is open that would have to be closed: who hears of a failure ends at once.
+    Before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, who hears
+    of a failure ends at once.
+
+    Args:
+        place: where others say that this rank died.
 
     Raises:
         DsReasonError: the ranks did not come together in time.
@@ -220,6 +224,7 @@ def from_the_start() -> Iterator[None]:
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join(), end)
     line.open()
+    line.say_place(place)
     try:
         yield
     except Exception as error:
@@ -230,6 +235,8 @@ def from_the_start() -> Iterator[None]:
         if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
             raise RankError(as_heard(first)) from error
         raise
+    else:
+        line.say_goodbye()
     finally:
         _started = None
 

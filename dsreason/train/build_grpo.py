@@ -1,4 +1,4 @@
-"""Building a GRPO run: folder, prompts, model, engine, sampler, rewards, and what shows the run to a person."""
+"""Building a GRPO run: prompts, model, engine, sampler, rewards, and what shows the run to a person."""
 
 from __future__ import annotations
 
@@ -7,66 +7,43 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.config.load import dump_config
-from dsreason.config.lock import FolderLock
-from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.world import check_world
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
-from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.sources import SampleDataset
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
-from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.metrics import Metrics, open_metrics
+from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import Progress, open_progress
-from dsreason.runtime.record import run_facts
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.stop import StopRequest
-from dsreason.runtime.uploads import Uploader, uploading
-from dsreason.runtime.watchdog import Watchdog, cut_short
-from dsreason.runtime.world import (
-    World,
-    broadcast_object,
-    first_rank_first,
-    gather_objects,
-    init_world,
-    on_rank_zero,
-    seed_everything,
-    shutdown,
-)
-from dsreason.train.build import (
-    build_policy_engine,
-    build_rollout,
-    deepspeed_of,
-    open_writer,
-    watch,
-)
+from dsreason.runtime.uploads import Uploader
+from dsreason.runtime.watchdog import Watchdog
+from dsreason.runtime.world import World, gather_objects
+from dsreason.train.build import build_policy_engine, build_rollout
 from dsreason.train.check_rewards import row_check
 from dsreason.train.nonfinite import FiniteCheck, finite_check
+from dsreason.train.opening import OpenedRun, metrics_of, open_run, open_writer, record_run
 from dsreason.train.preflight import (
     DTYPES,
     build_encoder,
     check_grpo,
-    check_upload,
-    find_model,
     prompt_encoder,
     rollout_order,
 )
 from dsreason.train.reference import load_reference
-from dsreason.train.run_folder import open_output_dir, start_state
+from dsreason.train.run_folder import start_state
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -126,40 +103,20 @@ class GRPORun:
 @contextmanager
 def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPORun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
-    world = init_world()
     with ExitStack() as stack:
-        lock = stack.enter_context(FolderLock(on_lost=cut_short))
-        uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
-        stack.callback(shutdown)
-        stop = stack.enter_context(StopRequest())
-        output_dir = broadcast_object(output_dir or default_output_dir("grpo"))
-        config = config.model_copy(update={"output_dir": str(output_dir)})
-        world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)
-        setup_logs(output_dir, world.rank)
-        check_world(config, world.size)
-        watchdog = stack.enter_context(watch(config, world))
-        with watchdog.phase("preflight"):
-            on_rank_zero(lambda: check_grpo(config))
-            on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
-        with watchdog.phase("open_data"), first_rank_first(world):
-            model_path = find_model(config)
-            training, validation = open_datasets(config.data)
-
-        deepspeed_config = deepspeed_of(config, world)
-        seed_everything(config.train.seed, world.rank)
+        run = open_run(config, output_dir, resume, command="grpo", check=check_grpo, stack=stack)
+        config, world, model_path, watchdog = run.config, run.world, run.model_path, run.watchdog
         encoder, objective = build_encoder(config, model_path), objective_of(config.grpo)
-        order = rollout_order(training, config)
+        order = rollout_order(run.training, config)
         with watchdog.phase("load_model"):
-            engine, reference, state = load_policy(config, deepspeed_config, model_path, checkpoint, world)
-        facts = run_facts(world.size) | {"deepspeed": deepspeed_config, "model_path": str(model_path.resolve())}
-        on_rank_zero(lambda: write_run_config(output_dir, config, facts))
-        uploads.add_left(output_dir)
+            engine, reference, state = load_policy(run)
+        record_run(run)
 
         total_steps = order.num_steps * config.grpo.optimizer_steps_per_rollout
         next_batch = int(state.extra.get("next_batch", 0))
         asker = prompt_encoder(config, encoder)
         prompts = PromptLoader(
-            training,
+            run.training,
             asker,
             order,
             config,
@@ -169,30 +126,24 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             start=next_batch,
             check=row_check(config),
         )
-        metrics = open_metrics(
-            output_dir,
-            rank=world.rank,
-            resume_step=state.step if checkpoint is not None else None,
-            config=config.monitor,
-            run_config=dump_config(config),
-        )
+        metrics = metrics_of(run, state)
         with watchdog.phase("start_engine"):
             sampler = build_sampler(config, engine, model_path, encoder, watchdog, stack)
         scorer, metrics = stack.enter_context(open_scorer(config)), stack.enter_context(metrics)
         progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
         stack.enter_context(progress)
-        writer = open_writer(engine, config, output_dir / "checkpoints", world, watchdog, stack)
+        writer = open_writer(run, engine, stack)
         yield GRPORun(
             config=config,
             world=world,
-            output_dir=output_dir,
+            output_dir=run.output_dir,
             model_path=model_path,
             engine=engine,
             encoder=encoder,
             prompt_encoder=asker,
-            training_data=training,
+            training_data=run.training,
             prompts=iter(prompts),
-            validation_data=validation,
+            validation_data=run.validation,
             sampler=sampler,
             reference=reference,
             objective=objective,
@@ -203,9 +154,9 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             memory=sampler.memory,
             watchdog=watchdog,
             writer=writer,
-            uploads=uploads,
-            stop=stop,
-            finite=finite_check(config, output_dir, world, state),
+            uploads=run.uploads,
+            stop=run.stop,
+            finite=finite_check(config, run.output_dir, world, state),
             total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             state=state,
@@ -222,16 +173,15 @@ def check_reference_folder(config: GRPOConfig, world: World) -> None:
         )
 
 
-def load_policy(
-    config: GRPOConfig, deepspeed_config: dict[str, Any], model_path: Path, checkpoint: Path | None, world: World
-) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
+def load_policy(run: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
     """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
-    check_reference_folder(config, world)
-    engine = build_policy_engine(config, deepspeed_config, model_path)
-    reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None  # before a checkpoint is loaded
-    state = start_state(engine, checkpoint, config, model_path, world)
-    if checkpoint is not None and reference is not None:
-        load_reference(reference, config, checkpoint, Path(str(config.output_dir)))
+    check_reference_folder(run.config, run.world)
+    engine = build_policy_engine(run.config, run.deepspeed, run.model_path)
+    # Before a checkpoint is loaded.
+    reference = ReferencePolicy(engine) if objective_of(run.config.grpo).kl_coef else None
+    state = start_state(engine, run.checkpoint, run.config, run.model_path, run.world)
+    if run.checkpoint is not None and reference is not None:
+        load_reference(reference, run.config, run.checkpoint, run.output_dir)
     return engine, reference, state
 
 
