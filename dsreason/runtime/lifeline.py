@@ -371,6 +371,8 @@ class Switchboard(threading.Thread):
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """What the others followed from: the one that was heard of first, but a text for people says more than a traceback."""
-    first = failures[0]
-    return first if first.silent else next((failure for failure in failures if failure.mendable), first)
+    """What the others followed from: a death without a word, as who fails with one waits for the verdict before it ends;
+    then a text for people; then the one that was heard of first."""
+    dead = [failure for failure in failures if failure.silent]
+    told = [failure for failure in failures if failure.mendable]
+    return (dead or told or failures)[0]

@@ -110,6 +110,13 @@ def test_a_rank_that_was_killed_wins_over_what_others_say_of_the_lost_connection
     assert ranks.all_hear(0, 1).silent
 
 
+def test_a_rank_that_was_killed_wins_over_a_traceback_that_was_heard_of_earlier(ranks: Ranks) -> None:
+    ranks.lines[1]._send({"failure": failure(1).__dict__})
+    time.sleep(0.1)
+    ranks.kill(2)
+    assert ranks.all_hear(0, 1).rank == 2
+
+
 def test_a_death_before_there_is_a_log_is_told_without_one(ranks: Ranks) -> None:
     ranks.lines[2].say_log("")
     ranks.kill(2)
