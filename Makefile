@@ -39,7 +39,7 @@ $(TOOLS)/bin/uv:
 demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about ten minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
-test: setup ## Run the tests (about an hour on 2 cores).
+test: setup ## Run the tests (more than an hour on 2 cores).
 	$(PY) -m pytest
 
 test-all: setup ## Run the tests that show the same again over a longer road as well.
