@@ -26,13 +26,13 @@ from dsreason.runtime.checkpoint_folder import (
     STATE_FILE,
     as_save_error,
     check_sizes,
+    check_written,
     checkpoint_step,
     choose_checkpoint,
     complete_checkpoints,
     delete_folder,
     read_checkpoint,
     rng_file,
-    unwritten,
     write_json,
     write_whole,
 )
@@ -187,12 +187,9 @@ def check_files(path: Path, world: World) -> None:
 def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
     """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
     size = saved["world_size"]
-    missing = unwritten(path, [world.rank] if size == world.size else range(size))
-    if missing:
-        raise CheckpointError(
-            f"{path}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; resume with "
-            f"{size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
-        )
+    needed = [world.rank] if size == world.size else range(size)
+    advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
+    check_written(path, saved, needed, advice)
 
 
 def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:

@@ -115,6 +115,15 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
     return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
 
 
+def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], advice: str) -> None:
+    """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
+    if missing := unwritten(folder, ranks):
+        raise CheckpointError(
+            f"{folder}: has no {', '.join(missing)}: the {saved['world_size']} ranks of this run wrote to folders of several "
+            f"hosts; {advice}"
+        )
+
+
 def rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
 

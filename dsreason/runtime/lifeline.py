@@ -106,14 +106,13 @@ class Peer:
 
 
 class Lifeline:
-    """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank.
+    """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank."""
 
-    Args:
-        heard: called once, in a thread, with the first failure of the job, which may be this rank's own.
-    """
+    heard: Callable[[Failure], None]
+    """Called once, in a thread, with the first failure of the job, which may be this rank's own."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, heard: Callable[[Failure], None]) -> None:
-        self.rank, self.size, self.heard = rank, size, heard
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size = rank, size
         self._store = store
         self._zero: Peer | None = None
         """Rank 0, as this rank knows it."""
@@ -121,8 +120,12 @@ class Lifeline:
         self._first: Failure | None = None
         self._decided = threading.Event()
 
-    def open(self) -> None:
-        """Connect, once. Every rank calls it. A rank that cannot is named by rank 0, and watched by nobody."""
+    def open(self, heard: Callable[[Failure], None]) -> None:
+        """Connect, unless it is open already; from now on `heard` hears. Every rank calls it.
+
+        A rank that cannot connect is named by rank 0, and watched by nobody.
+        """
+        self.heard = heard
         if self.size == 1 or self._is_open:
             return
         self._is_open = True
@@ -222,8 +225,8 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
         if first.rank != own_rank() and not is_failing.is_set():
             os._exit(launch.report(RankError(as_heard(first))))
 
-    _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join(), end)
-    line.open()
+    _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
+    line.open(end)
     line.say_place(place)
     try:
         yield
@@ -241,9 +244,9 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
         _started = None
 
 
-def of_this_rank(rank: int, size: int, store: dist.Store, heard: Callable[[Failure], None]) -> Lifeline:
+def of_this_rank(rank: int, size: int, store: dist.Store) -> Lifeline:
     """The lifeline from its start, if it has one, or another, not open yet."""
-    return _started or Lifeline(rank, size, store, heard)
+    return _started or Lifeline(rank, size, store)
 
 
 def announce(store: dist.Store, size: int) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dsreason.errors import CheckpointError
-from dsreason.runtime.checkpoint_folder import unwritten
+from dsreason.runtime.checkpoint_folder import check_written
 from dsreason.runtime.engine import hf_name
 
 UNREADABLE = (
@@ -50,12 +50,9 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
     Raises:
         CheckpointError: a rank's file is missing or damaged, or is one of another run.
     """
-    size = saved["world_size"]
-    if len(saved.get("ranks", range(size))) < size and (missing := unwritten(checkpoint, range(size))):
-        raise CheckpointError(
-            f"{checkpoint}: has no {', '.join(missing)}: the {size} ranks of this run wrote to folders of several hosts; copy "
-            "what the others have in that folder into this one"
-        )
+    ranks = range(saved["world_size"])
+    if len(saved.get("ranks", ranks)) < len(ranks):
+        check_written(checkpoint, saved, ranks, "copy what the others have in that folder into this one")
     try:
         for name, pieces, shape in sliced_tensors(checkpoint, saved):
             yield hf_name(name), assemble(pieces, shape)

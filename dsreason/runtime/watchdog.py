@@ -81,7 +81,7 @@ class Watchdog:
         self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
         self._store_lost = False
         self._outputs = outputs()
-        self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store, self._end_with)
+        self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store)
         self._over = threading.Event()
         self._is_closing = self._is_late = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -89,8 +89,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
-        self._lifeline.heard = self._end_with
-        self._lifeline.open()
+        self._lifeline.open(self._end_with)
         self._lifeline.say_log(log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()

@@ -22,9 +22,8 @@ TEMPERATURES = (1.0, 0.9)
 STEPS = 3
 
 
-LONG = {
-    "qwen3_vl": [pytest.mark.long]
-}  # it trains a second model; test_vllm_engine.py compares all setups on random ones
+# It trains a second model; test_vllm_engine.py compares all setups on random ones.
+LONG = {"qwen3_vl": [pytest.mark.long]}
 
 
 @pytest.fixture(

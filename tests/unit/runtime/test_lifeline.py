@@ -25,9 +25,9 @@ class Ranks:
         store = dist.HashStore()
         self.heard: list[Queue[Failure]] = [Queue() for _ in range(3)]
         self.logs = [folder / f"rank_{rank}.log" for rank in range(3)]
-        self.lines = [Lifeline(rank, 3, store, self.heard[rank].put) for rank in range(3)]
-        for line, log in zip(self.lines, self.logs, strict=True):
-            line.open()
+        self.lines = [Lifeline(rank, 3, store) for rank in range(3)]
+        for line, log, heard in zip(self.lines, self.logs, self.heard, strict=True):
+            line.open(heard.put)
             line.say_log(str(log))
 
     def kill(self, rank: int) -> None:
