@@ -1,0 +1,45 @@
+"""What an export holds at a time, read in a process of its own: one that ran other tests has memory to spare."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsreason.export import write_model_folder
+from dsreason.runtime.memory import status_bytes
+
+pytestmark = pytest.mark.integration
+
+TENSORS, ELEMENTS = 6, 9_000_000
+SIZE = 4 * ELEMENTS  # bytes; blocks of more than 32 MiB go back to the kernel when they are freed
+
+
+def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
+        held = pool.submit(bytes_held_at_most, tmp_path).result()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == TENSORS // 2
+    assert 2 * SIZE <= held < 4 * SIZE
+
+
+def bytes_held_at_most(folder: Path) -> int:
+    """Of tensors, while a model of `TENSORS` tensors is written to `folder`/out, two to a shard."""
+    source = folder / "base"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    seen: list[int] = []
+
+    def measure(name: str) -> None:
+        seen.append(status_bytes("RssAnon"))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(TENSORS):
+            measure("before it is made")
+            yield f"layer.{i}", torch.full((ELEMENTS,), float(i))
+
+    write_model_folder(tensors(), source, folder / "out", dtype="fp32", max_shard_size="75MB", on_tensor=measure)
+    return max(seen) - min(seen)
