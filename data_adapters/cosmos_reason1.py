@@ -46,9 +46,13 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
 
 
 def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
-    """The file at the row's own path, else the one of that name; in folders first, then in archives. Also of an image."""
+    """The file at the row's own path, else the one of that name; in folders first, then in archives. Also of an image.
+
+    Where it should be, if there is none.
+    """
     subset = data.subset or ""
-    for clips in index_clips(data.path, subset, data.revision, data.media_path):
+    places = index_clips(data.path, subset, data.revision, data.media_path)
+    for clips in places:
         for folder in clips.folders:
             if (folder / video).is_file():
                 return (folder / video).absolute()
@@ -60,8 +64,7 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
             )
         if found:
             return found[0]
-    what = "clip" if kind == "video" else kind
-    raise DataError(f"field {kind!r}: no {what} named {Path(video).name} in {data.path} {subset}".rstrip())
+    return (places[0].folders[0] / video).absolute()
 
 
 def clip_name(video: str, subset: str) -> str:

@@ -1,4 +1,4 @@
-"""Cosmos-Reason1 RL and benchmark rows: a multiple-choice question about a clip.
+"""Cosmos-Reason1 RL and benchmark rows: a question about a clip, mostly a multiple-choice one.
 
     {"video": "clips/0123.mp4", "qa_pairs": {"question": "What does the robot do next?",
                                              "index2ans": {"A": "grasps the cup", "B": "opens the door"}, "answer": "A"}}
@@ -20,7 +20,7 @@ import numpy as np
 
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
-from dsreason.data.rows import Rows, read_rows, text_field
+from dsreason.data.rows import Rows, options_field, read_rows, text_field
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 
@@ -37,22 +37,23 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     choice = row["qa_pairs"]
     if not isinstance(choice, dict):
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
-    options = read_options(choice["index2ans"])
+    options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
     answer = text_field(choice, "correct_answer" if choice.get("correct_answer") else "answer").strip()
-    if answer not in options:
-        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
-    lines = [text_field(choice, "question"), *(f"({letter}) {text}" for letter, text in options.items()), REQUEST]
+    lines = [text_field(choice, "question")]
+    if options is not None:
+        answer = own_letter(answer, options)
+        lines += [*(f"({letter}) {text}" for letter, text in options.items()), REQUEST]
     content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
 
 
-def read_options(given: Any) -> dict[str, str]:
-    """Without the None entries that Arrow fills in so that all rows have the same letters."""
-    options = {letter: text for letter, text in given.items() if text is not None} if isinstance(given, dict) else {}
-    if not options or not all(isinstance(text, str) for text in options.values()):
-        raise DataError(f"field 'qa_pairs.index2ans' is {given!r:.100}; it must have a text for each letter")
-    return options
+def own_letter(answer: str, options: dict[str, str]) -> str:
+    """The answer as the option's letter is written."""
+    found = [letter for letter in options if letter.lower() == answer.lower()]
+    if not found:
+        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
+    return found[0]
 
 
 class Questions(Rows):

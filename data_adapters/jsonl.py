@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.rows import text_field
+from dsreason.data.rows import options_field, text_field
 from dsreason.data.types import Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
-    options = lettered(row.get("options"))
+    options = options_field(lettered(row.get("options")), "options")
     question = "\n".join(
         [text_field(row, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
     )
@@ -30,15 +30,13 @@ def to_sample(row: dict[str, Any]) -> Sample:
     return Sample(id=str(row.get("id", "")), messages=messages, answer=answer, options=options, meta=meta)
 
 
+def lettered(options: Any) -> Any:
+    return {chr(ord("A") + i): text for i, text in enumerate(options)} if isinstance(options, list) else options
+
+
 def media_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
     parts = []
     for kind in ("image", "video"):
         given = row.get(kind) or []
         parts += [{"type": kind, kind: path} for path in ([given] if isinstance(given, (str, dict)) else given)]
     return parts
-
-
-def lettered(options: dict[str, str] | list[str] | None) -> dict[str, str] | None:
-    if isinstance(options, list):
-        return {chr(ord("A") + i): text for i, text in enumerate(options)}
-    return options

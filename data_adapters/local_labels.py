@@ -20,7 +20,7 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """One row for every id that has a video or a label; what lacks the other is told when the row is read."""
+    """One row for every id that has a video or a label; what lacks the other is told when the row is used."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
@@ -39,10 +39,12 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "label" not in row:
         raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}")
-    if len(row.get("videos", [])) != 1:
-        raise DataError(f"{row['label']} needs one video named {row['id']}.*, found {row.get('videos', [])}")
-    answer = label_text(Path(row["label"]))
-    content = [{"type": "video", "video": row["videos"][0]}, {"type": "text", "text": data.question}]
+    label = Path(row["label"])
+    videos = row.get("videos", [str(label.parent.parent / "videos" / f"{row['id']}.*")])
+    if len(videos) != 1:
+        raise DataError(f"{label} needs one video named {row['id']}.*, found {videos}")
+    answer = label_text(label)
+    content = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Sample(id=row["id"], messages=messages, answer=answer)
 

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
-from dsreason.config.load import load_config
+from dsreason.config.load import RECIPES, load_config, read_document
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
@@ -47,7 +48,9 @@ def evaluate(
         int | None, typer.Option(min=1, help="GPUs that hold one copy of the model together.")
     ] = None,
     results_dir: Annotated[Path | None, typer.Option(help="Where the answers go; default: results.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many questions of each data set.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many questions in all, evenly from the data sets.")
+    ] = None,
     compat: Annotated[
         bool, typer.Option("--compat", help="Read and grade answers exactly as cosmos-reason1 does.")
     ] = False,
@@ -68,7 +71,8 @@ def evaluate(
         "evaluation.overwrite": overwrite or None,
         "results_dir": results_dir and str(results_dir),
     }
-    changes = [*questions_of(dataset or [], data, adapter), *named_models(model, server)]
+    asked = questions_of(dataset or [], data, adapter, named=names_datasets(config))
+    changes = [*asked, *named_models(model, server)]
     if tensor_parallel_size is not None:
         changes.append(f"model.tensor_parallel_size={tensor_parallel_size}")
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
@@ -107,8 +111,16 @@ def check_complete(who: object, what: object) -> None:
         raise ConfigError("; ".join(missing) + " (or --config eval.toml)")
 
 
-def questions_of(datasets: list[str], data: str | None, adapter: str | None) -> list[str]:
-    """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's."""
+def names_datasets(config: Path | None) -> bool:
+    """Whether the file says which benchmarks are asked."""
+    return config is not None and bool(read_document(find_file(str(config), RECIPES), str(config)).get("datasets"))
+
+
+def questions_of(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
+    """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's.
+
+    Where the configuration has `named` the benchmarks, a folder is only where they lie; else all that it has are asked.
+    """
     changes = []
     if adapter is not None or (data is not None and Path(data).is_file()):
         if datasets:
@@ -121,13 +133,13 @@ def questions_of(datasets: list[str], data: str | None, adapter: str | None) -> 
     if data is not None:
         if not Path(data).is_dir():
             raise ConfigError(f"--data {data}: no such file or folder (working folder: {Path.cwd()})")
-        if not (datasets or benchmarks_in(Path(data))):
+        if not (named or datasets or benchmarks_in(Path(data))):
             raise ConfigError(
                 f"--data {data}: has no <name>/<name>_benchmark_qa_pairs.json in it or in {data}/benchmark; give --adapter, "
                 "if these are rows of another kind"
             )
         changes.append(f"data_dir={json.dumps(data)}")
-        datasets = datasets or benchmarks_in(Path(data))
+        datasets = datasets or ([] if named else benchmarks_in(Path(data)))
     if datasets:
         changes += [f"datasets={json.dumps(datasets)}", "sources=[]"]
     return changes
@@ -136,10 +148,12 @@ def questions_of(datasets: list[str], data: str | None, adapter: str | None) -> 
 def benchmarks_in(folder: Path) -> list[str]:
     """Names of the benchmark folders in `--data`."""
     return sorted(
-        file.parent.name
-        for place in (folder, folder / "benchmark")
-        for file in place.glob("*/*_benchmark_qa_pairs.json")
-        if file.name == f"{file.parent.name}_benchmark_qa_pairs.json"
+        {
+            file.parent.name
+            for place in (folder, folder / "benchmark")
+            for file in place.glob("*/*_benchmark_qa_pairs.json")
+            if file.name == f"{file.parent.name}_benchmark_qa_pairs.json"
+        }
     )
 
 

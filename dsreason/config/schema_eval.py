@@ -6,7 +6,7 @@ import re
 from collections.abc import Set
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
 
@@ -43,8 +43,9 @@ class EvalModelConfig(Section):
     """Hub revision."""
     tokenizer_model_name: str | None = None
     """Accepted and not used: tokenizer and processor are those in the model's folder."""
-    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
-    """Of the weights; `auto`: what the model's config.json says."""
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] | None = None
+    """Of the weights; `auto`: what the model's config.json says. Unset: bfloat16 on a GPU, float32 on CPUs, where an answer
+    then does not depend on which others are in its batch."""
     tensor_parallel_size: int = Field(1, ge=1, validation_alias=AliasChoices("tensor_parallel_size", "tp_size"))
     """GPUs that hold one copy of the model together."""
     max_length: int | None = Field(None, ge=8)
@@ -104,9 +105,17 @@ class ServerConfig(Section):
         parts = urlsplit(url)
         if parts.password is not None:
             raise ValueError("holds a password, which would be written to the results; give it by api_key_env")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
             raise ValueError(f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1")
         return url
+
+
+def has_port(parts: SplitResult) -> bool:
+    """Whether the port, if one is given, is a number that a port can have."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 class EvaluationConfig(Section):
@@ -126,7 +135,7 @@ class EvaluationConfig(Section):
     """Frames per second to sample from a video, where `[vision]` sets neither `fps` nor `nframes`."""
     seed: int = Field(1, ge=0)
     limit: int | None = Field(None, ge=1)
-    """At most this many questions of each data set, from the first on."""
+    """At most this many questions in all: the first ones of each data set, as many of one as of another."""
     system_prompt: str | None = None
     """System message; "": none. Unset: "Answer the questions." for benchmark folders, and rows keep their own."""
     similarity_model: str | None = None

@@ -96,7 +96,7 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
     match = pattern.fullmatch(name)
     if match is None:
         raise DataError(f"{name}: is not the name of a clip of {dataset}; the rule is {FORMS[dataset]}")
-    if any(character in name for character in "/\\\0") or name.startswith(".") or ".." in name:
+    if any(character in name for character in "/\\\0") or name.startswith((".", "-")) or ".." in name:
         raise DataError(f"{name}: could lead out of the folder of the raw videos")
     return match
 
@@ -175,8 +175,8 @@ def find_actions(raw: Path) -> Path:
 def read_actions(file: Path) -> Actions:
     try:
         recordings = json.loads(file.read_text(encoding="utf-8"))
-        return {entry["video_name"]: fine_actions(entry["events"]) for entry in recordings}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {entry["video_name"]: fine_actions(entry.get("events") or []) for entry in recordings}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{file}: is not an annotation of HoloAssist ({type(error).__name__}: {error}); expected a list of "
             '{"video_name", "events": [{"label", "id", "start", "end"}]}'

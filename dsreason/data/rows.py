@@ -234,6 +234,18 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
     return row[field]
 
 
+def options_field(given: Any, field: str) -> dict[str, str] | None:
+    """Options by their letters, or None where there are none; numbers become texts. DataError for anything else.
+
+    Without the None entries that Arrow fills in so that all rows have the same letters.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
+        raise DataError(f"field {field!r} is {given!r:.100}; it must have a text for each letter")
+    return {letter: str(text) for letter, text in given.items() if text is not None} or None
+
+
 def only_train(data: SourceConfig, what: str) -> None:
     """Reject a split name where the data has no splits."""
     if data.split != "train":

@@ -67,6 +67,14 @@ class Source:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
+        """Row `index`, with all its media there."""
+        sample = self.read(index)
+        if missing := missing_medium(sample.messages):
+            raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {missing}")
+        return sample
+
+    def read(self, index: int) -> Sample:
+        """Row `index`, whether or not its media exist."""
         where = self.rows.location(index)
         try:
             sample = self.adapter.to_sample(self.rows[index], self.config)
@@ -161,11 +169,12 @@ def num_held_out(validation: float | int, num_rows: int) -> int:
 
 
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
-    """Check the messages, find the media, and fill in the source's system prompt and vision settings.
+    """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
-    An answer that no message gives becomes the assistant's.
+    An answer that no message gives becomes the assistant's, and the first file stands for an id that there is none of.
     """
     check_messages(sample.messages)
+    check_options(sample.options)
     given = list(sample.messages)
     if not any(message["role"] == "assistant" for message in given):
         if not sample.answer:
@@ -176,7 +185,21 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if not may_leave(config):
         check_inside(messages, media_root)
-    return replace(sample, messages=messages)
+    return replace(sample, id=sample.id or first_path(given), messages=messages)
+
+
+def check_options(options: object) -> None:
+    if options is None:
+        return
+    texts = [*options.keys(), *options.values()] if isinstance(options, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"options: must be a text for each letter, are {options!r:.200}")
+
+
+def first_path(messages: Sequence[Message]) -> str:
+    """The first file, as its row names it; "" where there is none, or the row holds the file itself."""
+    paths = [part[part["type"]] for part in media_parts(messages)]
+    return paths[0] if paths and isinstance(paths[0], str) else ""
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -214,7 +237,7 @@ def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -
             raise DataError(
                 f"a part of type {kind!r} has the unknown key {key!r}" + (f"; did you mean {meant!r}?" if meant else "")
             )
-    path = find_media(part.get(kind), kind, media_root)
+    path = locate_medium(part.get(kind), kind, media_root)
     return {**vision_settings(part, vision, kind), **part, kind: str(path)}
 
 
@@ -230,11 +253,8 @@ def check_text(text: Any) -> None:
             )
 
 
-def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
-    """The file of a media part: absolute, below `media_root`, or what a Hugging Face data set holds itself.
-
-    Whether an object in S3 exists is seen when it is read.
-    """
+def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
+    """Where a medium must be: an absolute path, one below `media_root`, or what a Hugging Face data set holds itself."""
     if isinstance(given, dict) and given.get("bytes"):
         return embedded_file(given["bytes"], Path(str(given.get("path") or "")).suffix)
     if isinstance(given, dict):
@@ -255,9 +275,16 @@ def find_media(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3
         path = media_root / path
         if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
-        raise DataError(f"{kind}: no file {str(path)[:300]}")
     return path
+
+
+def missing_medium(messages: Sequence[Message]) -> str | None:
+    """Which medium is not there. Whether an object in S3 exists is seen when it is read."""
+    for part in media_parts(messages):
+        path = part[part["type"]]
+        if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
+            return f"{part['type']}: no file {path[:300]}"
+    return None
 
 
 def may_leave(config: SourceConfig) -> bool:
@@ -269,10 +296,8 @@ def may_leave(config: SourceConfig) -> bool:
 
 def check_inside(messages: Sequence[Message], media_root: Path | S3Address) -> None:
     """DataError for media that are neither below `media_root` nor unpacked or downloaded by us."""
-    places = [
-        str(media_root),
-        *map(os.path.abspath, (media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE)),
-    ]
+    root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
+    places = [root, *map(os.path.abspath, (media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE))]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])

@@ -116,9 +116,14 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         )
     path, name = find_model(config, world, stack)
     on_rank_zero(lambda: check_folder(config, path))
-    model = {"name": name, "path": str(config.model.path), "fingerprint": model_fingerprint(path)}
+    model = {
+        "name": name,
+        "path": str(config.model.path),
+        "fingerprint": model_fingerprint(path),
+        "dtype": dtype_name(config, world),
+    }
     on_rank_zero(lambda: on_model(model))
-    dtype, length = dtype_of(config, path), max_length(config, path)
+    dtype, length = dtype_of(config, path, world), max_length(config, path)
     encoder = open_encoder(
         path,
         dtype=dtype,
@@ -183,16 +188,21 @@ def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path
     own = on_rank_zero(lambda: meant(str(config.model.path)))
     name = base_name(str(own or config.model.path))
     if own is not None and is_checkpoint(own):
-        dtype = {"float32": "fp32", "auto": "auto"}.get(config.model.dtype, "bf16")
+        dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")
         results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
         return on_rank_zero(lambda: stack.enter_context(exported(own, results, dtype))), name
     with first_rank_first(world):
         return resolved(config, own), name
 
 
-def dtype_of(config: EvalConfig, path: Path) -> torch.dtype:
-    if config.model.dtype != "auto":
-        return DTYPES[config.model.dtype]
+def dtype_name(config: EvalConfig, world: World) -> str:
+    return config.model.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+
+
+def dtype_of(config: EvalConfig, path: Path, world: World) -> torch.dtype:
+    name = dtype_name(config, world)
+    if name != "auto":
+        return DTYPES[name]
     dtype = model_config(path, trust_remote_code=config.model.trust_remote_code).dtype
     return torch.float32 if dtype is None else dtype
 

@@ -305,10 +305,10 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         prompts = [str(prompt)]
     else:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
-        lines = enumerate(text.splitlines(), start=1)
+        lines = enumerate(text.split("\n"), start=1)
         prompts = [text.strip()]
         if file.suffix == ".jsonl":
             prompts = [_prompt_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
@@ -320,7 +320,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 def _prompt_of(line: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON ({error})") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise ConfigError(f'{where}: is {line.strip()[:80]}; a line must be {{"prompt": "…"}}')

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,8 @@ from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
-from dsreason.data.rows import ListRows, read_rows, text_field
-from dsreason.data.sources import Source, check_text, open_source, vision_settings
+from dsreason.data.rows import options_field, read_rows, text_field
+from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.grading import kind_of, reference_of
@@ -37,23 +37,33 @@ from dsreason.rewards.text import final_answer
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
 PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 SYSTEM_PROMPT = "Answer the questions."
-STAND_IN = str(Path(__file__).absolute())
-"""A file that exists."""
 
 
 def load_questions(config: EvalConfig) -> list[Question]:
-    """All questions, in the order of the configuration and of the files; `evaluation.limit` of each data set.
+    """All questions, in the order of the configuration and of the files; or `evaluation.limit` of them, see `even_shares`.
 
     Raises:
         ConfigError, DataError: no such data set or adapter, no questions, a row that cannot be read, an answer that is not
             among its options. The text names file, row and both values.
     """
-    questions: list[Question] = []
-    for name in config.datasets:
-        questions += islice(benchmark_questions(name, config), config.evaluation.limit)
-    for source in config.sources:
-        questions += islice(row_questions(source, config), config.evaluation.limit)
-    return questions
+    limit = config.evaluation.limit
+    given = [benchmark_questions(name, config) for name in config.datasets]
+    given += [row_questions(source, config) for source in config.sources]
+    datasets = [list(islice(questions, limit)) for questions in given]
+    shares = even_shares([len(questions) for questions in datasets], limit)
+    return [question for questions, share in zip(datasets, shares, strict=True) for question in questions[:share]]
+
+
+def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """How many of each data set are asked, `limit` in all: as many of each as there are, or as others have.
+
+    Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
+    """
+    shares, left = list(sizes), sum(sizes) if limit is None else limit
+    for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
+        shares[place] = min(sizes[place], left // (len(sizes) - rank))
+        left -= shares[place]
+    return shares
 
 
 # ---------------------------------------------------------------- benchmark folders
@@ -65,12 +75,13 @@ def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
-            sample, kind = benchmark_sample(clip, pair, config)
+            video_id = clip_id(folder, clip)
+            sample, kind = benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{where}: field {error} is missing") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        yield identified(name, clip.stem, kind, sample, problem, seen)
+        yield identified(name, video_id, kind, sample, problem, seen)
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
@@ -113,8 +124,8 @@ def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     """The clip's path, and why it cannot be shown."""
-    clip = Path(os.path.normpath(folder / video))
-    if not video or clip == folder or not clip.is_relative_to(folder):
+    clip = folder / video
+    if not Path(os.path.normpath(clip)).is_relative_to(os.path.normpath(folder)) or clip == folder:
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
     if os.path.isfile(clip):  # unlike Path.is_file, False for a path that is too long
         return clip, None
@@ -123,13 +134,20 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     return clip, f"video: no file {clip}{hint}"
 
 
-def benchmark_sample(clip: Path, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
-    options = read_options(pair.get("index2ans"))
+def clip_id(folder: Path, clip: Path) -> str:
+    """`7` of `clips/7.mp4`, `left/7` of `clips/left/7.mp4`."""
+    return os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")
+
+
+def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
+    options = options_field(pair.get("index2ans"), "index2ans")
+    if options is None and pair.get("index2ans") is not None:
+        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a text for each letter")
     answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
     if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
         raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
     meta = {key: pair[key] for key in ("question_kind",) if key in pair}
-    sample = with_checked_answer(Sample(clip.stem, [], str(answer).strip(), options, meta))
+    sample = with_checked_answer(Sample(video_id, [], str(answer).strip(), options, meta))
     kind = checked_kind(sample)
     check_reference(sample, kind)
     lines = [text_field(pair, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
@@ -144,16 +162,6 @@ def benchmark_sample(clip: Path, pair: dict[str, Any], config: EvalConfig) -> tu
     return replace(sample, messages=as_asked(messages, kind, config)), kind
 
 
-def read_options(given: Any) -> dict[str, str] | None:
-    """Without the None entries that Arrow fills in so that all rows have the same letters."""
-    if given is None:
-        return None
-    options = {letter: text for letter, text in given.items() if text is not None} if isinstance(given, dict) else {}
-    if not options or not all(isinstance(text, str | int | float) for text in options.values()):
-        raise DataError(f"field 'index2ans' is {given!r:.100}; it must have a text for each letter")
-    return {letter: str(text) for letter, text in options.items()}
-
-
 # ---------------------------------------------------------------- rows of an adapter
 
 
@@ -163,7 +171,8 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
     source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
     seen: Counter[str] = Counter()
     for index in indices.tolist():
-        sample, problem = read_row(source, index)
+        sample = source.read(index)
+        problem = missing_medium(sample.messages)
         try:
             sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
             kind = config.kind or checked_kind(sample)
@@ -171,68 +180,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
             sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
-        yield identified(config.dataset, sample.id or first_path(source.rows[index]), kind, sample, problem, seen)
-
-
-def read_row(source: Source, index: int) -> tuple[Sample, str | None]:
-    """The sample, and what is wrong with its media. What else is wrong with a row is raised.
-
-    Only its media are wrong where the row can be read with another file in their place.
-    """
-    row = source.rows[index]
-    try:
-        return source.sample(index), None
-    except DataError as error:
-        media: dict[str, list[str]] = {"image": [], "video": []}
-        try:
-            sample = replace(source, rows=ListRows([with_stand_ins(row, media)], "")).sample(0)
-        except DataError:
-            raise error from None
-        return with_media(sample, media), str(error)
-
-
-def with_stand_ins(row: Any, media: dict[str, list[str]]) -> Any:
-    """The row with `STAND_IN` for each path of a medium; the paths are added to `media`."""
-
-    def walk(value: Any, kind: str | None) -> Any:
-        if isinstance(value, dict):
-            return {key: walk(inner, kind_of_key.get(key)) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [walk(inner, kind) for inner in value]
-        if kind is None or not isinstance(value, str) or "://" in value or ".." in Path(value).parts:
-            return value
-        media[kind].append(value)
-        return STAND_IN
-
-    kind_of_key = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-    return walk(row, None)
-
-
-def first_path(row: Any) -> str:
-    """The first file of a row, as it stands there; "" where it has none."""
-    media: dict[str, list[str]] = {"image": [], "video": []}
-    with_stand_ins(row, media)
-    return first_of(media)
-
-
-def first_of(media: dict[str, list[str]]) -> str:
-    return next(iter(media["video"] + media["image"]), "")
-
-
-def with_media(sample: Sample, media: dict[str, list[str]]) -> Sample:
-    """The row's own paths back in the parts that have `STAND_IN`, and in an id that an adapter took from one."""
-    waiting = {kind: iter(paths) for kind, paths in media.items()}
-
-    def back(part: dict[str, Any]) -> dict[str, Any]:
-        kind = part["type"]
-        return part if part.get(kind) != STAND_IN else {**part, kind: next(waiting[kind], STAND_IN)}
-
-    messages = [
-        m if isinstance(m["content"], str) else {**m, "content": [back(part) for part in m["content"]]}
-        for m in sample.messages
-    ]
-    own_id = first_of(media) if sample.id == STAND_IN else sample.id
-    return replace(sample, messages=messages, id=own_id)
+        yield identified(config.dataset, sample.id, kind, sample, problem, seen)
 
 
 def reference_answer(sample: Sample) -> str:

@@ -21,7 +21,7 @@ MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size"}
 CHUNK = 65536
 SOURCES = "vision of "
 """Before a source's data set: these are compared only where both evaluations have it."""
-MODEL = ("dtype", "max_length", "engine", "trust_remote_code", "attention")
+MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 
 def run_folder(config: EvalConfig, model_name: str) -> Path:

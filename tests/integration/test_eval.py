@@ -348,7 +348,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     (folder / "robots_benchmark_qa_pairs.json").rename(folder / "robovqa_benchmark_qa_pairs.json")
     shutil.copytree(folder, folder.parent / "av")
     (folder.parent / "av/robovqa_benchmark_qa_pairs.json").rename(folder.parent / "av/av_benchmark_qa_pairs.json")
-    options = ["--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 2]
+    options = ["--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 4]
     [(code, text)] = run(benchmark, [*options, "--results-dir", "yaml", *FP32, *SHORT])
     assert code == 0, text
     found = results(benchmark / "yaml")

@@ -18,7 +18,7 @@ from data_adapters import conversations, cosmos_reason1, jsonl, llava, local_lab
 from dsreason.config.schema import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
 from dsreason.data.media import load_image
-from dsreason.data.sources import open_datasets
+from dsreason.data.sources import open_datasets, open_source
 from dsreason.errors import ConfigError, DataError
 from tests.unit.data.videos import write_video
 
@@ -174,16 +174,23 @@ def test_a_real_label_file_becomes_json_text_that_parses_again():
     assert json.loads(local_labels.label_text(label)) == json.loads(label.read_text())
 
 
-@pytest.mark.parametrize("present", ["videos/1.mp4", "metas/1.label.json"])
-def test_local_labels_name_what_has_no_partner(tmp_path, present):
+@pytest.mark.parametrize(
+    ("present", "text"),
+    [
+        ("videos/1.mp4", r"videos/1\.mp4 has no label metas/1\.label\.json"),
+        ("metas/1.label.json", r"row 1 \(sample '1'\): video: no file .*/videos/1\.\*"),
+    ],
+)
+def test_local_labels_name_what_has_no_partner(tmp_path, present, text):
     (tmp_path / "videos").mkdir()
     (tmp_path / "metas").mkdir()
     (tmp_path / present).write_text("{}")
-    data = SourceConfig(path=str(tmp_path))
+    data = SourceConfig(adapter="local_labels", path=str(tmp_path), question="Describe.")
     with pytest.raises(DataError, match="split"):
         local_labels.rows(data.model_copy(update={"split": "validation"}))
-    with pytest.raises(DataError, match="1"):
-        local_labels.to_sample(local_labels.rows(data)[0], data)
+    source, _ = open_source(data)
+    with pytest.raises(DataError, match=text):
+        source.sample(0)
 
 
 def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> SourceConfig:
@@ -253,8 +260,9 @@ def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as
 def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "8.mp4")
-    with pytest.raises(DataError, match=r"7\.mp4"):
-        cosmos_reason1.to_sample({"video": "clips/7.mp4", "conversations": []}, data)
+    source, _ = open_source(data)
+    with pytest.raises(DataError, match=r"row 1 \(sample 'clips/7\.mp4'\): video: no file .*/robovqa/clips/7\.mp4"):
+        source.sample(0)
 
 
 def test_an_archive_cannot_write_outside_its_folder(tmp_path, monkeypatch):

@@ -92,6 +92,13 @@ def test_each_question_of_a_list_is_a_row(folder):
         samples[3]
 
 
+def test_a_question_may_have_no_options_and_the_letter_may_be_small(folder):
+    yes = {"question": "Does it move?", "answer": "yes"}
+    first, second = open_rows(folder, [{**ROW, "qa_pairs": yes}, {**ROW, "qa_pairs": {**CHOICE, "answer": "b"}}])
+    assert (first.messages[0]["content"][1]["text"], first.answer, first.options) == ("Does it move?", "yes", None)
+    assert second.answer == "B"
+
+
 def test_a_row_may_show_an_image(folder):
     Image.new("RGB", (28, 28)).save(folder / "robovqa" / "clips" / "7.jpg")
     row = {"video": None, "image": "images/7.jpg", "qa_pairs": CHOICE}
@@ -102,22 +109,22 @@ def test_a_row_may_show_an_image(folder):
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"video": "clips/8.mp4", "qa_pairs": CHOICE}, "field 'video': no clip named 8.mp4"),
-        ({"image": "8.jpg", "qa_pairs": CHOICE}, "field 'image': no image named 8.jpg"),
+        ({"video": "clips/8.mp4", "qa_pairs": CHOICE}, r"video: no file .*/robovqa/clips/8\.mp4"),
+        ({"image": "8.jpg", "qa_pairs": CHOICE}, r"image: no file .*/robovqa/8\.jpg"),
         ({"qa_pairs": CHOICE}, "field 'video' is missing"),
         ({"video": "clips/7.mp4"}, "field 'qa_pairs' is missing"),
         ({**ROW, "qa_pairs": []}, "field 'qa_pairs' is None"),
         ({**ROW, "qa_pairs": "B"}, "field 'qa_pairs' is 'B'"),
         ({**ROW, "qa_pairs": {**CHOICE, "question": 3}}, "field 'question' is 3"),
         ({**ROW, "qa_pairs": {**CHOICE, "index2ans": ["x", "y"]}}, r"field 'qa_pairs.index2ans' is \['x', 'y'\]"),
-        ({**ROW, "qa_pairs": {**CHOICE, "index2ans": {"A": 1}}}, r"field 'qa_pairs.index2ans' is \{'A': 1\}"),
+        ({**ROW, "qa_pairs": {**CHOICE, "index2ans": {"A": [1]}}}, r"field 'qa_pairs.index2ans' is \{'A': \[1\]\}"),
         ({**ROW, "qa_pairs": {**CHOICE, "answer": "E"}}, "field 'qa_pairs.answer' is 'E'; it must be one of A, B"),
         ({**ROW, "qa_pairs": {"question": "?", "index2ans": {"A": "x"}}}, "field 'answer' is missing"),
     ],
 )
 def test_a_bad_row_is_named_with_its_field(folder, row, text):
     samples = open_rows(folder, [ROW, row])
-    with pytest.raises(DataError, match=r"robovqa_rl_qa_pairs\.json, row 2: " + text):
+    with pytest.raises(DataError, match=r"robovqa_rl_qa_pairs\.json, row 2( \(sample '.*'\))?: " + text):
         samples[1]
 
 

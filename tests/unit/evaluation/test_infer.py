@@ -93,9 +93,9 @@ def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
 
 def test_prompts_of_a_file(tmp_path) -> None:
     (tmp_path / "one.txt").write_text("Where is\nthe ball?\n")
-    (tmp_path / "two.jsonl").write_text('{"prompt": "Where?"}\n\n{"prompt": "When?", "id": 3}\n')
+    (tmp_path / "two.jsonl").write_text('\ufeff{"prompt": "Where?"}\n\n{"prompt": "When\u2028?", "id": 3}\n', "utf-8")
     assert read_prompts(None, tmp_path / "one.txt") == ["Where is\nthe ball?"]
-    assert read_prompts(None, tmp_path / "two.jsonl") == ["Where?", "When?"]
+    assert read_prompts(None, tmp_path / "two.jsonl") == ["Where?", "When\u2028?"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import DataError
-from dsreason.evaluation.questions import load_questions
+from dsreason.evaluation.questions import even_shares, load_questions
 from dsreason.evaluation.types import Question
 from tests.unit.data.videos import write_video
 
@@ -168,11 +168,25 @@ def test_options_that_are_none_do_not_count(folder: Path) -> None:
     assert load(folder, [item("1", index2ans=options)])[0].options == {"A": "left", "B": "right"}
 
 
-def test_limit_counts_each_data_set_for_itself(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "limit", "shares"),
+    [
+        ([5, 1, 9], 8, [3, 1, 4]),
+        ([5, 1, 9], None, [5, 1, 9]),
+        ([5, 1, 9], 99, [5, 1, 9]),
+        ([5, 5], 3, [2, 1]),
+        ([5, 5, 5], 2, [1, 1, 0]),
+    ],
+)
+def test_a_limit_is_shared_evenly_and_reached(sizes: list[int], limit: int | None, shares: list[int]) -> None:
+    assert even_shares(sizes, limit) == shares
+
+
+def test_limit_takes_the_first_questions_of_each_data_set(folder: Path) -> None:
     rows = [item("1", CHOICE, CHOICE), item("2")]
     own = folder / "rows.jsonl"
     own.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
-    questions = load(folder, rows, evaluation={"limit": 2}, sources=[{"path": str(own)}])
+    questions = load(folder, rows, evaluation={"limit": 4}, sources=[{"path": str(own)}])
     assert [(q.dataset, q.video_id) for q in questions] == [("robovqa", "1")] * 2 + [("rows", "0"), ("rows", "1")]
 
 
@@ -200,6 +214,22 @@ def test_a_missing_clip_is_a_problem_of_its_question_and_changes_no_other(folder
     assert [question.problem for question in questions] == [None, f"video: no file {clip}", None]
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
     assert [questions[0], questions[2]] == load(folder, [rows[0], rows[2]])
+
+
+def test_the_data_folder_may_be_named_by_way_of_its_parent(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    [question] = load(folder, [item("1")], data_dir="../data")
+    assert (question.problem, question.video_id) == (None, "1")
+
+
+def test_clips_of_one_name_in_different_folders_are_different_questions_wherever_they_stand(folder: Path) -> None:
+    rows = [{"video": f"clips/{name}.mp4", "qa_pairs": CHOICE} for name in ("left/1", "right/1")]
+    first, second = load(folder, rows)
+    assert (first.video_id, second.video_id) == ("left/1", "right/1")
+    assert [second] == load(folder, rows[1:])
 
 
 def test_clips_that_are_not_unpacked_are_a_problem_that_says_so(folder: Path) -> None:
@@ -291,6 +321,12 @@ def test_a_row_is_asked_without_its_answer(folder: Path) -> None:
     ]
     assert (question.id, question.video_id) == (f"rows/a/1/{CHOICE_KEY}", "a/1")
     assert (question.kind, question.answer, question.options) == ("multiple_choice", "B", {"A": "left", "B": "right"})
+
+
+@pytest.mark.parametrize("options", [[1, 2], {"A": 1, "B": 2, "C": None}])
+def test_options_of_a_row_may_be_numbers_and_those_that_are_null_are_none(folder: Path, options: Any) -> None:
+    [question] = load_rows(folder, [ROW | {"options": options}])
+    assert (question.options, text_asked(question)) == ({"A": "1", "B": "2"}, "Which way?\n(A) 1\n(B) 2")
 
 
 def test_reasoning_is_asked_of_a_row_unless_it_asks_for_a_format_itself(folder: Path) -> None:
@@ -388,24 +424,40 @@ def test_parts_of_one_clip_are_different_questions_wherever_they_stand(folder: P
 def test_a_rows_missing_clip_is_a_problem_and_the_question_stays(folder: Path, path: str) -> None:
     questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
     assert questions[0].problem is None
-    assert questions[1].problem is not None
-    assert questions[1].problem.startswith(f"{folder}/robovqa/rows.jsonl, row 2 (sample 'x'): video: no file ")
+    clip = str(folder / "robovqa" / path)
+    assert questions[1].problem == f"video: no file {clip}"
     assert (text_asked(questions[1]), questions[1].answer) == ("Which way?\n(A) left\n(B) right", "B")
-    assert questions[1].sample.messages[0]["content"][0]["video"] == path
+    assert questions[1].sample.messages[0]["content"][0]["video"] == clip
 
 
-def test_a_clip_that_an_adapter_does_not_find_is_a_problem_too(folder: Path) -> None:
-    """Its adapter looks for the clips itself, and fails before there is a sample."""
+def test_a_missing_file_is_a_problem_however_an_adapter_s_rows_name_it(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN.replace('row["video"]', 'row["clip"]'))
+    [question] = load_rows(folder, [{"id": "x", "clip": "clips/9.mp4"}], adapter=str(folder / "own.py"))
+    assert question.problem == f"video: no file {folder}/robovqa/clips/9.mp4"
+    gone = {"type": "image", "image": {"path": "gone.png", "bytes": None}}
+    messages = [{"role": "user", "content": [gone]}, {"role": "assistant", "content": "so"}]
+    [question] = load_rows(folder, [{"id": "x", "messages": messages}], adapter="conversations")
+    assert question.problem == f"image: no file {folder}/robovqa/gone.png"
+
+
+def test_a_label_without_its_video_is_a_problem_of_its_question(folder: Path) -> None:
+    for name, content in {"videos/1.front.mp4": "", "metas/1.label.json": "{}", "metas/9.label.json": "{}"}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    source = {"adapter": "local_labels", "path": str(folder), "question": "What is there?"}
+    questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
+    assert [question.problem for question in questions] == [None, f"video: no file {folder}/videos/9.*"]
+
+
+def test_a_clip_that_an_adapter_looks_for_and_does_not_find_is_a_problem_too(folder: Path) -> None:
     file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
     file.write_text(json.dumps([item("1"), item("9")]))
     source = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": "benchmark"}
     questions = load_questions(EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}}))
     assert [question.video_id for question in questions] == ["clips/1.mp4", "clips/9.mp4"]
     assert questions[0].problem is None
-    assert questions[1].problem is not None
-    assert "field 'video': no clip named 9.mp4" in questions[1].problem
+    assert questions[1].problem == f"video: no file {folder}/robovqa/clips/9.mp4"
     assert (text_asked(questions[1]), questions[1].answer) == (CHOICE_TEXT, "B")
-    assert questions[1].sample.messages[0]["content"][0]["video"] == "clips/9.mp4"
 
 
 @pytest.mark.parametrize(
@@ -413,6 +465,8 @@ def test_a_clip_that_an_adapter_does_not_find_is_a_problem_too(folder: Path) -> 
     [
         ({"answer": "C"}, "row 2 (sample 'x'): the answer is 'C'; it must be one of the options A, B"),
         ({"question": 3}, "row 2: field 'question' is 3; it must be a text"),
+        ({"options": [["left"], ["right"]]}, "row 2: field 'options' is {'A': ['left'], 'B': ['right']}; it must have"),
+        ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a text for each letter"),
         ({"video": 3}, "row 2"),
         ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
         ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is an address"),
@@ -426,6 +480,12 @@ def test_a_malformed_row_stops_and_is_named_also_where_its_clip_is_missing(
     with pytest.raises(DataError) as caught:
         load_rows(folder, [ROW, ROW | {"id": "x"} | changes])
     assert str(caught.value).startswith(f"{folder}/robovqa/rows.jsonl, {text}")
+
+
+def test_options_that_an_adapter_leaves_as_something_else_than_texts_are_an_error(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN.replace('answer="so"', 'answer="B", options={"A": 1, "B": None}'))
+    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must be a text for each letter"):
+        load_rows(folder, [ROW], adapter=str(folder / "own.py"))
 
 
 def test_a_row_without_an_answer_is_an_error(folder: Path) -> None:

@@ -1,0 +1,48 @@
+"""`dsreason eval`: what its options say is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsreason.cli.eval import RECIPE, names_datasets, questions_of
+from dsreason.config.load import load_config
+from dsreason.config.schema_eval import EvalConfig
+
+ROWS = '[[sources]]\npath = "rows.jsonl"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Benchmarks av, agibot (twice) and robovqa, and a file of rows."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("data/av", "data/agibot", "data/benchmark/agibot", "data/benchmark/robovqa"):
+        Path(place).mkdir(parents=True)
+        (Path(place) / f"{Path(place).name}_benchmark_qa_pairs.json").write_text("[]")
+    Path("rows.jsonl").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("document", "options", "asked", "data_dir"),
+    [
+        (None, ([], "data"), ["agibot", "av", "robovqa"], "data"),
+        (None, (["av"], "data"), ["av"], "data"),
+        (None, ([], "rows.jsonl"), ["rows"], "data"),
+        (ROWS, ([], "data"), ["agibot", "av", "robovqa"], "data"),
+        ('datasets = ["robovqa", "holoassist"]\n', ([], "data"), ["robovqa", "holoassist"], "data"),
+        ('datasets = ["robovqa"]\n' + ROWS, ([], "data/benchmark"), ["robovqa", "rows"], "data/benchmark"),
+        ('datasets = ["robovqa"]\n' + ROWS, (["av"], None), ["av"], "data"),
+        ('datasets = ["robovqa"]\n' + ROWS, ([], "rows.jsonl"), ["rows"], "data"),
+    ],
+)
+def test_the_command_line_says_what_is_asked_or_where_the_file_s_benchmarks_lie(
+    folder: Path, document: str | None, options: tuple[list[str], str | None], asked: list[str], data_dir: str
+) -> None:
+    file = None if document is None else folder / "eval.toml"
+    if file is not None:
+        file.write_text(str(document))
+    changes = questions_of(*options, None, named=names_datasets(file))
+    config = load_config(EvalConfig, file, [*changes, "model.path=m"], default_recipe=RECIPE)
+    assert (list(config.names), config.data_dir) == (asked, data_dir)
