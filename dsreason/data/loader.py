@@ -94,10 +94,10 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         batching = Batching(Encoding(self.dataset, self.encoder), self.config)
-        shares = iter(decode_ahead(batching, self._assignments(), self.config.data))
+        shares = decode_ahead(batching, self._assignments(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
-            share = next_item(shares)
+            share = next(shares)
             waited = time.perf_counter() - started - self.exchange_seconds
             yield self._step_batches(step, share, waited)
 
@@ -110,9 +110,9 @@ class StepLoader:
 
     def _assignments(self) -> Iterator[list[int]]:
         """This rank's rows of each step."""
-        unknown = iter(decode_ahead(Measuring(self.dataset, self.encoder), self._unmeasured(), self.config.data))
+        unknown = decode_ahead(Measuring(self.dataset, self.encoder), self._unmeasured(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
-            for measured in self._exchange(next_item(unknown)):
+            for measured in self._exchange(next(unknown)):
                 self.lengths.update(measured)
             rows = self.order.indices(step)
             shares = assign(
@@ -242,30 +242,51 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
     return shares
 
 
-def decode_ahead(work: Dataset[T], tasks: Iterable[Any], data: DataConfig) -> DataLoader[T]:
+def decode_ahead(work: Dataset[T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
     """Apply `work` to every task in worker processes, in order, about `data.prefetch` tasks ahead."""
-    ahead = {"prefetch_factor": math.ceil(data.prefetch / data.workers)} if data.workers else {}
-    return DataLoader(
-        work,
+    ahead = math.ceil(data.prefetch / data.workers) if data.workers else None
+    return in_workers(work, tasks, workers=data.workers, ahead=ahead)
+
+
+def in_workers(work: Dataset[T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None) -> Iterator[T]:
+    """`work[task]` of every task, in order, made by `workers` processes (0: by this one), each `ahead` tasks ahead.
+
+    Raises:
+        DsReasonError: what `work` raised, or that a worker died.
+    """
+    loader = DataLoader(
+        Telling(work),
         batch_size=None,
         sampler=tasks,
-        num_workers=data.workers,
+        num_workers=workers,
         collate_fn=unchanged,
         generator=torch.Generator(),  # otherwise it draws from the trainer's
-        **ahead,
+        prefetch_factor=ahead,
     )
-
-
-def next_item(items: Iterator[T]) -> T:
-    """The next result of the workers; a worker that died is an error that says so."""
     try:
-        return next(items)
+        for item in loader:
+            if isinstance(item, DsReasonError):
+                raise item
+            yield item
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise DsReasonError(
             f"a data worker died ({error}); out of memory is the usual reason: lower data.workers or data.prefetch"
         ) from error
+
+
+class Telling(Dataset[Any]):
+    """Returns the errors that are told to people: torch would put a worker's traceback into their text."""
+
+    def __init__(self, work: Dataset[Any]) -> None:
+        self.work = work
+
+    def __getitem__(self, task: Any) -> Any:
+        try:
+            return self.work[task]
+        except DsReasonError as error:
+            return error
 
 
 def unchanged(item: T) -> T:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, prompt_messages
-from dsreason.data.loader import BadRow, decode_ahead, next_item, read_row, refusal
+from dsreason.data.loader import BadRow, decode_ahead, read_row, refusal
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.render import render_prompt
@@ -65,9 +65,9 @@ class PromptLoader:
 
     def __iter__(self) -> Iterator[Prompts]:
         shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
-        found = iter(decode_ahead(self.encoding, shares, self.config.data))
+        found = decode_ahead(self.encoding, shares, self.config.data)
         for batch in itertools.count(self.start):
-            yield self._prompts(batch, next_item(found))
+            yield self._prompts(batch, next(found))
 
     def _prompts(self, batch: int, items: list[EncodedPrompt | BadRow]) -> Prompts:
         bad = [item for item in items if isinstance(item, BadRow)]

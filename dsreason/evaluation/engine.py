@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import next_item, unchanged
+from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.types import Question
@@ -48,18 +48,12 @@ class EngineAnswerer:
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
-        loader = DataLoader(
-            Decoding(questions, self.encoder, self.with_pixels),
-            batch_size=None,
-            sampler=range(len(questions)),
-            num_workers=self.workers if questions else 0,
-            collate_fn=unchanged,
-            generator=torch.Generator(),
-            **({"prefetch_factor": self._ahead(batches)} if self.workers and questions else {}),
-        )
-        found = iter(loader)
+        workers = self.workers if questions else 0
+        ahead = self._ahead(batches) if workers else None
+        decoding = Decoding(questions, self.encoder, self.with_pixels)
+        found = in_workers(decoding, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
-            self.prompts = {question.id: next_item(found) for question in batch}
+            self.prompts = {question.id: next(found) for question in batch}
             yield batch
 
     def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:

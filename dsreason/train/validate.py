@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, Encoding, next_item, refusal, unchanged
+from dsreason.data.loader import BadRow, Encoding, in_workers, refusal
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.prompts import PromptEncoding
@@ -124,17 +124,8 @@ class HeldOut:
     def read(self, work: Dataset[list[T | BadRow]]) -> Iterator[list[tuple[int, T]]]:
         """Each group's usable items by row, made in worker processes. Raises on all ranks when one has a bad row."""
         groups = self.groups()
-        loader = DataLoader(
-            work,
-            batch_size=None,
-            sampler=groups,
-            num_workers=min(self.config.data.workers, len(groups)),
-            collate_fn=unchanged,
-            generator=torch.Generator(),  # otherwise it draws from the trainer's
-        )
-        found = iter(loader)
-        for rows in groups:
-            items = next_item(found)
+        found = in_workers(work, groups, workers=min(self.config.data.workers, len(groups)))
+        for rows, items in zip(groups, found, strict=True):
             bad = [item for item in items if isinstance(item, BadRow)]
             refused = refusal(bad, self.config)
             agree(None if refused is None else DataError(refused))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from dsreason.config.schema import SFTConfig
-from dsreason.data.loader import StepBatches, StepLoader, assign
+from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
-from dsreason.errors import DataError
+from dsreason.errors import DataError, DsReasonError, StorageError
 from dsreason.train.preflight import build_encoder, step_order
 from tests.integration.rows import write_mixed_rows
 
@@ -168,3 +171,28 @@ def test_too_long_samples_follow_their_own_setting(rows, tiny_qwen2_5_vl, on_too
 )
 def test_lengths_are_balanced_over_ranks(lengths, ranks, same_count, expected):
     assert assign(lengths, ranks, same_count=same_count) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
+    class Refused(Dataset[int]):
+        def __getitem__(self, task: int) -> int:
+            if task == 1:
+                raise StorageError("s3://b/k: Forbidden", status=403)
+            return task
+
+    found = in_workers(Refused(), [0, 1], workers=workers)
+    assert next(found) == 0
+    with pytest.raises(StorageError) as caught:
+        next(found)
+    assert (str(caught.value), caught.value.status) == ("s3://b/k: Forbidden", 403)
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    class Deadly(Dataset[int]):
+        def __getitem__(self, task: int) -> int:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return task
+
+    with pytest.raises(DsReasonError, match="a data worker died"):
+        next(in_workers(Deadly(), [0], workers=1))
