@@ -15,7 +15,7 @@ from dsreason.cli import data, demo, eval, export, grpo, infer, push, score, sft
 from dsreason.config.secrets import HidingFormatter
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
-from dsreason.runtime.failures import crash_text
+from dsreason.runtime.failures import as_told, crash_text
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
@@ -68,7 +68,6 @@ def main() -> None:
         if launch.is_rank():
             launch.enter_rank()
         app()
-    except DsReasonError as error:
-        sys.exit(launch.report(error))
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
-        sys.exit(launch.report_crash(error))
+        told = as_told(error)
+        sys.exit(launch.report(told) if isinstance(told, DsReasonError) else launch.report_crash(error))

@@ -191,7 +191,8 @@ class CheckpointWriter:
         self.snapshot.copy()
         writes = [self.snapshot.write, *own_files(self.engine, partial, state, self.world)]
         sizes = gather_objects(self.snapshot.size)
-        once_a_folder(self.world, partial_check(partial, sum(sizes[rank] for rank in self.world.ranks_here)))
+        size = sum(sizes[rank] for rank in self.world.ranks_here)
+        once_a_folder(self.world, lambda: self._check_room(partial, size))
         future = self.thread.submit(run_all, writes)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
@@ -242,6 +243,19 @@ class CheckpointWriter:
         self.pruning = None
         if error := outcome(pruning):
             log.warning("old checkpoints could not be deleted: %s", error)
+
+    def _check_room(self, partial: Path, size: int) -> None:
+        """SaveError, and the folder is removed again, where the disk has no room for `size` bytes."""
+        if self.pruning is not None and not has_room(partial, size):
+            concurrent.futures.wait([self.pruning])  # old checkpoints are still being deleted
+        if has_room(partial, size):
+            return
+        free = shutil.disk_usage(partial).free
+        remove(partial)
+        raise SaveError(
+            f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
+            "checkpoints are as they were. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
+        )
 
     def _complete(self, writing: Writing) -> Path:
         self.writing = None
@@ -299,20 +313,8 @@ def remove(partial: Path) -> None:
         delete_folder(partial)
 
 
-def partial_check(partial: Path, size: int) -> Callable[[], None]:
-    """Refuses, and removes the folder again, where the disk has no room for `size` bytes."""
-
-    def check() -> None:
-        free = shutil.disk_usage(partial).free
-        if SPARE_DISK * size <= free:
-            return
-        remove(partial)
-        raise SaveError(
-            f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
-            "checkpoints are as they were. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
-        )
-
-    return check
+def has_room(folder: Path, size: int) -> bool:
+    return SPARE_DISK * size <= shutil.disk_usage(folder).free
 
 
 def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:

@@ -5,6 +5,7 @@ Nothing here imports torch: the parent has to run before `prepare_environment`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsreason.config.secrets import hide_secrets
-from dsreason.errors import ConfigError, DsReasonError, Stopped
+from dsreason.errors import ConfigError, DsReasonError, SaveError, Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,6 +41,7 @@ FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
 """After which nothing is started again."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 PLACE_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
@@ -85,8 +87,20 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def as_told(error: Exception) -> Exception:
+    """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return error
+    file = f"{error.filename}: " if error.filename else ""
+    return SaveError(
+        f"{file}{error.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
+        "continues with --resume auto"
+    )
+
+
 def failure_of(error: BaseException) -> Failure:
     """This rank's failure."""
+    error = as_told(error) if isinstance(error, Exception) else error
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
@@ -186,8 +200,9 @@ def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Fai
     late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not mendable:
         return _together(late, exit_codes)
-    # A rank that is killed takes its peers along: their tracebacks (a lost connection) say less.
-    return min(mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+    # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
+    by_signal = [failure for failure in killed if failure.signal]
+    return min(by_signal or mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:

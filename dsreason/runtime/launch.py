@@ -339,7 +339,7 @@ def forwarded_signals() -> Iterator[list[str]]:
     """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
 
     They get SIGUSR1, which lets them save first. SIGTERM, which a later Ctrl-C or SIGTERM becomes, ends them at once: the
-    agent too sends it, to the peers of a rank that failed.
+    agent too sends it, to the peers of a rank that failed. Before there is a rank the first one ends the command.
     """
     received: list[str] = []
     noted = 0.0
@@ -350,9 +350,13 @@ def forwarded_signals() -> Iterator[list[str]]:
             return
         noted = noted or time.monotonic()
         received.append(signal.Signals(number).name)
-        for child in psutil.Process().children():
+        ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
+        if not ranks:
+            print(f"stopped by {received[0]}", file=sys.stderr)
+            raise SystemExit(Stopped.exit_code)
+        for rank in ranks:
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
+                rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
@@ -360,6 +364,13 @@ def forwarded_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_started_rank(child: psutil.Process) -> bool:
+    """Also one that has ended; the parent has other children, such as multiprocessing's resource tracker."""
+    with suppress(psutil.NoSuchProcess):
+        return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
+    return False
 
 
 def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:

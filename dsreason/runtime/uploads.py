@@ -161,6 +161,8 @@ class Uploader:
             log.info("uploading %s to %s", folder, place)
             report = Report(f"uploading {folder}", package.num_bytes, log.info)
             sent = upload(package, place, report)
+            if stamp(folder) != when:
+                raise StorageError(f"{folder} was written anew while it was uploaded")
         except DsReasonError as error:
             self._failed(folder, str(error))
         except Exception as error:  # noqa: BLE001 (in a thread nobody would hear of it)

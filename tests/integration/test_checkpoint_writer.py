@@ -6,6 +6,7 @@ import gc
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,11 @@ def fail_to_write(folder: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # what it writes beyond fails
     errors.append(failure(3))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    writer.start(4, TrainerState(step=4))
+    deleted = threading.Event()
+    writer.pruning = writer.thread.submit(lambda: time.sleep(0.5) or deleted.set())
+    usage = mock.Mock(side_effect=lambda path: mock.Mock(free=10**12 if deleted.is_set() else 10_000))
+    with mock.patch("shutil.disk_usage", usage):  # what is being deleted makes the room
+        writer.start(4, TrainerState(step=4))
     assert writer.wait() == Path(folder) / "step_4"
     return errors
 

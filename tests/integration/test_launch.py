@@ -156,6 +156,7 @@ def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
     monkeypatch: pytest.MonkeyPatch, echo_time: float, told: list[str]
 ) -> None:
     monkeypatch.setattr(launching, "ECHO_TIME", echo_time)
+    monkeypatch.setenv(launching.LAUNCHER_PID, str(os.getpid()))
     traps = 'for s in USR1 TERM; do trap "echo $s" $s; done; echo ready; for i in $(seq 20); do sleep 0.1; done'
     with subprocess.Popen(["bash", "-c", traps], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -166,6 +167,21 @@ def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
                 time.sleep(0.3)
         assert child.stdout.read().split() == told
     assert received == ["SIGTERM", "SIGINT"][: len(told)]
+
+
+def test_a_signal_before_the_first_rank_ends_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        subprocess.Popen(["sleep", "60"]) as other,
+        pytest.raises(SystemExit) as ended,
+        forwarded_signals() as received,
+    ):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            assert other.poll() is None
+            other.kill()
+    assert (ended.value.code, received) == (75, ["SIGTERM"])
+    assert capfd.readouterr().err == "stopped by SIGTERM\n"
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 75), (signal.SIGKILL, -9)])
@@ -221,6 +237,7 @@ def failed(rank: int, at: float, mendable: bool = False) -> Failure:
         ([failed(0, 2.0), failed(1, 1.0)], {0: 1, 1: 1}, 1),  # the earliest
         ([failed(0, 1.0), failed(1, 2.0, mendable=True)], {0: 1, 1: 2}, 1),  # a text for people wins
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGKILL}, 1),  # rank 0 lost its peer
+        ([failed(0, 1.0, mendable=True)], {0: 2, 1: -signal.SIGKILL}, 1),  # and took a firewall for the reason
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGTERM}, 0),  # ended by the agent
         ([failed(0, 1.0)], {1: -signal.SIGTERM}, 0),  # still on its way out when the agent looked
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGABRT}, 0),  # a communication library that gave up

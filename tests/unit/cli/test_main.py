@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -119,6 +120,19 @@ def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 2
     assert "error: a.jsonl, row 3: video missing.mp4 does not exist; correct the path\n" in capsys.readouterr().err
     assert started == []
+
+
+def test_a_full_disk_is_told_wherever_it_is_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(config: SFTConfig, resume: str | None) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+
+    monkeypatch.setattr(sft, "check", check)
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 1
+    text = capsys.readouterr().err
+    assert "error: out/metrics.jsonl: No space left on device; make room there" in text
+    assert "Traceback" not in text
 
 
 def test_other_exceptions_keep_their_traceback(

@@ -65,7 +65,7 @@ def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
         (lambda folder: (folder / "COMPLETE").unlink(), "is not a complete checkpoint (COMPLETE is missing)"),
         (lambda folder: (folder / "weights.pt").unlink(), "weights.pt: is missing"),
         (lambda folder: (folder / "weights.pt").write_text("half"), "weights.pt: has 4 bytes instead of 7"),
-        (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: cannot be read"),
+        (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the files"),
     ],
 )
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
@@ -81,6 +81,86 @@ def test_an_export_without_one_of_its_shards_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors is missing"):
         open_package(folder)
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ({"files": {"../secret.txt": 6}}, "COMPLETE: names '../secret.txt', which is no file in it"),
+        ({"files": {"{tmp}/secret.txt": 6}}, "/secret.txt', which is no file in it"),
+        ({"files": ["weights.pt"]}, "COMPLETE: does not list the files"),
+        ({"files": {"n" * 5000: 6}}, "nnn: is missing"),
+        ({"files": {"weights.pt": "7"}}, "weights.pt: has 7 bytes instead of '7'"),
+        (["weights.pt"], "COMPLETE: holds a list"),
+        (NESTED, "COMPLETE: cannot be read"),
+        ('{"files": ' + NESTED, "COMPLETE: cannot be read"),
+    ],
+    ids=["above", "absolute", "a list", "a long name", "a text", "no object", "nested", "nested files"],
+)
+def test_a_marker_that_could_upload_other_files_or_is_damaged_is_refused(
+    tmp_path: Path, marker: object, message: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    (tmp_path / "checkpoints" / "secret.txt").write_text("secret")
+    text = marker if isinstance(marker, str) else json.dumps(marker).replace("{tmp}", str(tmp_path))
+    (folder / "COMPLETE").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "holds a list"),
+        (NESTED, "cannot be read"),
+        ('{"weight_map": ' + NESTED, "cannot be read"),
+        ("{}", "weight_map is None"),
+        ('{"weight_map": 3}', "weight_map is 3"),
+        ('{"weight_map": {"a": 3}}', "weight_map is {'a': 3}"),
+        ('{"weight_map": {"a": ["b"]}}', "weight_map is {'a': ['b']}"),
+        (b"\xff", "cannot be read"),
+    ],
+)
+def test_an_export_with_a_damaged_index_is_refused(tmp_path: Path, index: str | bytes, message: str) -> None:
+    folder = make_export(tmp_path / "final")
+    (folder / "model.safetensors.index.json").write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert str(caught.value).startswith(f"{folder}/model.safetensors.index.json: {message}")
+    assert str(caught.value).endswith("; export it again")
+
+
+@pytest.mark.parametrize("make", [make_export, make_checkpoint])
+@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "weights.pt", "COMPLETE"])
+@pytest.mark.parametrize("target", ["{tmp}/secret.txt", "{tmp}", "{tmp}/absent", "/proc/self/environ"])
+def test_a_link_out_of_the_folder_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], name: str, target: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret!")
+    folder = make(tmp_path / "checkpoints" / "step_4")
+    (folder / "sub").mkdir()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target.format(tmp=tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert f"{name}: " in str(caught.value)
+
+
+def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "blobs" / "final")
+    (folder / "again.json").symlink_to("config.json")
+    (folder / "loop").symlink_to("loop")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "final").symlink_to(folder)
+    package = open_package(tmp_path / "export" / "final")
+    assert package.files == {"again.json": 2, "config.json": 2, "model.safetensors": 7}
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
@@ -293,6 +373,18 @@ def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, st
     assert upload_twice() == 0  # as in a later job
     os.utime(export / "config.json", ns=(1, 1))
     assert upload_twice() == 1
+
+
+def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, storage: FakeStorage) -> None:
+    storage.gate.clear()
+    uploader, export = Uploader(TARGET, what="all"), run / "export" / "final"
+    uploader.add(export, last=False)
+    assert storage.started.wait(10)
+    os.utime(export / "config.json", ns=(1, 1))
+    uploader.add(export, last=True)
+    storage.gate.set()
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/export/final"] * 2
 
 
 def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: FakeStorage) -> None:
