@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsreason.config.cache import cache_dir
-from dsreason.errors import DataError
+from dsreason.errors import DataError, StorageError
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
@@ -46,6 +46,8 @@ UNPACK_ERRORS = (
     RuntimeError,
     ValueError,
     OverflowError,
+    LookupError,
+    MemoryError,
 )
 """What the readers of the standard library raise on damaged input."""
 
@@ -58,7 +60,11 @@ def media_cache() -> Path:
 def embedded_file(content: bytes, suffix: str = "") -> Path:
     """A file with this content, named after its hash. Safe in several processes at once.
 
-    `suffix` comes with the data: what is no usual one is left out. DataError where the content is no bytes.
+    `suffix` comes with the data: what is no usual one is left out.
+
+    Raises:
+        DataError: the content is no bytes.
+        StorageError: the cache cannot be written; this is no fault of the data.
     """
     if not isinstance(content, bytes):
         raise DataError(f"the content of a media file must be bytes, is {type(content).__name__}")
@@ -66,11 +72,17 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
     name = hashlib.sha256(content).hexdigest()
     file = media_cache() / "media" / name[:2] / f"{name}{suffix}"
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-            partial.write(content)
-        os.chmod(partial.name, 0o644)  # the cache may be shared
-        os.rename(partial.name, file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+                partial = Path(scratch) / name
+                partial.write_bytes(content)
+                partial.chmod(0o644)  # the cache may be shared
+                partial.rename(file)
+        except OSError as error:
+            raise StorageError(
+                f"{file}: cannot be kept: {error}; make room, or set COSMOS_CACHE to another folder"
+            ) from error
     return file
 
 
@@ -123,12 +135,23 @@ def extract_zip(archive: Path, folder: Path, budget: Budget) -> None:
 
 
 def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
+    def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
+        """tarfile's filter for data. Beyond it the target of a hard link must be there, as tarfile would search the whole
+        archive for it, and its size counts, as tarfile makes a copy where it cannot link."""
+        member = tarfile.data_filter(member, path)
+        if member.islnk():
+            target = os.path.join(path, member.linkname)
+            if not os.path.isfile(target):
+                raise tarfile.TarError(f"it is a hard link to {member.linkname!r:.200}, which is no file before it")
+            budget.spend(os.path.getsize(target))
+        return member
+
     with telling(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
         for member in tar:
             budget.spend(BLOCK_BYTES + member.size)
             with telling(archive, member.name):
                 check_member(member.name, is_link=member.issym())
-                tar.extract(member, folder, filter="data")
+                tar.extract(member, folder, filter=checked)
         while rest := tar.fileobj.read(BLOCK_BYTES):  # to the end of the file, where its checksum is
             budget.spend(len(rest))
 
@@ -181,5 +204,5 @@ def telling(archive: Path, member: str | None = None) -> Iterator[None]:
         yield
     except UNPACK_ERRORS as error:
         inside = "" if member is None else f": {member[:200]!r}"
-        cause = " ".join(str(error).split())  # tarfile tells on several lines what it has tried
+        cause = " ".join(str(error).split()) or type(error).__name__  # tarfile tells on several lines what it has tried
         raise DataError(f"{archive}{inside} cannot be unpacked: {cause}") from error

@@ -7,6 +7,7 @@ with resizing and frame sampling off, so that the same decoded media and the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,10 @@ Medium = Image.Image | tuple[np.ndarray, dict[str, Any]]
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 PER_VIDEO_LIMITS = ("Qwen3VLVideoProcessor",)
 """Video processors whose `size` bounds the pixels of all frames together instead of one frame's."""
+
+
+MAX_MEDIA_TOKENS = 1_000_000
+"""More than any model takes: samples with more are refused before a list of that length is made."""
 
 
 class SampleTooLong(DataError):
@@ -128,7 +133,15 @@ class Encoder:
                         planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
                     except DataError as error:
                         raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
+        if (tokens := sum(map(self._vision_tokens, planned))) > MAX_MEDIA_TOKENS:
+            raise SampleTooLong(
+                f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model takes "
+                f"({MAX_MEDIA_TOKENS}); use fewer frames or pixels"
+            )
         return planned
+
+    def _vision_tokens(self, medium: PlannedMedium) -> int:
+        return math.prod(medium.grid) // self.processor.image_processor.merge_size**2
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
         path = _path_of(part)

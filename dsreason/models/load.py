@@ -25,6 +25,7 @@ from dsreason.config.address import is_s3
 from dsreason.config.schema import ModelConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.remote import local_folder
+from dsreason.data.vision import MAX_MIN_PIXELS, MAX_SETTING
 from dsreason.errors import CheckpointError, DataError
 from dsreason.models.families import FAMILIES, family_of
 from dsreason.models.template import check_template
@@ -35,6 +36,8 @@ TINY_VERSION = 2
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 MAX_BUFFER = 10_000_000
 """Values in one buffer; rotary frequencies are half a head's size."""
+MAX_PATCH = 64
+"""Pixels of a patch's side, patches merged along one, and frames taken together; real models have 2 to 16."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """What a model folder needs; pickled weights are left on the hub."""
@@ -176,6 +179,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
+    """CheckpointError where the processors cut media otherwise than the model expects, or no medium can be cut so."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -183,15 +187,27 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
     }
     for media in (processor.image_processor, processor.video_processor):
         for name, value in expected.items():
-            if media.to_dict().get(name) != value:
+            found = media.to_dict().get(name)
+            if found != value:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {media.to_dict().get(name)}, config.json says {value}; "
+                    f"{path}: {type(media).__name__} has {name} {found}, config.json says {value}; "
                     "copy the processor files of the same model there"
+                )
+            if type(found) is not int or not 1 <= found <= MAX_PATCH:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
                 )
         if not {"shortest_edge", "longest_edge"} <= dict(media.size).keys():
             raise CheckpointError(
                 f"{path}: {type(media).__name__} has size {dict(media.size)}; it must have shortest_edge and longest_edge"
             )
+        for name, most in (("shortest_edge", MAX_MIN_PIXELS), ("longest_edge", MAX_SETTING)):
+            value = media.size[name]
+            if not isinstance(value, int | float) or not 1 <= value <= most:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
+                    f"least 1 and at most {most}"
+                )
 
 
 def parameter_names(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from dsreason.runtime.checkpoint_folder import (
     SAVING,
     STATE_FILE,
     as_save_error,
+    check_ranks,
     check_sizes,
     check_written,
     checkpoint_step,
@@ -60,6 +62,19 @@ class TrainerState:
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What else the run wants back; JSON values only."""
+
+
+STATE_TYPES = {
+    "step": (int,),
+    "epoch": (int, float),
+    "consumed_samples": (int,),
+    "best_metric": (int, float, NoneType),
+    "best_name": (str,),
+    "best_step": (int, NoneType),
+    "model_path": (str,),
+    "extra": (dict,),
+}
+"""What a `TrainerState` may hold; JSON writes 1.0 and 1 alike."""
 
 
 def begin(folder: Path, step: int, world: World) -> Path:
@@ -148,15 +163,14 @@ def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 def read_state(path: Path) -> dict[str, Any]:
     """trainer_state.json of a complete checkpoint; CheckpointError where it lacks what loading needs."""
     saved = read_checkpoint(path)
+    check_ranks(path, saved)
     try:
-        TrainerState(**saved["state"])
-        facts = {key: saved[key] for key in ("world_size", "zero_stage", "precision")}
-        if (
-            facts["world_size"] < 1
-            or facts["zero_stage"] not in (1, 2, 3)
-            or facts["precision"] not in ("bf16", "fp32")
-        ):
-            raise ValueError(", ".join(f"{key} {value!r}" for key, value in facts.items()))
+        for key, value in vars(TrainerState(**saved["state"])).items():
+            if type(value) not in STATE_TYPES[key] or (key in ("step", "consumed_samples") and value < 0):
+                raise ValueError(f"state.{key} is {value!r:.100}")
+        for key, known in (("zero_stage", (1, 2, 3)), ("precision", ("bf16", "fp32"))):
+            if saved[key] not in known:
+                raise ValueError(f"{key} is {saved[key]!r:.100}")
         for described in saved["parameters"].values():
             torch.Size(described["shape"]), described["trained"]
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
@@ -174,7 +188,7 @@ def check_files(path: Path, world: World) -> None:
     error: CheckpointError | None = None
     try:
         check_sizes(path)
-        saved = read_checkpoint(path)
+        saved = read_state(path)
         check_parts(path, saved, world)
         if saved["world_size"] == world.size:
             load_optimizer_file(path, world.rank)

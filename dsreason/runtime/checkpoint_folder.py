@@ -21,6 +21,8 @@ from dsreason.errors import CheckpointError, SaveError
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 SAVING, DELETING = ".saving_", ".deleting_"
+MAX_RANKS = 100_000
+"""No run has more; the files of every rank are looked for one by one."""
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
@@ -76,21 +78,34 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return read_json(path / STATE_FILE)
 
 
-def check_sizes(path: Path) -> None:
-    """Compare every file with what the marker says."""
+def check_ranks(path: Path, saved: dict[str, Any]) -> None:
+    """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
+    where, advice = f"{path / STATE_FILE}: is not what a checkpoint holds", "choose another one"
+    size, ranks = saved.get("world_size"), saved.get("ranks", [])
+    if type(size) is not int or not 1 <= size <= MAX_RANKS:
+        raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
+        raise CheckpointError(f"{where}: ranks is {ranks!r:.100}, not a list of numbers below {size}; {advice}")
+
+
+def check_sizes(path: Path) -> dict[str, int]:
+    """Compare every file with what the marker says; the names and sizes."""
     files = read_json(path / MARKER).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
     for name, size in files.items():
         if Path(name).name != name:
-            raise CheckpointError(f"{path / MARKER}: names {name!r}, which is no file in it; choose another checkpoint")
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: is missing; choose another checkpoint")
-        if file.stat().st_size != size:
             raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes instead of {size}; choose another checkpoint"
+                f"{path / MARKER}: names {name!r:.300}, which is no file in it; choose another checkpoint"
             )
+        file = path / name
+        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
+            raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
+        if type(size) is not int or file.stat().st_size != size:
+            raise CheckpointError(
+                f"{file}: has {file.stat().st_size} bytes instead of {size!r:.100}; choose another checkpoint"
+            )
+    return files
 
 
 def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
@@ -118,9 +133,10 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
 def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], advice: str) -> None:
     """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
     if missing := unwritten(folder, ranks):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{folder}: has no {', '.join(missing)}: the {saved['world_size']} ranks of this run wrote to folders of several "
-            f"hosts; {advice}"
+            f"{folder}: has no {', '.join(missing[:3])}{more}: the {saved['world_size']} ranks of this run wrote to folders of "
+            f"several hosts; {advice}"
         )
 
 
@@ -149,6 +165,7 @@ def recover(folder: Path) -> list[Path]:
             if (partial / MARKER).is_file():
                 check_sizes(partial)
             saved = read_json(partial / STATE_FILE)
+            check_ranks(partial, saved)
             finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
             recovered.append(final)
     for prefix in (SAVING, DELETING):
@@ -227,11 +244,11 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
-        raise CheckpointError(f"{path}: cannot be read ({cause}); choose another checkpoint") from cause
+        raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: holds a {type(document).__name__}; choose another checkpoint")
+        raise CheckpointError(f"{path}: holds a {type(document).__name__}; {advice}")
     return document

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.runtime.checkpoint_folder import MARKER
+from dsreason.runtime.checkpoint_folder import MARKER, check_sizes, read_json
 
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
@@ -56,7 +57,7 @@ def open_package(folder: Path) -> Package:
     """The checkpoint or export in `folder`.
 
     Raises:
-        CheckpointError: it is one, and incomplete.
+        CheckpointError: it is one, and incomplete, damaged or with links that lead out of it.
         ConfigError: it is none.
     """
     if not folder.is_dir():
@@ -77,30 +78,34 @@ def is_checkpoint(folder: Path) -> bool:
 
 def open_checkpoint(folder: Path) -> Package:
     """The files that the marker names; what was added later (`universal/`) can be made again."""
-    marker = folder / MARKER
-    if not marker.is_file():
+    check_links(folder)
+    if not (folder / MARKER).is_file():
         raise CheckpointError(f"{folder}: is not a complete checkpoint ({MARKER} is missing); choose another one")
-    try:
-        files: dict[str, int] = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{marker}: cannot be read ({error!r}); choose another checkpoint") from error
-    for name, size in files.items():
-        file = folder / name
-        found = f"has {file.stat().st_size} bytes instead of {size}" if file.is_file() else "is missing"
-        if found != f"has {size} bytes instead of {size}":
-            raise CheckpointError(f"{file}: {found}; choose another checkpoint")
-    return Package(folder, files, MARKER)
+    return Package(folder, check_sizes(folder), MARKER)
 
 
 def open_export(folder: Path) -> Package:
     """Every file of an export that has all its shards."""
+    check_links(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - files.keys()
-        if missing:
-            raise CheckpointError(f"{folder}: {min(missing)} is missing ({index.name} names it); export it again")
+        shards = read_json(index, "export it again").get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(
+                f"{index}: weight_map is {shards!r:.200}, not a file for each tensor; export it again"
+            )
+        if missing := set(shards.values()) - files.keys():
+            raise CheckpointError(f"{folder}: {min(missing):.300} is missing ({index.name} names it); export it again")
     return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
+
+
+def check_links(folder: Path) -> None:
+    """CheckpointError for a link that leads out of the folder: what lies elsewhere is not what was to be uploaded."""
+    for path in folder.rglob("*"):
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
+            raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
 
 
 def stamp(folder: Path) -> int:

@@ -365,6 +365,15 @@ def test_settings_that_exclude_each_other_name_sample_and_file(encoder, files):
         encoder.measure(sample)
 
 
+@pytest.mark.parametrize("use", [Encoder.encode, Encoder.encode_prompt, Encoder.measure])
+def test_more_vision_tokens_than_any_model_takes_are_refused_before_they_are_listed(encoder, files, monkeypatch, use):
+    monkeypatch.setattr(Encoder, "_expand", None)
+    large = [video(files["long"], nframes=60, min_pixels=150_000_000), image(files["small"], min_pixels=100_000_000)]
+    sample = Sample("r1", [user("?", *large), assistant("b")])
+    with pytest.raises(SampleTooLong, match=r"^sample 'r1' has \d{7} tokens of images and videos, .* \(1000000\)"):
+        use(encoder, sample)
+
+
 def test_media_in_an_assistant_message_are_refused(encoder, files):
     sample = Sample("r1", [user("a"), assistant([image(files["small"])])])
     with pytest.raises(DataError, match="message 1: an assistant message may hold text only"):

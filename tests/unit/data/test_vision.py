@@ -1,9 +1,11 @@
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from dsreason.data import media, vision
 from dsreason.data.vision import PixelLimits, image_size, resized_size, sample_frames, video_size
 from dsreason.errors import DataError
 
@@ -94,6 +96,36 @@ def test_times_on_a_frame_border_choose_that_frame(fps):
 def test_settings_that_cannot_be_met_name_both_numbers(part, message):
     with pytest.raises(DataError, match=message):
         frames(100, 10.0, **part)
+
+
+@pytest.mark.parametrize(
+    "value", [1e308, 10**400, 1e16, math.inf, math.nan, -(10**400)], ids=lambda value: str(value)[:6]
+)
+@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
+def test_absurd_numbers_are_refused_with_the_limit(key, value):
+    most = 150_000_000 if key == "min_pixels" else 10**15
+    for use in (
+        lambda part: sample_frames(video(100, 10.0), part),
+        lambda part: image_size(100, 100, part, QWEN2_5),
+        lambda part: video_size(100, 100, 8, part, QWEN3),
+    ):
+        with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
+            use({key: value})
+
+
+@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
+def test_the_largest_and_smallest_numbers_can_be_used(key):
+    most = 150_000_000 if key == "min_pixels" else 10**15
+    for value in (5e-324, most, float(most)):
+        used = [lambda part: image_size(100, 100, part, QWEN2_5), lambda part: video_size(100, 100, 8, part, QWEN3)]
+        if key not in ("nframes", "video_start", "video_end"):  # a video of 10 s has no frame there
+            used.append(lambda part: sample_frames(video(100, 10.0), part))
+        for use in used:
+            use({key: value})
+
+
+def test_a_picture_may_be_asked_to_be_as_large_as_one_that_is_read():
+    assert vision.MAX_MIN_PIXELS == media.MAX_IMAGE_PIXELS
 
 
 @pytest.mark.parametrize(

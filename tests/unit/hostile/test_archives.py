@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 import random
 import tarfile
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from dsreason.data import archives
 from dsreason.data.archives import embedded_file, extract, unpack
-from dsreason.errors import DataError
+from dsreason.errors import DataError, StorageError
+from tests.disks import set_read_only, small_disk
 from tests.unit.hostile.guard import guarded, listing, refused
 from tests.unit.hostile.inputs import damaged, escape_by_links, header, member, tar_of, zip_of
 
@@ -57,6 +59,28 @@ ESCAPES = {
         ["'h'", "outside the destination"],
     ),
     "absolute hard link": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="/etc/passwd")), ["'h'", "absolute"]),
+    "hard link to nothing": (
+        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="gone")),
+        ["'h'", "'gone'", "no file before it"],
+    ),
+    "hard link to itself": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="h")), ["'h'", "no file before it"]),
+    "hard links in a cycle": (
+        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="g"), member("g", kind=tarfile.LNKTYPE, linkname="h")),
+        ["'h'", "'g'", "no file before it"],
+    ),
+    "hard link to a later member": (
+        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="a"), member("a", b"x")),
+        ["'h'", "'a'", "no file before it"],
+    ),
+    "hard link by a detour": (  # tarfile would copy the file
+        tar_of(member("a", b"x"), member("h", kind=tarfile.LNKTYPE, linkname="b/../a")),
+        ["'h'", "no file before it"],
+    ),
+    "hard link to a name of 5000 characters": (
+        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="n" * 5000)),
+        ["'h'", "nnn", "no file before it"],
+    ),
+    "hard link to the folder": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname=".")), ["'h'", "no file before it"]),
     "FIFO": (tar_of(member("f", kind=tarfile.FIFOTYPE)), ["'f'", "special file"]),
     "device": (tar_of(member("zero", kind=tarfile.CHRTYPE, devmajor=1, devminor=5)), ["'zero'", "special file"]),
 }
@@ -79,6 +103,19 @@ BOMBS = {
         ["damaged header"],
     ),
     "zeros behind the end": (gzip.compress(tar_of(member("a", b"x")) + bytes(1 << 24)), ["unpacks to more than"]),
+    "hard links over files": (  # tarfile makes copies of them
+        gzip.compress(
+            tar_of(
+                member("a", bytes(1 << 20)),
+                *(m for i in range(9) for m in (member(f"{i}"), member(f"{i}", kind=tarfile.LNKTYPE, linkname="a"))),
+            )
+        ),
+        ["unpacks to more than"],
+    ),
+    "dictionary of 4 GiB": (
+        spoilt(lzma.compress(PLAIN, format=lzma.FORMAT_ALONE), 1, b"\xff" * 4),
+        ["MemoryError"],
+    ),
     "20,000 empty members": (gzip.compress(header("e", 0) * 20_000 + bytes(1024)), ["unpacks to more than"]),
 }
 DAMAGES = {
@@ -171,6 +208,22 @@ def test_the_ending_of_embedded_media_may_be_anything(here: Path, suffix: str) -
 
 def test_embedded_media_must_be_bytes() -> None:
     refused(lambda: embedded_file("text"), DataError, "must be bytes, is str")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
+def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, reason: str
+) -> None:
+    with small_disk(here / "disk") as disk:
+        monkeypatch.setenv("COSMOS_CACHE", str(disk))
+        if trouble == "read-only":
+            set_read_only(disk)
+        with pytest.raises(
+            StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be kept: .*{reason}.*COSMOS_CACHE"
+        ):
+            embedded_file(bytes(2_000_000), ".png")
+        assert listing(disk) == {}
+        assert list(disk.glob("media/*/*")) == []
 
 
 def test_a_folder_is_no_archive(here: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 
 from dsreason.errors import CheckpointError
 from dsreason.export import export_checkpoint
-from dsreason.runtime.checkpoint import make_universal, read_state
-from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
+from dsreason.runtime.checkpoint import TrainerState, make_universal, read_state
+from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint, recover
 from dsreason.runtime.rng import load_rng_state
 from dsreason.runtime.shards import UNREADABLE, check_names, checkpoint_tensors
 from tests.unit.hostile.guard import guarded, refused
@@ -204,6 +205,25 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "state in a list": lambda saved: saved | {"state": [1]},
     "ranks in a text": lambda saved: saved | {"world_size": "2"},
     "no ranks": lambda saved: saved | {"world_size": 0},
+    "ranks that are a truth": lambda saved: saved | {"world_size": True},
+    "two and a half ranks": lambda saved: saved | {"world_size": 2.5},
+    "a billion ranks": lambda saved: saved | {"world_size": 10**9},
+    "10^30 ranks": lambda saved: saved | {"world_size": 10**30},
+    "ranks here that are a number": lambda saved: saved | {"ranks": 3},
+    "ranks here that are nothing": lambda saved: saved | {"ranks": None},
+    "ranks here that are texts": lambda saved: saved | {"ranks": ["../0"]},
+    "more ranks here than there are": lambda saved: saved | {"ranks": [0, 2]},
+    "a step that is a text": lambda saved: saved | {"state": {"step": "x"}},
+    "a step that is a fraction": lambda saved: saved | {"state": {"step": 1.5}},
+    "a step that is a truth": lambda saved: saved | {"state": {"step": True}},
+    "a step before the first": lambda saved: saved | {"state": {"step": -1}},
+    "samples that are a list": lambda saved: saved | {"state": {"consumed_samples": [3]}},
+    "an epoch that is a text": lambda saved: saved | {"state": {"epoch": "1"}},
+    "a best value that is a text": lambda saved: saved | {"state": {"best_metric": "x"}},
+    "a best step that is a fraction": lambda saved: saved | {"state": {"best_step": 1.5}},
+    "a best name that is a number": lambda saved: saved | {"state": {"best_name": 3}},
+    "a model that is a list": lambda saved: saved | {"state": {"model_path": ["base"]}},
+    "extras that are a list": lambda saved: saved | {"state": {"extra": []}},
     "another stage": lambda saved: saved | {"zero_stage": 7},
     "another precision": lambda saved: saved | {"precision": "int8"},
     "parameters in a list": lambda saved: saved | {"parameters": ["layer.weight"]},
@@ -219,6 +239,39 @@ def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any
     words = ["trainer_state.json: is not what a checkpoint holds"]
     refused(lambda: read_state(checkpoint), CheckpointError, *words)
     refused(lambda: export_checkpoint(checkpoint, checkpoint.parent / "out"), CheckpointError, *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"world_size": 10**30}, [f"world_size is {10**30}", "from 1 to 100000"]),
+        ({"ranks": 3}, ["ranks is 3", "numbers below 2"]),
+        ({"state": {"step": "x"}}, ["state.step is 'x'"]),
+    ],
+)
+def test_a_wrong_value_in_a_state_is_named(
+    checkpoint: Path, saved: dict[str, Any], change: dict[str, Any], words: list[str]
+) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(saved | change))
+    refused(lambda: read_state(checkpoint), CheckpointError, str(checkpoint / "trainer_state.json"), *words)
+
+
+def test_a_state_with_all_that_a_run_writes_is_read(checkpoint: Path, saved: dict[str, Any]) -> None:
+    scores = {"best_metric": float("nan"), "best_name": "loss", "best_step": 3, "extra": {"a": [1]}}
+    for state in (asdict(TrainerState()), {"step": 4, "epoch": 1, "consumed_samples": 8, **scores}):
+        (checkpoint / "trainer_state.json").write_text(json.dumps(saved | {"ranks": [1], "state": state}))
+        assert read_state(checkpoint)["state"]["step"] == state["step"]
+
+
+@pytest.mark.parametrize("change", [{"world_size": 10**9}, {"world_size": None}, {"ranks": 3}, {"ranks": ["../0"]}])
+def test_what_was_being_saved_with_such_a_state_is_thrown_away(
+    checkpoint: Path, saved: dict[str, Any], change: dict[str, Any]
+) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(saved | change))
+    (checkpoint / "COMPLETE").unlink()
+    partial = checkpoint.rename(checkpoint.with_name(".saving_step_1"))
+    assert guarded(lambda: recover(partial.parent)) == []
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("content", ["[]", '"x"', "3", "[" * 100_000])
@@ -241,9 +294,13 @@ def test_names_that_would_lead_out_never_reach_the_converter(checkpoint: Path, s
         ({"../../../outside/flag": 9}, ["COMPLETE: names '../../../outside/flag'"]),
         ({"/etc/passwd": 9}, ["COMPLETE: names '/etc/passwd'"]),
         ({".": 9}, ["COMPLETE: names '.'"]),
+        ({"n" * 5000: 9}, ["nnn", "is missing"]),
+        ({"a\0b": 9}, ["is missing"]),
+        ({"\ud800": 9}, ["is missing"]),
         ({"gone.pt": 3}, ["gone.pt: is missing"]),
         ({"trainer_state.json": 3}, ["trainer_state.json: has", "instead of 3"]),
-        ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of 3"]),
+        ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of '3'"]),
+        ({"trainer_state.json": 214.0}, ["trainer_state.json: has", "instead of 214.0"]),
         ({"trainer_state.json": None}, ["trainer_state.json: has", "instead of None"]),
         ([], ["does not list the files"]),
         ("all", ["does not list the files"]),

@@ -147,6 +147,22 @@ def processor_json(**values: Any) -> Spoil:
     return spoil
 
 
+def patches(**values: Any) -> Spoil:
+    """All processors and config.json agree on these values."""
+
+    def change(document: dict[str, Any]) -> None:
+        for section in (document, *(part for part in document.values() if isinstance(part, dict))):
+            section.update({key: value for key, value in values.items() if key in section})
+
+    def spoil(model: Path) -> None:
+        for file in model.glob("*config.json"):
+            change_json(file, change)
+        vision = {"spatial_merge_size" if key == "merge_size" else key: value for key, value in values.items()}
+        config("vision_config", **vision)(model)
+
+    return spoil
+
+
 def tokenizer_json(**values: Any) -> Spoil:
     return lambda model: change_json(model / "tokenizer.json", lambda document: document.update(values))
 
@@ -171,6 +187,32 @@ PROCESSOR: dict[str, tuple[Spoil, list[str]]] = {
     "patches of no size": (processor_json(patch_size=0), ["patch_size 0, config.json says 14"]),
     "patches of another size": (processor_json(patch_size=16), ["patch_size 16, config.json says 14"]),
     "negative merging": (processor_json(merge_size=-2), ["merge_size -2, config.json says 2"]),
+    "patches of no size, as in config.json": (patches(patch_size=0), ["patch_size 0; it must be", "from 1 to 64"]),
+    "no merging, as in config.json": (patches(merge_size=0), ["merge_size 0; it must be", "from 1 to 64"]),
+    "negative merging, as in config.json": (patches(merge_size=-2), ["merge_size -2; it must be", "from 1 to 64"]),
+    "huge patches, as in config.json": (patches(patch_size=10**9), ["patch_size 1000000000; it must be"]),
+    "a fraction that is a whole number": (processor_json(patch_size=14.0), ["patch_size 14.0; it must be"]),
+    "huge frame groups, as in config.json": (
+        patches(temporal_patch_size=10**9),
+        ["temporal_patch_size 1000000000; it must be"],
+    ),
+    "a picture of 10^15 pixels at least": (
+        processor_json(size={"shortest_edge": 10**15, "longest_edge": 10**15}),
+        ["size.shortest_edge 1000000000000000; it must be", "at most 150000000"],
+    ),
+    "a picture of 10^400 pixels at most": (
+        processor_json(size={"shortest_edge": 784, "longest_edge": 10**400}),
+        ["size.longest_edge 1000", "it must be", "at most 1000000000000000"],
+    ),
+    "no pixels": (processor_json(size={"shortest_edge": 0, "longest_edge": 784}), ["size.shortest_edge 0; it must be"]),
+    "pixels in a text": (
+        processor_json(size={"shortest_edge": 784, "longest_edge": "784"}),
+        ["size.longest_edge '784'; it must be"],
+    ),
+    "pixels that are no number": (
+        processor_json(size={"shortest_edge": float("nan"), "longest_edge": 784}),
+        ["size.shortest_edge nan; it must be"],
+    ),
     "limits of another kind": (processor_json(size={"height": 28, "width": 28}), ["shortest_edge"]),
 }
 

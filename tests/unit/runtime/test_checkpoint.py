@@ -19,6 +19,7 @@ from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.export import parse_size, with_dtype, write_model_folder
 from dsreason.runtime.checkpoint_folder import (
     check_sizes,
+    check_written,
     choose_checkpoint,
     complete_checkpoints,
     find_checkpoint,
@@ -288,3 +289,8 @@ def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path
         CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
     ):
         next(checkpoint_tensors(tmp_path, {"world_size": 2, "ranks": [0]}))
+
+
+def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors and 99997 more: the 100000 ranks of this run"):
+        check_written(tmp_path, {"world_size": 100_000}, range(100_000), "copy them")
