@@ -56,7 +56,7 @@ def resolve_deepspeed(
         found = _concrete(document, owned.path)
         if found is not None and not _agrees(found, owned.values):
             owner = config_name if owned.by_config else "what every run does"
-            key = f"{'.'.join(owned.path)} ({_shown(found)})"
+            key = f"{'.'.join(owned.path)} ({shown(found)})"
             problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
         raise config_error([f"{name}: {text}" for text in problems])
@@ -76,6 +76,13 @@ def zero_section(name: str) -> dict[str, Any]:
     return section
 
 
+def settings_to_try(name: str, config: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed gets, without the batch sizes that it derives itself: so they fit any number of ranks."""
+    settings = _finished(read_deepspeed(name), config, "cpu", 1)
+    derived = ("train_batch_size", "gradient_accumulation_steps")
+    return {key: value for key, value in settings.items() if key not in derived}
+
+
 def micro_batch_size(config: RunConfig) -> int:
     """Samples per forward as DeepSpeed is told; under a token budget it has no meaning and is 1."""
     return config.train.micro_batch_size or 1
@@ -88,7 +95,13 @@ def accumulation_steps(config: RunConfig, world_size: int) -> int:
 
 def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
     """Every DeepSpeed key that is not the JSON's to decide, with what it may say."""
-    return [*_batch_keys(config, world_size), *_precision_keys(config), *_optimizer_keys(config)]
+    return [
+        *_batch_keys(config, world_size),
+        *_precision_keys(config),
+        *_optimizer_keys(config),
+        *_checkpoint_keys(config),
+        *_parallel_keys(),
+    ]
 
 
 def _batch_keys(config: RunConfig, world_size: int) -> Iterator[Owned]:
@@ -117,7 +130,8 @@ def _precision_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned(("bf16", "bf16_master_weights_and_grads"), (False,), master, by_config=False)
     yield Owned(("bf16", "bf16_optimizer_states"), (False,), master, by_config=False)
     yield Owned(("fp16", "fp16_master_weights_and_grads"), (False,), master, by_config=False)
-    fp32 = ("fp32", "float32", "torch.float32")
+    fp32, bf16 = ("fp32", "float32", "torch.float32"), ("bf16", "bfloat16", "torch.bfloat16")
+    yield Owned(("data_types", "param_dtype"), bf16 if config.train.precision == "bf16" else fp32, precision)
     yield Owned(("data_types", "grad_accum_dtype"), fp32, "gradients are accumulated in fp32", by_config=False)
     yield Owned(("communication_data_type",), fp32, "gradients are reduced in fp32", by_config=False)
     yield Owned(("gradient_allreduce_op",), ("mean",), "the loss is scaled for the mean over ranks", by_config=False)
@@ -143,6 +157,20 @@ def _optimizer_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
     yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup is {optim.warmup:g}")
     yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
+
+
+def _checkpoint_keys(config: RunConfig) -> Iterator[Owned]:
+    background = shown(config.checkpoint.background)
+    writer = f"checkpoint.background ({background}) decides whether checkpoints are written beside training"
+    yield Owned(("checkpoint", "writer"), (), writer)
+    yield Owned(("datastates_ckpt",), (False,), writer)
+    converted = "a checkpoint is converted where the number of ranks has changed"
+    yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
+
+
+def _parallel_keys() -> Iterator[Owned]:
+    yield Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
+    yield Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False)
 
 
 def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:
@@ -183,18 +211,26 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
 def _value_problems(key: str, value: Any) -> Iterator[str]:
     """DeepSpeed itself would fail at them without naming the key, or do what it is not to do."""
     if key in BLOCKS and not isinstance(value, dict):
-        yield f"{key}: {_shown(value)} is not an object; write {{…}} with its keys"
+        yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
     elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
         yield f"{key}: is not used, {UNUSED[key]}; remove it"
     elif key in FLAGS and not isinstance(value, bool) and value != "auto":
-        yield f"{key}: {_shown(value)} is not true or false; set one of them"
+        yield f"{key}: {shown(value)} is not true or false; set one of them"
     elif key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)) and value != "auto":
-        yield f"{key}: {_shown(value)} is not a number; set one"
-    elif key == "flops_profiler" and value.get("output_file") not in (None, "auto"):
-        yield f"{key}.output_file: the profile goes to the logs of the run; remove it"
+        yield f"{key}: {shown(value)} is not a number; set one"
+    elif key in POSITIVE and value != "auto" and value <= 0:
+        yield f"{key}: {shown(value)} is not above 0; raise it"
+    elif key == "log_level" and value not in (None, "auto") and str(value).lower() not in LOG_LEVELS:
+        yield f"{key}: {shown(value)} is none of {', '.join(LOG_LEVELS)}; set one of them"
+    elif key == "flops_profiler.output_file" and value not in (None, "auto"):
+        yield f"{key}: the profile goes to the logs of the run; remove it"
+    elif key == "flops_profiler":
+        for inside, item in value.items():
+            yield from _value_problems(f"{key}.{inside}", item)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """As it stands in a JSON, cut short."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -205,6 +241,7 @@ UNUSED = {
     "comet": MONITORING,
     "csv_monitor": MONITORING,
     "data_efficiency": "data.sources decides what is trained on",
+    "expert_parallel": "the models have no experts",
     "hybrid_engine": "[rollout] decides what generates",
     "tensorboard": MONITORING,
     "wandb": MONITORING,
@@ -214,7 +251,7 @@ BLOCKS = frozenset(
     {
         *UNUSED,
         *("activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comms_logger", "compile", "data_types"),
-        *("expert_parallel", "flops_profiler", "fp16", "optimizer", "pipeline", "scheduler", "tensor_parallel"),
+        *("flops_profiler", "fp16", "optimizer", "pipeline", "scheduler", "tensor_parallel"),
         *("torch_autocast", "weight_quantization", "zero_optimization"),
     }
 )
@@ -222,9 +259,18 @@ FLAGS = frozenset(
     {
         *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown"),
         *("prescale_gradients", "use_data_before_expert_parallelism", "wall_clock_breakdown"),
+        *("flops_profiler.detailed", "flops_profiler.enabled"),
     }
 )
-NUMBERS = frozenset({"gradient_predivide_factor", "sequence_parallel_size", "steps_per_print", "vocabulary_size"})
+POSITIVE = frozenset({"gradient_predivide_factor", "steps_per_print"})
+NUMBERS = frozenset(
+    {
+        *(*POSITIVE, "sequence_parallel_size", "vocabulary_size"),
+        *("flops_profiler.module_depth", "flops_profiler.profile_step", "flops_profiler.recompute_fwd_factor"),
+        "flops_profiler.top_modules",
+    }
+)
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
     "scheduler": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"},
@@ -257,7 +303,8 @@ def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
 
 def _finished(document: dict[str, Any], config: RunConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _without_auto(document)
-    for key in ("optimizer", "scheduler", "bfloat16"):  # the trainer builds its own; bfloat16 is an old name of bf16
+    # The trainer builds its own; bfloat16 is an old name of bf16, and even null asks for datastates_ckpt.
+    for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16"):
         result.pop(key, None)
     micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
     result |= {

@@ -69,7 +69,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """The resolved configuration as JSON values, loadable again. No key stands for a secret; should one hold it, it is hidden."""
+    """The resolved configuration as JSON values, loadable again; masked are secrets, also those in free `reward.options`."""
     document: dict[str, Any] = hidden(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
         # Beside `sources` the same keys of the section itself are errors when loaded.

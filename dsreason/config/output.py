@@ -99,7 +99,7 @@ def _check_same_run(folder: Path, config: BaseModel) -> None:
     before = read_run_config(folder)
     if before is None:
         return
-    differing = differing_keys(before, dump_config(config))
+    differing = differing_keys(hidden(before), dump_config(config))  # what is masked now may not have been then
     if differing:
         shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""

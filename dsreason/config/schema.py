@@ -103,7 +103,8 @@ class SourceConfig(Section):
     media_path: str = ""
     """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
-    """Whether rows may name media outside that folder. Unset: yes, but for data sets of the hub: others have written those."""
+    """Whether rows may name media outside that folder by absolute paths. Unset: yes, but not with a `media_path`, nor in data
+    sets of the hub: others have written those."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None

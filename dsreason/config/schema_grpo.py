@@ -136,7 +136,7 @@ class RemoteRewardConfig(Section):
     """The server of rewards named `remote:<score>`. Its token is read from the environment only."""
 
     url: str | None = None
-    """Address; unset: REMOTE_REWARD_URL or WFM_REWARD_URL of the environment."""
+    """Address; unset: REMOTE_REWARD_URL or WFM_REWARD_URL of the environment. Its query is masked where this is written."""
     batch_size: int = Field(64, ge=1)
     """Completions of one request."""
     concurrency: int = Field(4, ge=1)
@@ -151,7 +151,7 @@ class RewardConfig(Section):
     functions: dict[str, float] = {}
     """Reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) = weight."""
     options: dict[str, dict[str, Any]] = {}
-    """Keyword arguments by reward name, such as `format.pattern`."""
+    """Keyword arguments by reward name, such as `format.pattern`. Those named `api_key`, `token` … are written masked."""
     workers: int = Field(2, ge=1)
     """Processes per rank that score."""
     time_limit: float = Field(30.0, gt=0)

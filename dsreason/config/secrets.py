@@ -23,14 +23,23 @@ VARIABLES = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
 )
-"""Environment variables whose values nobody may see."""
+"""Environment variables whose values nobody may see, beside those with `SECRET_NAME`."""
 SHORTEST = 6
 """Of a value that is looked for: `x` would be found everywhere."""
+SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
+SHORTEST_BY_NAME = 8
+"""Of a value under such a name, which may stand for something else: `1`, `true`."""
+WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
+"""Of the name of a secret the last word: `hf_token`, not `token_count`."""
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
     re.compile(r"\b(X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^&\s'\"]+"): r"\1=…",
+    re.compile(rf"((?:[?&](?:sig|key)|{WORD})=)[^&\s'\"<][^&\s'\"]*", re.IGNORECASE): r"\1…",
+    re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
+    re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
-"""Secrets known by their form: tokens of the Hub, wherever they were kept, and signed addresses."""
+"""Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
+ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 TALKATIVE = (
     "botocore",
     "aiobotocore",
@@ -48,22 +57,45 @@ TALKATIVE = (
 
 def hide_secrets(text: str) -> str:
     """The text with the names of secret variables in place of their values, and without `user:password@`."""
-    for name in VARIABLES:
-        value = os.environ.get(name, "").strip()
-        if len(value) >= SHORTEST:
-            text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
+    for name, value in secret_variables():
+        text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, shown in PATTERNS.items():
         text = pattern.sub(shown, text)
     return without_credentials(text)
 
 
+def secret_variables() -> list[tuple[str, str]]:
+    """Name and value of every variable that holds a secret; the longest first, of which another may be a part."""
+    values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
+    found = {name: value for name, value in values.items() if len(value) >= SHORTEST}
+    for name, value in os.environ.items():
+        # A path, such as that of a file with the key, is no secret, and would be hidden in every path below it.
+        if SECRET_NAME.search(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
+            found.setdefault(name, value.strip())
+    return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
 def hidden(value: Any) -> Any:
-    """JSON values with `hide_secrets` done to every text in them."""
+    """JSON values to be kept: `hide_secrets` done to every text, addresses without their query, no value of a secret's key."""
     if isinstance(value, str):
-        return hide_secrets(value)
+        return ADDRESS.sub(without_query, hide_secrets(value))
     if isinstance(value, dict):
-        return {key: hidden(item) for key, item in value.items()}
+        return {key: "…" if holds_secret(key) and is_set(item) else hidden(item) for key, item in value.items()}
     return [hidden(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def holds_secret(key: str) -> bool:
+    """`api_key`, `hf_token`, `Authorization`; not `max_tokens`, nor a reward `judge.py:token`."""
+    return re.fullmatch(rf"[\w .-]*{WORD}", key, re.IGNORECASE) is not None
+
+
+def without_query(address: re.Match[str]) -> str:
+    place, mark, query = address[0].partition("?")
+    return f"{place}?…" if query else place + mark
+
+
+def is_set(value: Any) -> bool:
+    return value is not None and value != "" and not isinstance(value, bool)
 
 
 class HidingFormatter(logging.Formatter):
@@ -75,7 +107,12 @@ class HidingFormatter(logging.Formatter):
 
 def without_credentials(text: str) -> str:
     """`s3://key:secret@bucket` → `s3://…@bucket`. A secret may hold slashes."""
-    return re.sub(r"(?<=://)[^\s'\"]*:[^\s'\"]*@", "…@", text)
+
+    def masked(found: re.Match[str]) -> str:
+        user, at, rest = found[0].rpartition("@")
+        return f"…@{rest}" if at and ":" in user else found[0]
+
+    return re.sub(r"(?<=://)[^\s'\"]+", masked, text)
 
 
 def quiet_libraries() -> None:

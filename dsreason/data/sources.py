@@ -184,7 +184,7 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if not may_leave(config):
-        check_inside(messages, media_root)
+        check_inside(messages, media_root, config.path)
     return replace(sample, id=sample.id or first_path(given), messages=messages)
 
 
@@ -291,13 +291,17 @@ def may_leave(config: SourceConfig) -> bool:
     """Whether absolute paths may lead out of the media's folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
+    if config.media_path:
+        return False
     return not config.path or is_s3(config.path) or Path(config.path).expanduser().exists()
 
 
-def check_inside(messages: Sequence[Message], media_root: Path | S3Address) -> None:
-    """DataError for media that are neither below `media_root` nor unpacked or downloaded by us."""
+def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data_path: str) -> None:
+    """DataError for media that are neither below `media_root` or the folder of the data, nor unpacked or downloaded by us."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
-    places = [root, *map(os.path.abspath, (media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE))]
+    folder = Path(data_path).expanduser()
+    ours = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
+    places = [root, *map(os.path.abspath, [*ours, folder] if data_path and folder.is_dir() else ours)]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])

@@ -15,6 +15,7 @@ import torch
 from dsreason.config.cache import cache_dir
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.secrets import hidden
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Answerer
@@ -95,7 +96,11 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     if config.server.url is not None:
         answerer = ServerAnswerer(config.server)
         try:
-            model = {"name": base_name(answerer.model), "path": answerer.model, "server": str(config.server.url)}
+            model = {
+                "name": base_name(answerer.model),
+                "path": answerer.model,
+                "server": str(hidden(config.server.url)),
+            }
             on_model(model)
             yield Answering(answerer, None, model)
         finally:

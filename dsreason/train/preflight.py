@@ -6,13 +6,14 @@ import importlib.util
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from dsreason.config.cache import cache_dir
-from dsreason.config.deepspeed import zero_section
+from dsreason.config.deepspeed import settings_to_try, shown, zero_section
 from dsreason.config.problems import config_error
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
@@ -61,7 +62,7 @@ def check_sft(config: SFTConfig) -> None:
 def check_model(config: RunConfig) -> Encoder:
     """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
     check_wandb(config.monitor)
-    check_zero_values(config.deepspeed)
+    check_deepspeed(config)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
     return build_encoder(config, model_path)
@@ -136,16 +137,47 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
     return checkpoint
 
 
-def check_zero_values(name: str) -> None:
-    """ConfigError where DeepSpeed does not take a value of `zero_optimization`."""
+def check_deepspeed(config: RunConfig) -> None:
+    """ConfigError where DeepSpeed does not take the JSON: its own errors name no file, and seldom the key."""
+    name, settings = config.deepspeed, settings_to_try(config.deepspeed, config)
+    error = deepspeed_error(settings)
+    if error is None:
+        return
+    problems = [
+        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed does not take it ({told(cause)}); correct or remove it"
+        for path, value, cause in faults(settings)
+    ]
+    raise config_error(
+        problems or [f"{name}: DeepSpeed does not take it as a whole ({told(error)}); correct it"]
+    ) from error
+
+
+def faults(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
+    """The smallest parts of a DeepSpeed configuration that DeepSpeed refuses alone: key, value and error of each."""
+    found = []
+    for key, value in section.items():
+        document: dict[str, Any] = {key: value}
+        for outer in reversed(path):
+            document = {outer: document}
+        error = deepspeed_error({"train_micro_batch_size_per_gpu": 1} | document)
+        if error is not None:
+            inside = faults(value, (*path, key)) if isinstance(value, dict) else []
+            found += inside or [((*path, key), value, error)]
+    return found
+
+
+def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     try:
-        DeepSpeedZeroConfig(**zero_section(name))
-    except ValidationError as error:
-        problems = [
-            f"{name}: {'.'.join(map(str, ('zero_optimization', *problem['loc'])))} ({problem['input']!r}): {problem['msg']}"
-            for problem in error.errors()
-        ]
-        raise config_error(problems) from error
+        DeepSpeedConfig(settings)
+    except Exception as error:  # noqa: BLE001 (of any kind: a wrong type is often an AttributeError)
+        return error
+    return None
+
+
+def told(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"] for problem in error.errors())
+    return str(error)
 
 
 def notes(order: StepOrder, config: SFTConfig) -> list[str]:

@@ -153,6 +153,39 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         'optimizer.type ("Lion") contradicts what every run does: the optimizer is AdamW',
     ),
     ({"scheduler": {"type": "WarmupLR"}}, 'scheduler.type ("WarmupLR") contradicts run.toml: optim.schedule is cosine'),
+    (
+        {"checkpoint": {"writer": {"decoupled": True}}},
+        (
+            'checkpoint.writer ({"decoupled": true}) contradicts run.toml: checkpoint.background (true) decides whether '
+            "checkpoints are written beside training"
+        ),
+    ),
+    (
+        {"datastates_ckpt": 3},
+        (
+            "datastates_ckpt (3) contradicts run.toml: checkpoint.background (true) decides whether checkpoints are "
+            "written beside training"
+        ),
+    ),
+    (
+        {"checkpoint": {"load_universal": True}},
+        (
+            "checkpoint.load_universal (true) contradicts what every run does: a checkpoint is converted where the "
+            "number of ranks has changed"
+        ),
+    ),
+    (
+        {"sequence_parallel_size": 0},
+        "sequence_parallel_size (0) contradicts what every run does: each rank has whole sequences",
+    ),
+    (
+        {"tensor_parallel": {"autotp_size": 2}},
+        "tensor_parallel.autotp_size (2) contradicts what every run does: each rank computes whole layers",
+    ),
+    (
+        {"data_types": {"param_dtype": "evil"}},
+        'data_types.param_dtype ("evil") contradicts run.toml: train.precision is bf16',
+    ),
 ]
 
 
@@ -160,6 +193,12 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 def test_a_contradiction_names_both_keys_and_values(document: dict[str, Any], message: str) -> None:
     found = errors(ZERO3 | document, make(train={"micro_batch_size": 4}))
     assert found == [f'ds.json: {message}; set it to "auto" or remove it']
+
+
+def test_what_deepspeed_takes_for_a_wish_is_not_passed_on() -> None:
+    document = ZERO3 | {"datastates_ckpt": None, "checkpoint": {"load_universal": False, "writer": None}}
+    result = resolve(document | {"sequence_parallel_size": 1})
+    assert "datastates_ckpt" not in result  # for DeepSpeed null is a wish, too
 
 
 def test_under_a_token_budget_no_concrete_micro_batch_fits() -> None:
@@ -236,6 +275,23 @@ def test_a_removed_zero_key_is_said_to_be_removed(key: str) -> None:
         (
             ZERO3 | {"optimizer": {"params": {"amsgrad": True}}},
             "optimizer.params.amsgrad: is not used, the run configuration's [optim] decides; remove it",
+        ),
+        (
+            ZERO3 | {"flops_profiler": {"profile_step": "x"}},
+            'flops_profiler.profile_step: "x" is not a number; set one',
+        ),
+        (
+            ZERO3 | {"flops_profiler": {"enabled": "x"}},
+            'flops_profiler.enabled: "x" is not true or false; set one of them',
+        ),
+        (
+            ZERO3 | {"log_level": "evil"},
+            'log_level: "evil" is none of debug, info, warning, error, critical; set one of them',
+        ),
+        (ZERO3 | {"steps_per_print": 0}, "steps_per_print: 0 is not above 0; raise it"),
+        (
+            ZERO3 | {"expert_parallel": {"enabled": True}},
+            "expert_parallel: is not used, the models have no experts; remove it",
         ),
     ],
 )

@@ -132,15 +132,18 @@ def test_links_and_absolute_paths_are_the_users_to_allow(here: Path) -> None:
     assert paths == [str(here / "cache.png"), str(here / "linked" / "flag")]
 
 
+@pytest.mark.parametrize("allow", [False, None])
 @pytest.mark.parametrize("image", ["{here}/cache.png", "{media}/../cache.png", "s3://bucket/cache.png"])
-def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(here: Path, image: str) -> None:
+def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(
+    here: Path, image: str, allow: bool | None
+) -> None:
     (here / "media").mkdir()
     for file in (here / "cache.png", here / "media" / "a.png"):
         Image.new("RGB", (28, 28)).save(file)
     rows = [{**ROW, "image": "a.png"}, {**ROW, "image": str(here / "media" / "a.png")}]
     rows.append({**ROW, "image": image.format(here=here, media=here / "media")})
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    given = {"media_path": str(here / "media"), "allow_absolute_paths": False}
+    given = {"media_path": str(here / "media"), "allow_absolute_paths": allow}
     refused(
         lambda: samples(here / "rows.jsonl", **given),
         DataError,

@@ -13,7 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
 from dsreason.train import preflight
-from dsreason.train.preflight import check_grpo, check_upload
+from dsreason.train.preflight import check_deepspeed, check_grpo, check_upload
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
 
@@ -81,3 +81,59 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
     check_upload(settings, None, create=True)
     check_upload(SFTConfig(), None)
     assert [(how["create"], how["outage_passes"]) for how in asked] == [(False, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("document", "messages"),
+    [
+        ({"checkpoint": {"tag_validation": 3}}, ["checkpoint.tag_validation (3)"]),
+        ({"checkpoint": {"tag_validation": "evil"}}, ['checkpoint.tag_validation ("evil")']),
+        ({"checkpoint": {"parallel_write": 3}}, ["checkpoint.parallel_write (3)"]),
+        ({"compile": {"deepcompile": "x"}}, ['compile.deepcompile ("x")', "valid boolean"]),
+        ({"timers": {"throughput": {"enabled": "x"}}}, ['timers.throughput.enabled ("x")']),
+        ({"timers": 3}, ["timers (3)"]),
+        ({"data_types": {"keep_in_fp32_modules": 3}}, ["data_types.keep_in_fp32_modules (3)"]),
+        ({"vocabulary_size": 3.5, "compile": {"passes": ["z9"]}}, ['compile.passes (["z9"])', "'z1'"]),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": -1, "offload_param": {"device": "x"}}},
+            [
+                "2 problems",
+                "zero_optimization.reduce_bucket_size (-1)",
+                "greater than 0",
+                'zero_optimization.offload_param.device ("x")',
+            ],
+        ),
+        (
+            {"checkpoint": {"tag_validation": 3}, "compile": {"deepcompile": "x"}},
+            ["2 problems", "checkpoint.tag_validation (3)", 'compile.deepcompile ("x")'],
+        ),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_told_with_file_key_and_value(tmp_path, document, messages):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}} | document))
+    with pytest.raises(ConfigError) as caught:
+        check_deepspeed(SFTConfig(deepspeed=str(file)))
+    assert caught.value.exit_code == 2
+    for message in (f"{file}: ", *messages):
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["zero2.json", "zero3.json", "zero3_offload.json"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_deepspeed_takes_each_shipped_file(name, precision):
+    check_deepspeed(SFTConfig.model_validate({"deepspeed": name, "train": {"precision": precision}}))
+
+
+def test_a_fault_of_the_whole_that_no_key_has_alone_is_told(tmp_path, monkeypatch):
+    def refuse(settings: dict[str, Any]) -> None:
+        if {"compile", "timers"} <= settings.keys():
+            raise ValueError("compile and timers exclude each other")
+
+    monkeypatch.setattr(preflight, "DeepSpeedConfig", refuse)
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "compile": {}, "timers": {}}))
+    with pytest.raises(
+        ConfigError, match="ds.json: DeepSpeed does not take it as a whole .*exclude each other.*; correct it"
+    ):
+        check_deepspeed(SFTConfig(deepspeed=str(file)))
