@@ -1,5 +1,10 @@
 """Failures that a person can mend. The command line prints their text without a traceback."""
 
+import errno
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of an `OSError`: the disk is full or may not be written, whatever was to be kept there."""
+
 
 class DsReasonError(Exception):
     """Base class: `exit_code` is what the command returns when started plainly."""

@@ -193,7 +193,7 @@ def parse_override(text: str) -> Override:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(f"--set {text}: is not of the form section.key=value; write one such as optim.lr=1e-5")
-    return Override(text, tuple(int(part) if part.isdigit() else part for part in parts), parse_value(value.strip()))
+    return Override(text, tuple(int(part) if part.isdecimal() else part for part in parts), parse_value(value.strip()))
 
 
 def parse_value(text: str) -> Any:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsreason.config.cache import cache_dir
-from dsreason.errors import DataError, StorageError
+from dsreason.errors import DISK_ERRORS, DataError, StorageError
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
@@ -80,10 +80,12 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
                 partial.chmod(0o644)  # the cache may be shared
                 partial.rename(file)
         except OSError as error:
-            raise StorageError(
-                f"{file}: cannot be kept: {error}; make room, or set COSMOS_CACHE to another folder"
-            ) from error
+            raise cache_error(file, error) from error
     return file
+
+
+def cache_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path}: cannot be kept: {error}; make room, or set COSMOS_CACHE to another folder")
 
 
 def unpack(archive: Path) -> Path:
@@ -93,12 +95,17 @@ def unpack(archive: Path) -> Path:
 
     Raises:
         DataError: the archive is damaged, or a member wants out of its folder.
+        StorageError: the cache cannot be written; this is no fault of the data.
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = media_cache() / "archives" / f"{archive.name.split('.')[0]}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f"{folder.name}.lock").open("w")
+    except OSError as error:
+        raise cache_error(folder, error) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             partial = folder.with_name(f"{folder.name}.partial")
@@ -113,12 +120,13 @@ def extract(archive: Path, folder: Path) -> None:
 
     Raises:
         DataError: the archive is damaged, encrypted or a bomb, or a member is a link, a device, or wants out.
+        StorageError: the disk is full or read-only.
     """
     try:
         with telling(archive), archive.open("rb") as file:
             unpack_members = extract_zip if file.read(2) == b"PK" else extract_tar
         unpack_members(archive, folder, Budget(archive))
-    except DataError:
+    except (DataError, StorageError):
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -199,10 +207,13 @@ class Budget:
 
 @contextmanager
 def telling(archive: Path, member: str | None = None) -> Iterator[None]:
-    """Errors as a DataError that names archive and member."""
+    """Errors as a DataError that names archive and member; those of the disk that it is unpacked on as a StorageError."""
     try:
         yield
     except UNPACK_ERRORS as error:
         inside = "" if member is None else f": {member[:200]!r}"
         cause = " ".join(str(error).split()) or type(error).__name__  # tarfile tells on several lines what it has tried
-        raise DataError(f"{archive}{inside} cannot be unpacked: {cause}") from error
+        text = f"{archive}{inside} cannot be unpacked: {cause}"
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise StorageError(f"{text}; make room, or unpack it elsewhere (COSMOS_CACHE)") from error
+        raise DataError(text) from error

@@ -23,10 +23,9 @@ from torchvision.transforms.v2 import functional as tvf
 
 from dsreason.config.address import is_s3
 from dsreason.data.remote import local_copy
+from dsreason.data.vision import MAX_IMAGE_PIXELS
 from dsreason.errors import ConfigError, DataError
 
-MAX_IMAGE_PIXELS = 150_000_000
-"""Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb)."""
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")

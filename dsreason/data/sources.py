@@ -24,7 +24,7 @@ from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.data.vision import PART_SETTINGS
-from dsreason.errors import DataError
+from dsreason.errors import DataError, StorageError
 
 CONTROL_TOKENS = (
     "<|image_pad|>",
@@ -82,6 +82,8 @@ class Source:
             raise DataError(f"{where}: {error}") from error
         except KeyError as error:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
+        except StorageError:  # no fault of the row
+            raise
         except Exception as error:  # somebody else's code; its traceback is kept as the cause
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"

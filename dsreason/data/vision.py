@@ -24,8 +24,8 @@ MAX_FRAME_TOKENS = 768
 """Largest size of one video frame in merged patches (qwen-vl-utils `VIDEO_MAX_TOKEN_NUM`)."""
 DEFAULT_VIDEO_TOKENS = 115_200
 """Largest size of a video in tokens when nothing else bounds it (qwen-vl-utils: 0.9 of 128,000)."""
-MAX_MIN_PIXELS = 150_000_000
-"""Nothing is made larger than the largest picture that is read (`media.MAX_IMAGE_PIXELS`, whose module needs torch)."""
+MAX_IMAGE_PIXELS = 150_000_000
+"""Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
 MAX_SETTING = 10**15
 """Largest of the other settings: up to here a float tells whole numbers apart, and no product below overflows."""
 
@@ -144,7 +144,7 @@ def _check_settings(part: Mapping[str, Any]) -> None:
         value = part[key]
         if value is None:
             continue
-        most = MAX_MIN_PIXELS if key == "min_pixels" else MAX_SETTING
+        most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{key} is {value!r:.100}; it must be a number")
         if not 0 <= value <= most or (value == 0 and key != "video_start"):

@@ -25,7 +25,7 @@ from dsreason.config.address import is_s3
 from dsreason.config.schema import ModelConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.remote import local_folder
-from dsreason.data.vision import MAX_MIN_PIXELS, MAX_SETTING
+from dsreason.data.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.errors import CheckpointError, DataError
 from dsreason.models.families import FAMILIES, family_of
 from dsreason.models.template import check_template
@@ -201,7 +201,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
             raise CheckpointError(
                 f"{path}: {type(media).__name__} has size {dict(media.size)}; it must have shortest_edge and longest_edge"
             )
-        for name, most in (("shortest_edge", MAX_MIN_PIXELS), ("longest_edge", MAX_SETTING)):
+        for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
             value = media.size[name]
             if not isinstance(value, int | float) or not 1 <= value <= most:
                 raise CheckpointError(

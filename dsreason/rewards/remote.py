@@ -186,7 +186,7 @@ class RemoteReward:
             text += f" ({self._quoted(said.decode(errors='replace').strip())})"
         if error.code in (408, 425, 429) or error.code >= 500:
             after = error.headers.get("Retry-After", "")
-            raise _Retry(text, wait=float(after) if after.isdigit() else 0.0)
+            raise _Retry(text, wait=float(after) if after.isdecimal() else 0.0)
         if error.code in (401, 403):
             given = "the token is not accepted" if self.token else "it wants a token"
             text += f": {given}, check REMOTE_REWARD_TOKEN"

@@ -5,7 +5,6 @@ Nothing here imports torch: the parent has to run before `prepare_environment`.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsreason.config.secrets import hide_secrets
-from dsreason.errors import ConfigError, DsReasonError, SaveError, Stopped
+from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -41,7 +40,6 @@ FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
 """After which nothing is started again."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 PLACE_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""

@@ -133,4 +133,4 @@ def unfinished_folders(run: Path) -> list[Path]:
 
 def _step(folder: Path) -> tuple[int, str]:
     digits = folder.name.removeprefix("step_")
-    return (int(digits), "") if digits.isdigit() else (2**63, folder.name)  # `final` comes last
+    return (int(digits), "") if digits.isdecimal() else (2**63, folder.name)  # `final` comes last

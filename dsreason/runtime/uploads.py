@@ -181,7 +181,7 @@ def read_record(run: Path) -> dict[str, dict[str, int]]:
     """By target and folder; empty where there is none, or none that can be read: then things are looked at again."""
     try:
         found = json.loads((run / RECORD).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsreason.data import media, vision
+from dsreason.data import vision
 from dsreason.data.vision import PixelLimits, image_size, resized_size, sample_frames, video_size
 from dsreason.errors import DataError
 
@@ -122,10 +122,6 @@ def test_the_largest_and_smallest_numbers_can_be_used(key):
             used.append(lambda part: sample_frames(video(100, 10.0), part))
         for use in used:
             use({key: value})
-
-
-def test_a_picture_may_be_asked_to_be_as_large_as_one_that_is_read():
-    assert vision.MAX_MIN_PIXELS == media.MAX_IMAGE_PIXELS
 
 
 @pytest.mark.parametrize(

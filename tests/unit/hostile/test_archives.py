@@ -226,6 +226,20 @@ def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
         assert list(disk.glob("media/*/*")) == []
 
 
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_bad_disk_is_not_the_archive_s_fault_and_keeps_nothing_of_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    (here / "clips.tar").write_bytes(tar_of(member("1.mp4", bytes(2_000_000))))
+    with small_disk(here / "disk") as disk:
+        monkeypatch.setenv("COSMOS_CACHE", str(disk))
+        if trouble == "read-only":
+            set_read_only(disk)
+        with pytest.raises(StorageError, match=r"clips.*COSMOS_CACHE"):
+            unpack(here / "clips.tar")
+        assert not list(disk.rglob("*.mp4"))
+
+
 def test_a_folder_is_no_archive(here: Path) -> None:
     (here / "folder.tar").mkdir()
     refused(lambda: extract(here / "folder.tar", here / "new"), DataError, "folder.tar", "Is a directory")
