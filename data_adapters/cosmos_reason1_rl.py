@@ -20,7 +20,7 @@ import numpy as np
 
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
-from dsreason.data.rows import Rows, options_field, read_rows, text_field
+from dsreason.data.rows import Rows, option_lines, options_field, own_letter, read_rows, text_field
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 
@@ -39,21 +39,16 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
     answer = text_field(choice, "correct_answer" if choice.get("correct_answer") else "answer").strip()
-    lines = [text_field(choice, "question")]
+    lines = [text_field(choice, "question"), *option_lines(options)]
     if options is not None:
-        answer = own_letter(answer, options)
-        lines += [*(f"({letter}) {text}" for letter, text in options.items()), REQUEST]
+        letter = own_letter(answer, options)
+        if letter is None:
+            raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
+        answer = letter
+        lines.append(REQUEST)
     content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
-
-
-def own_letter(answer: str, options: dict[str, str]) -> str:
-    """The answer as the option's letter is written."""
-    found = [letter for letter in options if letter.lower() == answer.lower()]
-    if not found:
-        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
-    return found[0]
 
 
 class Questions(Rows):

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.rows import options_field, text_field
+from dsreason.data.rows import option_lines, options_field, text_field
 from dsreason.data.types import Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
-    question = "\n".join(
-        [text_field(row, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
-    )
+    question = "\n".join([text_field(row, "question"), *option_lines(options)])
     answer = text_field(row, "answer")
     content = [*media_parts(row), {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]

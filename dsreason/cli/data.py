@@ -13,11 +13,10 @@ import typer
 
 from dsreason.cli.job import ConfigOption, SetOption
 from dsreason.cli.work import track
-from dsreason.config.load import load_config, read_document
+from dsreason.config.load import load_config, read_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
@@ -310,7 +309,7 @@ def renderings(run: RunConfig) -> dict[str, Rendering]:
 def load_run(config: Path | None, overrides: list[str] | None, command: Command | None) -> RunConfig:
     """With the schema of the command that it is for: grpo where it has a section that only grpo knows."""
     if command is None and config is not None:
-        document = read_document(find_file(str(config), "launch/recipes"), str(config))
+        document = read_config(config)
         asked = [text.partition(".")[0] for text in overrides or ()]
         command = Command.grpo if {"grpo", "reward", "rollout"} & {*document, *asked} else Command.sft
     if config is None:

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
-from dsreason.config.load import RECIPES, load_config, read_document
+from dsreason.config.load import load_config, read_config
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 
@@ -113,7 +112,7 @@ def check_complete(who: object, what: object) -> None:
 
 def names_datasets(config: Path | None) -> bool:
     """Whether the file says which benchmarks are asked."""
-    return config is not None and bool(read_document(find_file(str(config), RECIPES), str(config)).get("datasets"))
+    return config is not None and bool(read_config(config).get("datasets"))
 
 
 def questions_of(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:

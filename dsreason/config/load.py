@@ -50,9 +50,8 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
     Raises:
         ConfigError: every problem at once, each with the file or `--set` it comes from.
     """
-    file = shipped_file(RECIPES, default_recipe) if path is None else find_file(str(path), RECIPES)
     name = f"{default_recipe} (shipped)" if path is None else str(path)
-    in_file = read_document(file, name)
+    in_file = read_document(shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
     parsed = [parse_override(text) for text in overrides]
     document = json_like(in_file)
     for override in parsed:
@@ -75,6 +74,11 @@ def dump_config(config: BaseModel) -> dict[str, Any]:
         # Beside `sources` the same keys of the section itself are errors when loaded.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
     return document
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The mapping in the file that `--config` names, which may be the bare name of a shipped recipe."""
+    return read_document(find_file(str(path), RECIPES), str(path))
 
 
 def read_document(file: Path, name: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ SHORTEST_BY_NAME = 8
 """Of a value under such a name, which may stand for something else: `1`, `true`."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
 """Of the name of a secret the last word: `hf_token`, not `token_count`."""
+SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
     re.compile(r"\b(X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^&\s'\"]+"): r"\1=…",
@@ -86,7 +87,7 @@ def hidden(value: Any) -> Any:
 
 def holds_secret(key: str) -> bool:
     """`api_key`, `hf_token`, `Authorization`; not `max_tokens`, nor a reward `judge.py:token`."""
-    return re.fullmatch(rf"[\w .-]*{WORD}", key, re.IGNORECASE) is not None
+    return SECRET_KEY.fullmatch(key) is not None
 
 
 def without_query(address: re.Match[str]) -> str:

@@ -7,7 +7,6 @@ with resizing and frame sampling off, so that the same decoded media and the sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,15 +132,17 @@ class Encoder:
                         planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
                     except DataError as error:
                         raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
-        if (tokens := sum(map(self._vision_tokens, planned))) > MAX_MEDIA_TOKENS:
+        if (tokens := sum(medium.grid[0] * self._group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model takes "
                 f"({MAX_MEDIA_TOKENS}); use fewer frames or pixels"
             )
         return planned
 
-    def _vision_tokens(self, medium: PlannedMedium) -> int:
-        return math.prod(medium.grid) // self.processor.image_processor.merge_size**2
+    def _group_tokens(self, medium: PlannedMedium) -> int:
+        """Of an image, or of one frame group of a video."""
+        _, height, width = medium.grid
+        return height * width // self.processor.image_processor.merge_size**2
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
         path = _path_of(part)
@@ -214,14 +215,13 @@ class Encoder:
 
     def _medium_ids(self, medium: PlannedMedium) -> list[int]:
         """What the processor puts in place of one placeholder (Qwen3-VL video: with a time before each frame group)."""
-        merge = self.processor.image_processor.merge_size
-        time, height, width = medium.grid
-        per_group = height * width // merge**2
+        per_group = self._group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
         # The processor writes the text for one token per group; repeating ids is cheaper than tokenizing repeated text.
+        merge = self.processor.image_processor.merge_size
         inputs = {
-            "video_grid_thw": torch.tensor([[time, merge, merge]]),
+            "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
             "video_metadata": [_video_metadata(medium.metadata)],
         }
         text = self.processor.replace_video_token(inputs, video_idx=0)

@@ -246,6 +246,16 @@ def options_field(given: Any, field: str) -> dict[str, str] | None:
     return {letter: str(text) for letter, text in given.items() if text is not None} or None
 
 
+def option_lines(options: Mapping[str, str] | None) -> list[str]:
+    """As a question shows them, a line each: `(A) left`."""
+    return [f"({letter}) {text}" for letter, text in (options or {}).items()]
+
+
+def own_letter(answer: str, options: Iterable[str]) -> str | None:
+    """The answer as the option's letter is written, whatever its case; None where it is none of them."""
+    return next((letter for letter in options if letter.lower() == answer.lower()), None)
+
+
 def only_train(data: SourceConfig, what: str) -> None:
     """Reject a split name where the data has no splits."""
     if data.split != "train":

@@ -24,7 +24,7 @@ from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
-from dsreason.data.rows import options_field, read_rows, text_field
+from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -150,7 +150,7 @@ def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: Ev
     sample = with_checked_answer(Sample(video_id, [], str(answer).strip(), options, meta))
     kind = checked_kind(sample)
     check_reference(sample, kind)
-    lines = [text_field(pair, "question"), *(f"({letter}) {text}" for letter, text in (options or {}).items())]
+    lines = [text_field(pair, "question"), *option_lines(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)
@@ -198,10 +198,10 @@ def with_checked_answer(sample: Sample) -> Sample:
     """With the answer written as the option's letter is. DataError where it is none of them."""
     if not sample.options:
         return sample
-    found = [letter for letter in sample.options if letter.lower() == (sample.answer or "").lower()]
-    if not found:
+    letter = own_letter(sample.answer or "", sample.options)
+    if letter is None:
         raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
-    return replace(sample, answer=found[0])
+    return replace(sample, answer=letter)
 
 
 def as_asked(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:

@@ -13,13 +13,13 @@ from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Any, get_type_hints
 
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
+from pydantic import TypeAdapter, ValidationError
 
 from dsreason.errors import CheckpointError
 from dsreason.runtime.checkpoint_folder import (
@@ -62,19 +62,6 @@ class TrainerState:
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What else the run wants back; JSON values only."""
-
-
-STATE_TYPES = {
-    "step": (int,),
-    "epoch": (int, float),
-    "consumed_samples": (int,),
-    "best_metric": (int, float, NoneType),
-    "best_name": (str,),
-    "best_step": (int, NoneType),
-    "model_path": (str,),
-    "extra": (dict,),
-}
-"""What a `TrainerState` may hold; JSON writes 1.0 and 1 alike."""
 
 
 def begin(folder: Path, step: int, world: World) -> Path:
@@ -165,9 +152,7 @@ def read_state(path: Path) -> dict[str, Any]:
     saved = read_checkpoint(path)
     check_ranks(path, saved)
     try:
-        for key, value in vars(TrainerState(**saved["state"])).items():
-            if type(value) not in STATE_TYPES[key] or (key in ("step", "consumed_samples") and value < 0):
-                raise ValueError(f"state.{key} is {value!r:.100}")
+        check_state(TrainerState(**saved["state"]))
         for key, known in (("zero_stage", (1, 2, 3)), ("precision", ("bf16", "fp32"))):
             if saved[key] not in known:
                 raise ValueError(f"{key} is {saved[key]!r:.100}")
@@ -178,6 +163,18 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path / STATE_FILE}: is not what a checkpoint holds ({type(cause).__name__}: {cause}); choose another one"
         ) from cause
     return saved
+
+
+def check_state(state: TrainerState) -> None:
+    """ValueError where a field holds something else than it should. JSON writes 1.0 and 1 alike."""
+    for key, kind in get_type_hints(TrainerState).items():
+        value = getattr(state, key)
+        try:
+            TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise ValueError(f"state.{key} is {value!r:.100}") from None
+        if key in ("step", "consumed_samples") and value < 0:
+            raise ValueError(f"state.{key} is {value!r:.100}")
 
 
 def check_files(path: Path, world: World) -> None:

@@ -246,11 +246,12 @@ class CheckpointWriter:
 
     def _check_room(self, partial: Path, size: int) -> None:
         """SaveError, and the folder is removed again, where the disk has no room for `size` bytes."""
-        if self.pruning is not None and not has_room(partial, size):
+        needed, free = SPARE_DISK * size, shutil.disk_usage(partial).free
+        if needed > free and self.pruning is not None:
             concurrent.futures.wait([self.pruning])  # old checkpoints are still being deleted
-        if has_room(partial, size):
+            free = shutil.disk_usage(partial).free
+        if needed <= free:
             return
-        free = shutil.disk_usage(partial).free
         remove(partial)
         raise SaveError(
             f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
@@ -311,10 +312,6 @@ def remove(partial: Path) -> None:
     """What was written of a checkpoint that failed; where even that fails, the next start does it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)
-
-
-def has_room(folder: Path, size: int) -> bool:
-    return SPARE_DISK * size <= shutil.disk_usage(folder).free
 
 
 def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:

@@ -85,7 +85,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def as_told(error: Exception) -> Exception:
+def as_told(error: BaseException) -> BaseException:
     """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
@@ -98,7 +98,7 @@ def as_told(error: Exception) -> Exception:
 
 def failure_of(error: BaseException) -> Failure:
     """This rank's failure."""
-    error = as_told(error) if isinstance(error, Exception) else error
+    error = as_told(error)
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
