@@ -28,8 +28,8 @@ $(VENV)/.installed: $(REQUIREMENTS) $(DEV) pyproject.toml
 	@command -v c++ >/dev/null || echo "warning: no C++ compiler (c++) found; vLLM on CPUs and DeepSpeed's offload need one" >&2
 	@command -v uv >/dev/null || test -x $(TOOLS)/bin/uv || $(MAKE) --no-print-directory $(TOOLS)/bin/uv
 	test -x $(PY) || $(UV) venv --python-preference system --python '>=3.11,<3.14' $(VENV)
-	$(UV) pip sync --python $(PY) $(REQUIREMENTS) $(DEV)
-	$(UV) pip install --python $(PY) --no-deps -e .
+	$(UV) pip sync --compile-bytecode --python $(PY) $(REQUIREMENTS) $(DEV)
+	$(UV) pip install --compile-bytecode --python $(PY) --no-deps -e .
 	@touch $@
 
 $(TOOLS)/bin/uv:
