@@ -1,0 +1,209 @@
+"""Training on a stand-in for a GPU: nothing mixes devices, and the numbers are those of the CPU.
+
+The real DeepSpeed with its CUDA accelerator, the real models and the real runs; tensors of the device lie in host memory and
+refuse to meet others. Eager attention runs the same kernels on both sides, so everything must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.rows import write_mixed_rows
+from tests.stand_in import scenarios
+from tests.stand_in.device import build
+
+pytestmark = pytest.mark.integration
+
+ALGORITHMS = [
+    {"preset": "grpo", "correction": "none", "kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.01},
+    {"preset": "dr_grpo", "correction": "token_truncate", "kl_coef": 0.1, "kl_estimator": "k2"},
+    {"preset": "dapo", "correction": "token_mask", "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 3.0},
+    {"preset": "gspo", "correction": "sequence_truncate", "kl_coef": 0.1, "kl_estimator": "bias_corrected_k3"},
+    {"preset": "cispo", "correction": "sequence_mask", "kl_coef": 0.0},
+    {"preset": "dapo", "correction": "geometric_mask", "kl_coef": 0.0},
+]
+SFT = """
+[model]
+path = "{model}"
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 0
+validation = 2
+vision.fps = 4.0
+[optim]
+lr = 3e-3
+warmup = 0
+[train]
+max_steps = 2
+epochs = 2
+global_batch_size = 4
+micro_batch_size = 2
+precision = "fp32"
+[validation]
+before_training = false
+max_new_tokens = 6
+[checkpoint]
+every = 1
+"""
+GRPO = """
+[model]
+path = "{model}"
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 0
+vision.fps = 4.0
+[optim]
+lr = 3e-3
+warmup = 0
+[train]
+max_steps = 2
+micro_batch_size = 6
+precision = "fp32"
+[grpo]
+prompts_per_step = 4
+num_generations = 3
+optimizer_steps_per_rollout = 2
+kl_coef = 0.05
+reference_reset_every = 2
+[rollout]
+engine = "transformers"
+max_completion_length = 6
+temperature = 0.9
+[reward.functions]
+"rewards.py:vowels" = 1.0
+[validation]
+before_training = false
+generate = false
+[checkpoint]
+every = 0
+"""
+REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
+
+
+class Devices(NamedTuple):
+    """One process for each device."""
+
+    stand_in: ProcessPoolExecutor
+    cpu: ProcessPoolExecutor
+
+    def on_both(self, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """(result on the CPU, result on the stand-in), where nothing may have mixed devices."""
+        expected = self.cpu.submit(scenario, *args)
+        return expected.result(), self.on_stand_in(scenario, *args)
+
+    def on_stand_in(self, scenario: Callable[..., Any], *args: Any) -> Any:
+        found, mixed = self.stand_in.submit(scenarios.counted, scenario, *args).result()
+        assert mixed == []
+        return found
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
+    library, spawn = build(tmp_path_factory.mktemp("stand_in")), mp.get_context("spawn")
+
+    def process(library: str | None) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, mp_context=spawn, initializer=scenarios.start, initargs=(library,))
+
+    with process(str(library)) as stand_in, process(None) as cpu:
+        yield Devices(stand_in, cpu)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixed_rows(tmp_path_factory.mktemp("rows"))
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Equal up to rounding, wherever numbers stand."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    return found == (pytest.approx(expected, rel=2e-3, abs=1e-5) if isinstance(expected, float) else expected)
+
+
+@pytest.mark.parametrize("deepspeed", ["zero2.json", "zero3.json"])
+def test_the_policy_in_its_engine_computes_on_the_device_alone(tiny: Path, devices: Devices, deepspeed: str) -> None:
+    expected, found = devices.on_both(scenarios.policy, str(tiny), "eager", deepspeed)
+    assert found.pop("device") == "cuda" and expected.pop("device") == "cpu"
+    assert found.pop("moved") > 0 and expected.pop("moved") == 0
+    assert found.pop("buffers") == ["cuda torch.float32"] and expected.pop("buffers") == ["cpu torch.float32"]
+    assert found["same fingerprints"]
+    assert found["reference"] == found["first"] != found["second"]
+    assert found == expected
+
+
+def test_the_policy_with_sdpa_does_as_well(tiny: Path, devices: Devices) -> None:
+    expected = devices.on_stand_in(scenarios.policy, str(tiny), "eager")
+    assert close(devices.on_stand_in(scenarios.policy, str(tiny), "sdpa"), expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_drawing_does(tiny: Path, devices: Devices, attention: str) -> None:
+    expected, found = devices.on_both(scenarios.drawing, str(tiny), attention)
+    assert close(found, expected)
+    assert attention == "sdpa" or found == expected
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_update_of_grpo_does(tiny: Path, devices: Devices, attention: str) -> None:
+    expected, found = devices.on_both(scenarios.update, str(tiny), attention, ALGORITHMS)
+    assert all(metrics["norm"] > 1e-4 for metrics in found)
+    assert close(found, expected)
+    assert attention == "sdpa" or found == expected
+
+
+def test_every_objective_does(devices: Devices) -> None:
+    expected, found = devices.on_both(scenarios.objectives)
+    assert len(found) == 5 * 6 * 4
+    assert found == expected
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_whole_runs_do_with_checkpoint_and_export(
+    tiny: Path, devices: Devices, rows: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "sft.toml").write_text(SFT.format(model=tiny, rows=rows))
+    (tmp_path / "grpo.toml").write_text(GRPO.format(model=tiny, rows=rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def measured(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+        rooms = ("train/", "val/", "policy/", "reward/", "mismatch/")
+        return [{name: value for name, value in line.items() if name.startswith(rooms)} for line in lines]
+
+    eager, sdpa = (["model.attention=" + name] for name in ("eager", "sdpa"))
+    expected = measured(devices.cpu.submit(scenarios.run, str(tmp_path), command, "cpu", eager).result())
+    found = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "eager", eager))
+    assert len(found) >= 2
+    assert found == expected
+    exported, reference = (load_file(tmp_path / run / "export/final/model.safetensors") for run in ("eager", "cpu"))
+    assert exported.keys() == reference.keys()
+    assert all(exported[name].equal(reference[name]) for name in reference)
+    first, *_ = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "sdpa", sdpa))
+    assert close(first["train/grad_norm"], found[0]["train/grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "scenario", "file", "operation"),
+    [
+        ("buffers stay behind", scenarios.policy, "modeling_", "aten::"),
+        ("a tensor made without a device", scenarios.update, "losses/", "aten::"),
+    ],
+)
+def test_a_planted_fault_is_refused_with_its_file_and_line(
+    tiny: Path, devices: Devices, fault: str, scenario: Callable[..., Any], file: str, operation: str
+) -> None:
+    args = (ALGORITHMS[:1],) if scenario is scenarios.update else ()
+    error = devices.stand_in.submit(scenarios.plant, fault, scenario, str(tiny), "eager", *args).result()
+    place, _, text = error.partition(": ")
+    assert file in place and place.rpartition(":")[2].isdigit()
+    assert text.startswith(operation) and "mixes cuda:0 with tensors of the CPU of shape [" in text

@@ -1,0 +1,282 @@
+"""What training does with a device, step by step. Each function runs in a process of its own, on whatever device that has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+TEMPERATURE = 0.9
+
+
+def start(library: str | None) -> None:
+    """First thing in a process: with a `library`, it has the stand-in for a GPU."""
+    import sys
+
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["DS_ACCELERATOR"] = "cuda" if library else "cpu"
+    if library:
+        from tests.stand_in import device
+
+        device.install(Path(library))
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def counted(scenario: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """The result, and every mixed operation on the way."""
+    from tests.stand_in import device
+
+    with device.noting() as mixed:
+        found = scenario(*args)
+    return found, list(mixed)
+
+
+def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
+    """The error that the scenario ends with when a fault is planted."""
+    from unittest import mock
+
+    import torch
+
+    from dsreason.runtime import engine
+    from dsreason.train import update
+
+    def flat_on_the_cpu(batch: Any, rollouts: Any, device: Any) -> Any:
+        return flatten(batch, rollouts, torch.device("cpu"))
+
+    flatten = update.flatten
+    faults = {
+        "buffers stay behind": mock.patch.object(engine, "place_buffers", lambda module, device: None),
+        "a tensor made without a device": mock.patch.object(update, "flatten", flat_on_the_cpu),
+    }
+    with faults[fault]:
+        try:
+            scenario(*args)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+# ---------------------------------------------------------------- the policy in its DeepSpeed engine
+
+
+def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
+    """(world, config, encoder, engine), as a run builds them."""
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.runtime.world import init_world
+    from dsreason.train.build import build_policy_engine
+    from dsreason.train.preflight import build_encoder
+
+    world = init_world()
+    config = GRPOConfig.model_validate(
+        {
+            "model": {"path": model, "attention": attention},
+            "train": {"precision": "fp32", "micro_batch_size": 3},
+            "rollout": {"temperature": TEMPERATURE, "max_completion_length": 6},
+            "reward": {"functions": {"format": 1.0}},
+            **settings,
+        }
+    )
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
+    engine = build_policy_engine(config, deepspeed, Path(model))
+    return world, config, build_encoder(config, Path(model)), engine
+
+
+def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[str, Any]:
+    """Forward, backward, a step; then its state away and back, another policy in its place, and its weights' fingerprints."""
+    import torch
+
+    from dsreason.data.collate import collate
+    from dsreason.losses.sft import sft_loss
+    from dsreason.rollout.weight_sync import Sending, fingerprints
+    from dsreason.runtime.engine import engine_grad_norm, full_gradients, full_parameters
+    from dsreason.runtime.offload import StateOffload
+    from dsreason.runtime.reference import ReferencePolicy
+
+    world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
+    samples = [encoder.dummy("image"), encoder.dummy("video")]
+    samples = [replace(s, loss_mask=torch.arange(len(s)) >= len(s) - 3 - i, id=str(i)) for i, s in enumerate(samples)]
+    batch = collate(samples, pad_id=0).to(engine.device)
+    banned = torch.tensor([1, 2], device=engine.device)
+
+    def look() -> list[float]:
+        with torch.no_grad():
+            return engine(batch, TEMPERATURE, banned).tolist()
+
+    def step() -> float:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(sft_loss(engine(batch, TEMPERATURE, banned), num_tokens=7), scale_wrt_gas=False)
+        seen["squared gradient"] = sum(float(g.double().square().sum()) for g in full_gradients(engine).values())
+        engine.step()
+        return engine_grad_norm(engine)
+
+    seen: dict[str, Any] = {"device": engine.device.type, "first": look()}
+    reference, offload = ReferencePolicy(engine), StateOffload(engine)
+    seen["norm"] = step()
+    seen["second"] = look()
+    offload.offload()
+    seen["moved"] = len(offload.away)
+    offload.reload()
+    with reference.in_place():
+        seen["reference"] = look()
+    seen["norm after the trip"] = step()
+    seen["third"] = look()
+    weights = dict(full_parameters(engine))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    sending = Sending(full_parameters(engine), shapes, torch.float32)
+    sending.drain()
+    sending.finish()
+    seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
+    seen["same fingerprints"] = {
+        name: numbers.tolist() for name, numbers in fingerprints(weights.items()).items()
+    } == seen["fingerprints"]
+    seen["buffers"] = sorted({f"{buffer.device.type} {buffer.dtype}" for buffer in engine.module.buffers()})
+    return seen
+
+
+def drawing(model: str, attention: str) -> list[Any]:
+    """Tokens and log-probabilities drawn with every setting that changes a distribution."""
+    import torch
+
+    from dsreason.config.schema import SFTConfig
+    from dsreason.models.load import load_model
+    from dsreason.rollout.protocol import Sampling
+    from dsreason.rollout.transformers_engine import draw_tokens
+    from dsreason.runtime.world import init_world
+    from dsreason.train.preflight import build_encoder
+
+    device = init_world().device
+    encoder = build_encoder(SFTConfig(), Path(model))
+    copy = load_model(Path(model), dtype=torch.float32, attention=attention).eval().to(device)
+    image, video = encoder.dummy("image"), encoder.dummy("video")
+    settings = (
+        Sampling(temperature=0, max_completion_length=4),
+        Sampling(temperature=1.3, top_p=0.8, top_k=40, max_completion_length=4, seed=3),
+        Sampling(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2, max_completion_length=4),
+    )
+    found = []
+    for sampling in settings:
+        steps = draw_tokens(
+            copy,
+            [image, video, image],
+            [0, 1, 2],
+            sampling,
+            banned_ids=torch.tensor([5, 6], device=device),
+            stop_ids=torch.tensor([7], device=device),
+        )
+        found += [(token.tolist(), logprob.tolist()) for token, logprob in steps]
+    return found
+
+
+# ---------------------------------------------------------------- GRPO's update
+
+
+def update(model: str, attention: str, algorithms: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Sum, over a micro-batch of media and text, of what each algorithm's update finds, and its gradient's norm."""
+    import torch
+
+    from dsreason.rollout.protocol import Completion, media_token_ids
+    from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
+    from dsreason.runtime.reference import ReferencePolicy
+    from dsreason.train.rollouts import Rollout
+    from dsreason.train.update import accumulate_gradients, add_fixed_logprobs, cut
+
+    world, config, encoder, engine = build(model, attention, {})
+    set_learning_rate(engine, 0.0)
+    reference = ReferencePolicy(engine)
+    prompts = [encoder.encode_prompt(sample) for sample in made_up_samples(encoder)]
+    rollouts = [
+        Rollout(prompt, Completion(ids, "", (-4.5,) * len(ids), "stop", 0), 0.0, {}, advantage)
+        for prompt in prompts
+        for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
+    ]
+    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device)
+    found = []
+    for algorithm in algorithms:
+        changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
+        parts = [cut(half, changed, encoder) for half in (rollouts[:2], rollouts[2:])]
+        part = add_fixed_logprobs(parts, engine, reference if algorithm["kl_coef"] else None, changed, banned)[1]
+        metrics = accumulate_gradients(engine, part, changed, world, banned).metrics
+        engine.step()
+        found.append({**metrics, "norm": engine_grad_norm(engine)})
+    return found
+
+
+def made_up_samples(encoder: Any) -> list[Any]:
+    import numpy as np
+    from PIL import Image
+
+    from dsreason.data.types import Sample
+
+    pixels = np.random.default_rng(0).integers(0, 255, (56, 84, 3), dtype=np.uint8)
+    picture = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What is it?"}]
+    return [
+        Sample(id=name, messages=[{"role": "user", "content": content}], answer="a")
+        for name, content in (("text", [{"type": "text", "text": "Why?"}]), ("image", picture))
+    ]
+
+
+def objectives() -> list[tuple[float, ...]]:
+    """Loss, clipped tokens and gradient of every preset with every correction and KL."""
+    from typing import get_args
+
+    import torch
+
+    from dsreason.config.schema_grpo import AlgorithmConfig
+    from dsreason.losses.objective import objective_of
+    from dsreason.losses.policy import GlobalCounts
+    from dsreason.runtime.world import init_world
+
+    device = init_world().device
+    random = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(12, generator=random)
+    old, ref, engines = (logprobs + 0.1 * torch.randn(12, generator=random) for _ in range(3))
+    advantages, entropy = torch.randn(12, generator=random), torch.rand(12, generator=random)
+    old, ref, engines, advantages, entropy = (t.to(device) for t in (old, ref, engines, advantages, entropy))
+    sequence = torch.tensor([0] * 5 + [1] * 7, device=device)
+    counts = GlobalCounts(num_tokens=12, num_sequences=2, max_length=16)
+    choices = {
+        name: get_args(AlgorithmConfig.model_fields[name].annotation)
+        for name in ("preset", "correction", "kl_estimator")
+    }
+    found = []
+    for preset, correction, estimator in product(*choices.values()):
+        config = AlgorithmConfig(
+            preset=preset, correction=correction, kl_estimator=estimator, kl_coef=0.1, entropy_coef=0.01
+        )
+        objective = objective_of(config)
+        leaf = logprobs.to(device).requires_grad_()
+        weights = None if objective.correction is None else objective.correction(old - engines, sequence)
+        penalty = objective.penalty(leaf, ref, old, entropy)
+        result = objective.loss(leaf, old, advantages, sequence, counts=counts, correction=weights, penalty=penalty)
+        result.loss.backward()
+        found.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))
+    return found
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def run(folder: str, command: str, output_dir: str, options: list[str]) -> list[dict[str, float]]:
+    """`dsreason <command>` in this process; returns the lines of metrics.jsonl."""
+    import json
+
+    from dsreason.config.load import load_config
+    from dsreason.config.schema import SFTConfig
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.train import grpo, sft
+
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        schema, train = {"sft": (SFTConfig, sft.run), "grpo": (GRPOConfig, grpo.run)}[command]
+        train(load_config(schema, Path(f"{command}.toml"), options, default_recipe=""), output_dir=Path(output_dir))
+    finally:
+        os.chdir(here)
+    return [json.loads(line) for line in (Path(folder) / output_dir / "metrics.jsonl").read_text().splitlines()]
