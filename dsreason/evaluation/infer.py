@@ -38,6 +38,7 @@ from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling, media_token_ids
 from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
+from dsreason.runtime.gpu import choose_device
 from dsreason.runtime.world import init_world, shutdown
 
 MANY_PROMPTS = 8
@@ -186,10 +187,10 @@ def open_engine(
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")
-    on_gpu = torch.cuda.is_available()
+    device = choose_device(0)
+    on_gpu = device.type == "cuda"
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
         return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
-    device = torch.device("cuda" if on_gpu else "cpu")
     model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
     banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer), dtype=torch.long, device=device)
     stop_ids = torch.tensor(stop_token_ids(folder), device=device)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MAX_LOGITS = 2**26
-"""Float32 logits held at once (256 MiB): the chunk of tokens is this over the vocabulary size."""
+MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**26, 2**28
+"""Float32 logits held at once (256 MiB, 1 GiB): the chunk of tokens is this over the vocabulary size.
+
+Each chunk reads the whole weight, and reads and writes its gradient: on a GPU that is what small chunks would wait for.
+"""
 
 
 def token_logprobs(
@@ -24,14 +27,14 @@ def token_logprobs(
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; the default keeps them under `MAX_LOGITS` values.
+        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them.
         banned_ids: `[K]` token ids of probability 0, which a rollout engine was kept from drawing.
 
     Returns:
         `[N]` float32. The backward pass computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax)
         and accumulates the gradient of `weight` in float32.
     """
-    chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0])
+    chunk = chunk_size or default_chunk(weight)
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, False)[0]
 
 
@@ -46,11 +49,16 @@ def token_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the entropy H = -Σ p log p (nats) of the distribution at each target, `[N]` float32.
 
-    Both have gradients: d H / d logits = -p (log p + H). Twice the memory of a chunk.
+    Both have gradients: d H / d logits = -p (log p + H). A token takes twice the memory, so chunks are half as large.
     """
-    chunk = chunk_size or max(1, MAX_LOGITS // weight.shape[0] // 2)
+    chunk = chunk_size or max(1, default_chunk(weight) // 2)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, True)
     return logprobs, entropy
+
+
+def default_chunk(weight: Tensor) -> int:
+    """Tokens whose logits are to exist at the same time, where the weight `[V, H]` lies."""
+    return max(1, (MAX_LOGITS_ON_GPU if weight.is_cuda else MAX_LOGITS) // weight.shape[0])
 
 
 class _TokenLogprobs(torch.autograd.Function):

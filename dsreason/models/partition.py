@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 from torch import Tensor, nn
 
 
@@ -22,13 +23,17 @@ def partition(model: nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> N
 class InitWithoutBroadcast(Init):
     """`deepspeed.zero.Init` without its broadcast from rank 0: every rank has the values, mapped from the files.
 
-    The broadcast would make each rank hold every parameter once, and write into the mapped pages.
+    The broadcast would make each rank hold every parameter once, and write into the mapped pages. Nor does a GPU get
+    every parameter whole: what goes there is the part that this rank keeps.
     """
 
-    def _zero_init_param(self, param: nn.Parameter) -> None:
-        param.data = self._converted(param.data)
-        self._convert_to_deepspeed_param(param)
-        param.partition()
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        for param in param_list:
+            if not is_zero_param(param):
+                param.data = self._converted(param.data)
+                self._convert_to_deepspeed_param(param)
+                param.partition()
+                param.data = param.data.to(self.local_device)  # empty now; it is gathered where it lies
 
     def _converted(self, values: Tensor) -> Tensor:
         """`values` in the training type; what is not this rank's part may be anything.

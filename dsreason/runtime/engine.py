@@ -24,7 +24,15 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]
     groups = parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    place_buffers(engine.module, engine.device)
     return engine
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to `device`, in their own types: DeepSpeed moves nothing of a model whose parameters are cut."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.runtime import hosts
+from dsreason.runtime.gpu import choose_device, gpu_errors
 from dsreason.runtime.launch import started_by_us
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -63,20 +64,17 @@ def init_world() -> World:
     global _waiting_group
     _describe_single_process()
     local_rank = int(os.environ["LOCAL_RANK"])
-    on_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = choose_device(local_rank)
+    if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        set_threads(hosts.local_size())
+    set_threads(hosts.local_size())
     if not dist.is_initialized():
         import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
 
         store = hosts.join()
         hosts.exchange("ready to connect", None)  # those that import more slowly are waited for
         store.set_timeout(COLLECTIVE_TIMEOUT)
-        with hosts.connecting():
+        with hosts.connecting(), gpu_errors():
             _init_deepspeed(device, store)
             _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now

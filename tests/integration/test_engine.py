@@ -21,6 +21,8 @@ def ds_config(stage: str, *, bf16: bool = False, clip: float = 0.0) -> dict[str,
     zero: dict[str, Any] = {"stage": 2 if stage == "zero2" else 3}
     if stage.startswith("zero3"):
         zero["stage3_param_persistence_threshold"] = 20
+    else:
+        zero |= {"overlap_comm": True, "reduce_bucket_size": 500}  # two buckets in turn; the embedding fits in none
     if stage == "zero3_offload":
         zero |= {
             "offload_optimizer": {"device": "cpu"},

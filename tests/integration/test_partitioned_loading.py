@@ -7,10 +7,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.distributed import run_on_ranks
 
@@ -145,6 +147,55 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
         "peak": max(seen) - seen[0],
         "end": anonymous_bytes() - seen[0],
     }
+
+
+class Moves(TorchFunctionMode):
+    """Sizes of the tensors that are moved to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.sizes = device, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and args[1] == self.device:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
+    """Of each case, whether this rank's parts are right, and how much of a parameter went to its device at a time."""
+    from deepspeed.accelerator import get_accelerator
+
+    from dsreason.models.partition import partition
+    from dsreason.runtime.world import init_world
+
+    rank, accelerator, found = init_world().rank, get_accelerator(), {}
+    cases = (("same type", torch.float32, 1), ("converted", torch.bfloat16, 1), ("hpZ", torch.bfloat16, 2))
+    for case, dtype, group in cases:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 7)
+        whole = {name: parameter.detach().clone().to(dtype).flatten() for name, parameter in model.named_parameters()}
+        config = ds_config(dtype)
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": group}
+        with mock.patch.object(accelerator, "device_name", lambda *_: "cpu:0"), Moves(torch.device("cpu:0")) as moves:
+            partition(model, dtype, config)
+        right = all(
+            is_part(parameter.ds_tensor, whole[name], rank)
+            and (group == 1 or is_part(parameter.ds_secondary_tensor, whole[name], rank % group))
+            for name, parameter in model.named_parameters()
+        )
+        found[case] = (right, frozenset(moves.sizes))
+    return found
+
+
+def is_part(tensor: Tensor, whole: Tensor, number: int) -> bool:
+    part = whole[number * tensor.numel() :][: tensor.numel()]
+    return torch.equal(tensor[: len(part)], part)
+
+
+def test_a_gpu_gets_this_ranks_parts_and_never_a_whole_parameter() -> None:
+    for found in run_on_ranks(partition_as_for_a_gpu, 4):
+        assert set(found.values()) == {(True, frozenset({0}))}  # parameters move when they are empty
 
 
 @pytest.fixture(scope="module")

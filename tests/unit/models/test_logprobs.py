@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from dsreason.models import logprobs
 from dsreason.models.logprobs import LogprobHead, token_logprobs, token_logprobs_and_entropy
 
 
@@ -109,3 +111,22 @@ def test_uniform_logits_give_log_of_vocabulary_size():
     assert token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4])).item() == pytest.approx(
         -math.log(10)
     )
+
+
+@pytest.mark.parametrize(
+    ("compute", "device", "num_chunks"),
+    [
+        (token_logprobs, "cpu", 5),  # 2**26 / 151936 = 441 tokens
+        (token_logprobs, "cuda", 2),  # 1766
+        (token_logprobs_and_entropy, "cpu", 10),  # 220
+        (token_logprobs_and_entropy, "cuda", 3),  # 883
+    ],
+)
+def test_chunks_are_larger_on_a_gpu(compute, device, num_chunks, monkeypatch):
+    sizes, logits = [], logprobs._logits
+    monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
+    with FakeTensorMode():
+        hidden, weight = torch.empty(2000, 8, device=device), torch.empty(151936, 8, device=device)
+        compute(hidden, weight, torch.zeros(2000, dtype=torch.int64, device=device))
+    assert len(sizes) == num_chunks
+    assert sum(sizes) == 2000
