@@ -49,7 +49,7 @@ micro_batch_size = 2
 precision = "fp32"
 [validation]
 before_training = false
-max_new_tokens = 6
+max_completion_length = 6
 [checkpoint]
 every = 1
 """
@@ -131,7 +131,7 @@ def close(found: Any, expected: Any) -> bool:
     return found == (pytest.approx(expected, rel=2e-3, abs=1e-5) if isinstance(expected, float) else expected)
 
 
-@pytest.mark.parametrize("deepspeed", ["zero2.json", "zero3.json"])
+@pytest.mark.parametrize("deepspeed", ["zero2.json", "zero3.json", "zero3_offload.json"])
 def test_the_policy_in_its_engine_computes_on_the_device_alone(tiny: Path, devices: Devices, deepspeed: str) -> None:
     expected, found = devices.on_both(scenarios.policy, str(tiny), "eager", deepspeed)
     assert found.pop("device") == "cuda" and expected.pop("device") == "cpu"
@@ -147,19 +147,18 @@ def test_the_policy_with_sdpa_does_as_well(tiny: Path, devices: Devices) -> None
     assert close(devices.on_stand_in(scenarios.policy, str(tiny), "sdpa"), expected)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_drawing_does(tiny: Path, devices: Devices, attention: str) -> None:
-    expected, found = devices.on_both(scenarios.drawing, str(tiny), attention)
-    assert close(found, expected)
-    assert attention == "sdpa" or found == expected
+def test_drawing_does(tiny: Path, devices: Devices) -> None:
+    expected, found = devices.on_both(scenarios.drawing, str(tiny), "eager")
+    assert found == expected
+    assert close(devices.on_stand_in(scenarios.drawing, str(tiny), "sdpa"), expected)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_update_of_grpo_does(tiny: Path, devices: Devices, attention: str) -> None:
-    expected, found = devices.on_both(scenarios.update, str(tiny), attention, ALGORITHMS)
-    assert all(metrics["norm"] > 1e-4 for metrics in found)
-    assert close(found, expected)
-    assert attention == "sdpa" or found == expected
+def test_the_update_of_grpo_does(tiny: Path, devices: Devices, rows: Path) -> None:
+    expected, found = devices.on_both(scenarios.update, str(tiny), "eager", str(rows), ALGORITHMS)
+    assert found == expected
+    # The corrections of the last two mask what the made-up engine's log-probabilities are too far from.
+    assert min(metrics["norm"] for metrics in found[:4]) > 1e-4
+    assert close(devices.on_stand_in(scenarios.update, str(tiny), "sdpa", str(rows), ALGORITHMS), expected)
 
 
 def test_every_objective_does(devices: Devices) -> None:
@@ -200,9 +199,9 @@ def test_whole_runs_do_with_checkpoint_and_export(
     ],
 )
 def test_a_planted_fault_is_refused_with_its_file_and_line(
-    tiny: Path, devices: Devices, fault: str, scenario: Callable[..., Any], file: str, operation: str
+    tiny: Path, devices: Devices, rows: Path, fault: str, scenario: Callable[..., Any], file: str, operation: str
 ) -> None:
-    args = (ALGORITHMS[:1],) if scenario is scenarios.update else ()
+    args = (str(rows), ALGORITHMS[:1]) if scenario is scenarios.update else ()
     error = devices.stand_in.submit(scenarios.plant, fault, scenario, str(tiny), "eager", *args).result()
     place, _, text = error.partition(": ")
     assert file in place and place.rpartition(":")[2].isdigit()

@@ -177,10 +177,12 @@ def drawing(model: str, attention: str) -> list[Any]:
 # ---------------------------------------------------------------- GRPO's update
 
 
-def update(model: str, attention: str, algorithms: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Sum, over a micro-batch of media and text, of what each algorithm's update finds, and its gradient's norm."""
+def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What the update of each algorithm finds on completions of text, an image and a video, and its gradient's norm."""
     import torch
 
+    from dsreason.config.schema import DataConfig
+    from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import Completion, media_token_ids
     from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
     from dsreason.runtime.reference import ReferencePolicy
@@ -190,9 +192,11 @@ def update(model: str, attention: str, algorithms: list[dict[str, Any]]) -> list
     world, config, encoder, engine = build(model, attention, {})
     set_learning_rate(engine, 0.0)
     reference = ReferencePolicy(engine)
-    prompts = [encoder.encode_prompt(sample) for sample in made_up_samples(encoder)]
+    data = DataConfig(adapter="jsonl", path=rows, vision={"fps": 4.0})
+    training, _ = open_datasets(data)
+    prompts = [encoder.encode_prompt(training[i]) for i in range(3)]
     rollouts = [
-        Rollout(prompt, Completion(ids, "", (-4.5,) * len(ids), "stop", 0), 0.0, {}, advantage)
+        Rollout(prompt, Completion(ids, "", (-6.0,) * len(ids), "stop", 0), 0.0, {}, advantage)
         for prompt in prompts
         for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
     ]
@@ -200,26 +204,12 @@ def update(model: str, attention: str, algorithms: list[dict[str, Any]]) -> list
     found = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
-        parts = [cut(half, changed, encoder) for half in (rollouts[:2], rollouts[2:])]
-        part = add_fixed_logprobs(parts, engine, reference if algorithm["kl_coef"] else None, changed, banned)[1]
+        part = cut(rollouts, changed, encoder)
+        (part,) = add_fixed_logprobs([part], engine, reference if algorithm["kl_coef"] else None, changed, banned)
         metrics = accumulate_gradients(engine, part, changed, world, banned).metrics
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found
-
-
-def made_up_samples(encoder: Any) -> list[Any]:
-    import numpy as np
-    from PIL import Image
-
-    from dsreason.data.types import Sample
-
-    pixels = np.random.default_rng(0).integers(0, 255, (56, 84, 3), dtype=np.uint8)
-    picture = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What is it?"}]
-    return [
-        Sample(id=name, messages=[{"role": "user", "content": content}], answer="a")
-        for name, content in (("text", [{"type": "text", "text": "Why?"}]), ("image", picture))
-    ]
 
 
 def objectives() -> list[tuple[float, ...]]:
@@ -251,7 +241,7 @@ def objectives() -> list[tuple[float, ...]]:
             preset=preset, correction=correction, kl_estimator=estimator, kl_coef=0.1, entropy_coef=0.01
         )
         objective = objective_of(config)
-        leaf = logprobs.to(device).requires_grad_()
+        leaf = logprobs.clone().to(device).requires_grad_()
         weights = None if objective.correction is None else objective.correction(old - engines, sequence)
         penalty = objective.penalty(leaf, ref, old, entropy)
         result = objective.loss(leaf, old, advantages, sequence, counts=counts, correction=weights, penalty=penalty)
@@ -266,17 +256,20 @@ def objectives() -> list[tuple[float, ...]]:
 def run(folder: str, command: str, output_dir: str, options: list[str]) -> list[dict[str, float]]:
     """`dsreason <command>` in this process; returns the lines of metrics.jsonl."""
     import json
+    from unittest import mock
 
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.train import grpo, sft
+    from dsreason.train import grpo, opening, sft
 
     here = Path.cwd()
     os.chdir(folder)
     try:
         schema, train = {"sft": (SFTConfig, sft.run), "grpo": (GRPOConfig, grpo.run)}[command]
-        train(load_config(schema, Path(f"{command}.toml"), options, default_recipe=""), output_dir=Path(output_dir))
+        config = load_config(schema, Path(f"{command}.toml"), options, default_recipe="")
+        with mock.patch.object(opening, "shutdown"):  # the process goes on, and DeepSpeed joins a job only once
+            train(config, output_dir=Path(output_dir))
     finally:
         os.chdir(here)
     return [json.loads(line) for line in (Path(folder) / output_dir / "metrics.jsonl").read_text().splitlines()]
