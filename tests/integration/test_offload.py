@@ -67,7 +67,7 @@ def there_and_back(engine: Any) -> dict[str, Any]:
     from dsreason.runtime.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
-    kept, gradients = list(offload.moving().values()), offload.gradients()
+    kept, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
     before, policy = bits(kept), weights(engine)
     found: dict[str, Any] = {
         "announced": sum(offload.sizes().values()),
