@@ -26,6 +26,7 @@ from torch import Tensor
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.runtime.checkpoint import TrainerState, begin, own_files
 from dsreason.runtime.checkpoint_folder import delete_folder, finish, flush, prune_checkpoints
+from dsreason.runtime.host_memory import StagedCopy
 from dsreason.runtime.memory import GIB, available_bytes
 from dsreason.runtime.world import World, barrier, gather_objects, once_a_folder
 
@@ -54,6 +55,7 @@ class SnapshotEngine(TorchCheckpointEngine):
         """Whether all files of the last checkpoint are copies."""
         self.writer: Any = None
         self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.staged = StagedCopy()
         self.files: list[tuple[Path, Any]] = []
 
     @contextmanager
@@ -88,7 +90,9 @@ class SnapshotEngine(TorchCheckpointEngine):
                 *(host, needed / GIB, free / GIB),
             )
             return
-        self.files = [(path, Copier(self.buffers, path.name).copy(content)) for path, content in self.files]
+        self.files = [
+            (path, Copier(self.buffers, self.staged, path.name).copy(content)) for path, content in self.files
+        ]
         self.copied = True
 
     @property
@@ -109,6 +113,7 @@ class Copier:
     """Copies a file's content to host memory, tensors into the buffers of the file's last copy."""
 
     buffers: dict[tuple[str, int], Tensor]
+    staged: StagedCopy
     name: str
     count: int = 0
     seen: dict[int, Tensor] = field(default_factory=dict)
@@ -131,7 +136,10 @@ class Copier:
         buffer = self.buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = self.buffers[key] = torch.empty(source.shape, dtype=source.dtype)
-        buffer.copy_(source)
+        if source.is_cuda:
+            self.staged.copy(buffer, source)
+        else:
+            buffer.copy_(source)
         self.seen[id(tensor)] = buffer
         return buffer
 

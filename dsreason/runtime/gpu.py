@@ -65,9 +65,9 @@ def has_gpu() -> bool:
 
 
 def turn_off_cudnn_attention() -> None:
-    """From torch 2.11 on it is the first choice on Hopper GPUs and newer, where it is not good for training:
+    """Leave attention to torch's other kernels; from 2.11 on torch prefers cuDNN's on Hopper GPUs and newer.
 
-    with a mask its gradients can be NaN, and every new length of a batch compiles kernels for itself.
+    Its gradients can be NaN where there is a mask, and it compiles kernels for every new length.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

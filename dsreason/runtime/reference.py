@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.errors import CheckpointError
 from dsreason.runtime.engine import hf_name, is_partitioned
+from dsreason.runtime.host_memory import HostBuffer
 
 
 class ReferencePolicy:
@@ -24,39 +25,33 @@ class ReferencePolicy:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
-        pinned = engine.device.type == "cuda"
-        self.shares = {
-            name: torch.empty_like(share, device="cpu", pin_memory=pinned) for name, share in self._own().items()
-        }
-        self._spare = {name: torch.empty_like(share, pin_memory=pinned) for name, share in self.shares.items()}
+        own = self._own()
+        nbytes, pinned = sum(share.nbytes for share in own), any(share.is_cuda for share in own)
+        self._reference = HostBuffer(nbytes, pinned=pinned)
+        self._policy = HostBuffer(nbytes, pinned=pinned)
+        """Room for the policy while it is away."""
         self.become_policy()
 
     @property
     def gib(self) -> float:
         """Host memory of this rank: the reference, and room for the policy while it is away."""
-        return 2 * sum(share.nbytes for share in self.shares.values()) / 2**30
+        return (self._reference.nbytes + self._policy.nbytes) / 2**30
 
     def become_policy(self) -> None:
         """The policy as it is now is the reference from here on."""
-        for name, share in self._own().items():
-            self.shares[name].copy_(share)
+        self._reference.store(self._own())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the engine's forward is the reference's. Nothing may be trained there."""
-        self._exchange(keep=self._spare, bring=self.shares)
+        self.engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
+        self._policy.store(self._own())
+        self._reference.restore(self._own())
         try:
             yield
         finally:
-            self._exchange(keep=None, bring=self._spare)
-
-    @torch.no_grad()
-    def _exchange(self, *, keep: dict[str, Tensor] | None, bring: dict[str, Tensor]) -> None:
-        self.engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
-        for name, share in self._own().items():
-            if keep is not None:
-                keep[name].copy_(share)
-            share.copy_(bring[name])
+            self.engine.empty_partition_cache()
+            self._policy.restore(self._own())
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
@@ -64,17 +59,21 @@ class ReferencePolicy:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 files |= dict.fromkeys(tensors.keys(), file)
-        for name, parameter in self._trained():
-            if hf_name(name) not in files:
-                raise CheckpointError(f"{folder}: has no tensor {hf_name(name)}, which the reference policy needs")
-            with safe_open(files[hf_name(name)], "pt") as tensors:
-                self.shares[name].copy_(self._share_of(parameter, tensors.get_tensor(hf_name(name))))
+        if missing := [name for name, _ in self._trained() if name not in files]:
+            raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
+
+        def shares() -> Iterator[Tensor]:
+            for name, parameter in self._trained():
+                with safe_open(files[name], "pt") as tensors:
+                    yield self._share_of(parameter, tensors.get_tensor(name)).to(parameter.dtype)
+
+        self._reference.store(shares())
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.engine.module.named_parameters() if p.requires_grad)
+        return ((hf_name(name), p) for name, p in self.engine.module.named_parameters() if p.requires_grad)
 
-    def _own(self) -> dict[str, Tensor]:
-        return {name: p.ds_tensor.data if is_partitioned(p) else p.data for name, p in self._trained()}
+    def _own(self) -> list[Tensor]:
+        return [p.ds_tensor.data if is_partitioned(p) else p.data for _, p in self._trained()]
 
     def _share_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as ZeRO-3 cuts it: flat, equal parts, the last one padded."""

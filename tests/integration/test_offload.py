@@ -67,26 +67,27 @@ def there_and_back(engine: Any) -> dict[str, Any]:
     from dsreason.runtime.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
-    ours = list(offload.moving().values())
-    flat, *buckets = offload.gradients() if offload.by_deepspeed else [None]  # of buckets it keeps the size alone
-    state = ours if flat is None else [*ours, flat]
-    before, policy = bits(state), weights(engine)
+    kept, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
+    before, policy = bits(kept), weights(engine)
     found: dict[str, Any] = {
         "announced": sum(offload.sizes().values()),
-        "moved": sum(tensor.nbytes for tensor in [*state, *buckets]),
+        "freed": sum(tensor.nbytes for tensor in [*kept, *gradients]),
+        "copied": sum(tensor.nbytes for tensor in kept),
         "same bits": [],
+        "gradients": [],
         "host memory": set(),
     }
     for _ in range(2):
         offload.offload()
         offload.offload()
-        found["bytes left"] = sum(tensor.untyped_storage().nbytes() for tensor in ours)
-        found["buckets left"] = len(offload.gradients()[1:]) if buckets else 0
+        found["bytes left"] = sum(tensor.untyped_storage().nbytes() for tensor in [*kept, *gradients])
         found["weights readable"] = same(weights(engine), policy)
-        found["host memory"].add(tuple(piece.data_ptr() for pieces in offload.host.values() for piece in pieces))
+        pieces = [piece for buffer in offload.host.values() for piece in buffer.pieces]
+        found["host memory"].add((sum(piece.nbytes for piece in pieces), *(piece.data_ptr() for piece in pieces)))
         offload.reload()
         offload.reload()
-        found["same bits"].append(same(bits(state), before))
+        found["same bits"].append(same(bits(kept), before))
+        found["gradients"].append([float(tensor.abs().max()) for tensor in gradients])
     return found
 
 
@@ -145,9 +146,18 @@ def found() -> list[dict[tuple[str, bool], dict[str, Any]]]:
 def test_nothing_is_left_while_away_and_all_bits_come_back(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         for trip in measured[case]["trips"]:
-            assert trip["bytes left"] == trip["buckets left"] == 0
+            assert trip["bytes left"] == 0
             assert trip["weights readable"] and trip["same bits"] == [True, True]
             assert len(trip["host memory"]) == 1  # the second time the same
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_come_back_as_zeros_and_take_no_host_memory(found: Any, case: tuple[str, bool]) -> None:
+    for measured in found:
+        for trip in measured[case]["trips"]:
+            assert all(largest == 0.0 for trip_gradients in trip["gradients"] for largest in trip_gradients)
+            assert bool(trip["gradients"][0]) == (case[0] in WITH_GRADIENTS)
+            assert {size for size, *_ in trip["host memory"]} == {trip["copied"]}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,7 +173,7 @@ def test_steps_with_trips_between_equal_steps_without(found: Any, case: tuple[st
 def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         for trip in measured[case]["trips"][1:]:  # the first has no moments yet
-            assert trip["announced"] == trip["moved"]
+            assert trip["announced"] == trip["freed"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -171,7 +181,11 @@ def test_a_run_says_what_moves_and_what_does_not(found: Any, case: tuple[str, bo
     assert found[0][case]["moved on a CPU"] == 0
     said = found[0][case]["lines"]
     assert said["CPU"] == "offload during rollouts: nothing, training runs on CPU"
-    gradients = "gradient buffers 0.00 GiB" if case[0] in WITH_GRADIENTS else "moments 0.00 GiB; stays"
+    gradients = (
+        "; given back until the next step: gradient buffers 0.00 GiB"
+        if case[0] in WITH_GRADIENTS
+        else "moments 0.00 GiB; stays"
+    )
     for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "stays on the GPU: weights 0.00 GiB"):
         assert text in said["all moves"]
     assert "nothing; not on the GPU anyway: master weights, moments" in said["all elsewhere"]
