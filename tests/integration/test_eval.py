@@ -20,7 +20,7 @@ import pytest
 
 from dsreason.cli.main import main
 from tests.distributed import run_on_ranks
-from tests.integration.command import dsreason
+from tests.integration.command import COMMAND, dsreason
 from tests.integration.rows import COLOURS, film
 from tests.unit.evaluation.stand_in import PROXIES, serving
 
@@ -372,7 +372,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
         "generation.max_tokens=8",
     ]
     evaluate(tmp_path, "whole", *options)
-    command = [str(Path(sys.executable).parent / "dsreason"), "eval", "--results-dir", "killed", *map(str, options)]
+    command = [*COMMAND, "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)
     steps = [0, *(moments.randrange(5, num_questions // num_kills) for _ in range(num_kills - 1))]
 
