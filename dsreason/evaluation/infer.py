@@ -236,7 +236,7 @@ def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tup
     samplings: list[Sampling] = []
     for prompt, sampling in asked:
         media = prompts[0].media if prompts else prompt.media
-        prompts.append(replace(prompt.without_pixels(), media=media))
+        prompts.append(replace(prompt if engine.reads_pixels else prompt.without_pixels(), media=media))
         samplings.append(sampling)
     streams = range(len(prompts))
     completed = engine.as_completed(prompts, samplings, version=VERSION, streams=streams)

@@ -44,6 +44,7 @@ from dsreason.runtime.failures import (
     with_last_words,
     write_whole,
 )
+from dsreason.runtime.gpus import cuda_fault
 from dsreason.runtime.launchers import end_with_launchers
 
 LOG_DIR = "DSREASON_LOG_DIR"
@@ -95,7 +96,7 @@ def prepare_environment() -> None:
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
-    if "DS_ACCELERATOR" not in os.environ and gpu_count() == 0:
+    if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.runtime import hosts
+from dsreason.runtime.gpus import check_gpus
 from dsreason.runtime.launch import started_by_us
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -58,9 +59,10 @@ def init_world() -> World:
     """Join the job that a launcher described in the environment, or start a job of one process.
 
     Works under this package's own launcher, torchrun and `deepspeed`. A `ConfigError` names what is missing where the
-    environment describes only half a job.
+    environment describes only half a job, and says why GPUs cannot be used.
     """
     global _waiting_group
+    check_gpus()
     _describe_single_process()
     local_rank = int(os.environ["LOCAL_RANK"])
     on_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
