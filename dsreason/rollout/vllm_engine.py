@@ -247,14 +247,16 @@ class VLLMEngine:
         running: dict[str, int] = {}
         try:
             while True:
+                ended: list[RequestOutput] = []
                 with undisturbed(self.world):
                     for number, request in islice(waiting, self.max_num_seqs - len(running)):
                         running[str(self.llm.request_counter.counter)] = number  # the name that vLLM gives it
                         params = self._params(request.sampling, request.seed)
                         self.llm.enqueue([self._input(request)], [params], use_tqdm=False)
-                    if not running:
-                        return
-                    ended = [output for output in self.llm.llm_engine.step() if output.finished]
+                    while running and not ended:
+                        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+                if not running:
+                    return
                 for output in ended:
                     yield running.pop(output.request_id), output
         finally:
