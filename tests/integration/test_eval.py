@@ -348,12 +348,14 @@ class Counting(TransformersEngine):
         return super()._complete(rows, *args)
 
 
-@pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [40]), (1e-9, [16, 16, 8])])
+@pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
 def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_as_they_come(
     tiny_qwen2_5_vl: Path, tmp_path: Path, memory_gib: float, calls: list[int]
 ) -> None:
     given = {"sources": [{"adapter": "builtin"}], "model": {"path": str(tiny_qwen2_5_vl)}, "results_dir": str(tmp_path)}
-    config = EvalConfig.model_validate(given | {"evaluation": {"limit": 40}, "generation": {"max_retries": 0}})
+    config = EvalConfig.model_validate(
+        given | {"evaluation": {"limit": 20}, "generation": {"max_retries": 0, "max_tokens": 4}}
+    )
     questions = load_questions(config)
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
     engine = Counting(
@@ -367,7 +369,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
         first = next(answers)
         assert [result.id for result in read_results(tmp_path)] == [first.id]
         assert engine.rows == [8]
-        assert len([first, *answers]) == len(read_results(tmp_path)) == 40
+        assert len([first, *answers]) == len(read_results(tmp_path)) == 20
     assert engine.calls == calls
 
 
