@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +95,11 @@ def test_a_rank_of_any_launcher_refuses_before_it_joins_the_job(machine: Machine
     ["sft", "grpo", "eval --model tiny:qwen2_5_vl --adapter builtin", "infer --model m --image a.png --prompt ?"],
 )
 def test_a_command_ends_with_2_before_anything_starts(
-    machine: Machine, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Machine, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine(1, warning=TOO_OLD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "start_ranks", lambda *args, **options: pytest.fail("ranks were started"))
     monkeypatch.setattr("sys.argv", ["dsreason", *command.split()])
     with pytest.raises(SystemExit) as ended:
         main.main()
