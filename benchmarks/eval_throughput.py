@@ -35,7 +35,9 @@ def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Names
         "vision.nframes": 2,
     }
     command = [
-        str(Path(sys.executable).parent / "dsreason"),
+        sys.executable,
+        "-m",
+        "dsreason",
         "eval",
         "--model",
         arguments.model,

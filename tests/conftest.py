@@ -1,8 +1,15 @@
 """Fixtures that many tests use: tiny random models, built once per test session."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """What a test starts, in whichever folder, finds the packages that this process finds."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

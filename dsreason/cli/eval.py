@@ -15,6 +15,7 @@ from dsreason.config.load import load_config, read_config
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
+from dsreason.runtime.driver import check_gpus
 
 RECIPE = "eval.toml"
 
@@ -92,6 +93,7 @@ def evaluate(
         typer.echo(f"note: {note}", err=True)
     ranks = 1
     if loaded.server.url is None:
+        check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     if ranks == 1:
         launch.leave_no_children()

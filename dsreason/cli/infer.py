@@ -14,6 +14,7 @@ import typer
 
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
+from dsreason.runtime.driver import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering
@@ -87,6 +88,7 @@ def infer(
     if not (image or video):
         raise ConfigError("no medium given; give --image FILE or --video FILE")
     launch.prepare_environment()
+    check_gpus()
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries log to stdout, from their import on
         from dsreason.evaluation.infer import InferSettings, read_prompts

@@ -19,6 +19,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.config.world import check_world
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
+from dsreason.runtime.driver import check_gpus
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
 DeepSpeedOption = Annotated[
@@ -99,6 +100,7 @@ def run_job(
     if launch.is_rank():
         return _run_rank(job, config, run)
     launch.prepare_environment()
+    check_gpus()
     gpus = launch.gpu_count()
     ranks = launch.rank_count(job.nproc, gpus, on_cpu=ranks_on_cpu)
     deepspeed = resolve_deepspeed(

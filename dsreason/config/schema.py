@@ -234,11 +234,14 @@ class ValidationConfig(Section):
     """Steps between validations; 0: only before the first and after the last step."""
     before_training: bool = True
     micro_batch_size: int = Field(8, ge=1)
-    """Samples per forward and per generate call on one rank."""
+    """Samples per forward on one rank; the transformers engine answers at least so many at a time, more where they fit."""
     generate: bool = True
     """Also let the model answer, and compare with the reference (`val/accuracy`)."""
     max_completion_length: int = Field(64, ge=1)
     """Longest generated answer in tokens."""
+    media_memory_gib: float = Field(4.0, gt=0)
+    """GiB of host memory on one rank for decoded media. Rows whose media fit are answered in one call of the engine; else
+    a call has at least as many rows as the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
     """At most this many held-out rows."""
     temperature: float = Field(0.0, ge=0)

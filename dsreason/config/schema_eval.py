@@ -125,8 +125,12 @@ class EvaluationConfig(Section):
     """How answers are read; `compat` is exactly cosmos-reason1's, which takes the first capital letter."""
     num_processes: int | None = Field(None, ge=1)
     """Workers that decode media, at most one a core; unset: one a core."""
-    batch_size: int = Field(64, ge=1)
-    """Questions that are given to the engine at a time."""
+    batch_size: int | None = Field(None, ge=1)
+    """Questions that are given to the engine at a time, always the same ones together: an evaluation that was interrupted
+    then gives the same answers in any precision. Unset: vLLM gets all that are missing, the transformers engine 64."""
+    media_memory_gib: float = Field(4.0, gt=0)
+    """GiB of host memory on one rank for decoded media that wait for an engine. Where all need more, each part that it
+    gets has at least as many questions as it answers at a time."""
     skip_saved: bool = True
     """Accepted and not used: saved answers are always kept, unless `overwrite` is set."""
     overwrite: bool = False

@@ -61,6 +61,18 @@ class EncodedPrompt:
     prompt_ids: list[int]
     media: list[Medium]
 
+    @property
+    def media_bytes(self) -> int:
+        """Memory of the decoded media, and of the pixels that were made of them."""
+        decoded = [
+            m.width * m.height * len(m.getbands()) if isinstance(m, Image.Image) else m[0].nbytes for m in self.media
+        ]
+        return sum(decoded) + sum(tensor.nbytes for tensor in self.encoded.mm_kwargs.values())
+
+    def without_pixels(self) -> EncodedPrompt:
+        """For an engine that processes the media itself."""
+        return replace(self, encoded=replace(self.encoded, mm_kwargs={}))
+
 
 @dataclass(frozen=True)
 class Encoder:

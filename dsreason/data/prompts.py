@@ -88,8 +88,10 @@ class PromptLoader:
 class PromptEncoding(Dataset[list[EncodedPrompt | BadRow]]):
     """Row numbers → encoded prompts."""
 
-    def __init__(self, dataset: SampleDataset, encoder: Encoder, check: Check | None = None) -> None:
-        self.dataset, self.encoder, self.check = dataset, encoder, check
+    def __init__(
+        self, dataset: SampleDataset, encoder: Encoder, check: Check | None = None, *, with_pixels: bool = True
+    ) -> None:
+        self.dataset, self.encoder, self.check, self.with_pixels = dataset, encoder, check, with_pixels
 
     def __getitem__(self, rows: list[int]) -> list[EncodedPrompt | BadRow]:
         return [read_row(self.dataset, row, self._encode) for row in rows]
@@ -97,7 +99,8 @@ class PromptEncoding(Dataset[list[EncodedPrompt | BadRow]]):
     def _encode(self, sample: Sample) -> EncodedPrompt:
         if self.check is not None:
             self.check(sample)
-        return self.encoder.encode_prompt(sample)
+        prompt = self.encoder.encode_prompt(sample)
+        return prompt if self.with_pixels else prompt.without_pixels()
 
 
 class PromptEncoder(Encoder):

@@ -32,6 +32,8 @@ from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.runtime.progress import Advance, open_progress
 from dsreason.runtime.world import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
 
+TRANSFORMERS_BATCH = 64
+"""Questions that the transformers engine answers together, where the configuration does not say."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,7 +43,8 @@ class Answering:
 
     answerer: Answerer
     batch_size: int | None
-    """Questions that are given to it at a time; None: all, as it makes its own batches."""
+    """Questions that are given to it at a time, always the same ones; None: all that are missing, as it makes its own
+    batches."""
     model: dict[str, str]
     """Its name in the results, and what tells it from others."""
     world: World | None = None
@@ -143,12 +146,15 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         engine,
         encoder,
         length,
+        media_memory_gib=config.evaluation.media_memory_gib,
         workers=config.workers(available_cores(world)),
-        with_pixels=isinstance(engine, TransformersEngine),
         together=together,
     )
     stack.callback(answerer.close)
-    return Answering(answerer, config.evaluation.batch_size, model, world, together)
+    batch_size = config.evaluation.batch_size
+    if batch_size is None and isinstance(engine, TransformersEngine):
+        batch_size = engine.batch_size
+    return Answering(answerer, batch_size, model, world, together)
 
 
 def check_model(config: EvalConfig) -> None:
@@ -247,7 +253,7 @@ def build_engine(
             dtype=dtype,
             device=world.device,
             attention=model.attention,
-            batch_size=config.evaluation.batch_size,
+            batch_size=config.evaluation.batch_size or TRANSFORMERS_BATCH,
             trust_remote_code=model.trust_remote_code,
         )
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM

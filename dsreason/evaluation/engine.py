@@ -22,11 +22,14 @@ from dsreason.models.families import family_of
 from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
+from dsreason.rollout.batches import joined
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.runtime.world import gather_objects
 
 VERSION = 0
 """Of the weights: they do not change."""
+GROUP_SIZE = 16
+"""Questions that are decoded between two looks at the memory that they take."""
 
 
 @dataclass
@@ -37,12 +40,12 @@ class EngineAnswerer:
     encoder: Encoder
     max_length: int
     """Of prompt and answer together: what a retry asks for beyond that is cut off."""
+    media_memory_gib: float
+    """For decoded media that wait to be asked about: batches are cut where they need more."""
     workers: int = 2
     """Processes that decode media, a batch ahead."""
-    with_pixels: bool = True
-    """Whether the engine reads `mm_kwargs`; one that processes the media itself does not."""
     together: bool = False
-    """Whether several ranks hold the model together, so that all must generate as often."""
+    """Whether several ranks hold the model together, so that all must ask as often."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
     """Of the last batch, by question id; a text says why there is none."""
 
@@ -50,46 +53,56 @@ class EngineAnswerer:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
         ahead = self._ahead(batches) if workers else None
-        decoding = Decoding(questions, self.encoder, self.with_pixels)
+        decoding = Decoding(questions, self.encoder, self.engine.reads_pixels)
         found = in_workers(decoding, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
-            self.prompts = {question.id: next(found) for question in batch}
-            yield batch
+            for asked in joined(
+                self._groups(batch, found),
+                lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
+                memory_gib=self.media_memory_gib,
+                least=self.engine.max_num_seqs,
+                anyone=self._anyone,
+            ):
+                self.prompts = {question.id: prompt for question, prompt in asked}
+                yield [question for question, _ in asked]
+
+    def _groups(
+        self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
+    ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
+        """As many on every rank that has to ask as often."""
+        longest = max(gather_objects(len(batch))) if self.together else len(batch)
+        for i in range(0, longest, GROUP_SIZE):
+            yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
     def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
-        """Questions a worker decodes beyond those that are asked for: together one batch."""
-        return max(1, max(map(len, batches)) // self.workers)
+        """Questions a worker decodes beyond those that are asked for: together what is asked at a time."""
+        return max(1, min(self.engine.max_num_seqs, max(map(len, batches))) // self.workers)
+
+    def _anyone(self, flag: bool) -> bool:
+        return any(gather_objects(flag)) if self.together else flag
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
-        asked: dict[Sampling, list[tuple[Request, EncodedPrompt]]] = {}
+        asked: list[tuple[Request, EncodedPrompt]] = []
         for request in requests:
             prompt = self.prompts[request.question.id]
             if isinstance(prompt, str):
                 yield request, Reply(error=prompt, sent=False)
             else:
-                asked.setdefault(self._fitting(request.sampling, prompt), []).append((request, prompt))
-        for sampling in self._together(list(asked)):
-            share = asked.get(sampling, [])
-            started = time.perf_counter()
-            completions = self.engine.generate(
-                [prompt for _, prompt in share],
-                sampling,
-                version=VERSION,
-                streams=[stream_of(request.question.id) for request, _ in share],
-            )
+                asked.append((request, prompt))
+        started = time.perf_counter()
+        for number, completion in self.engine.as_completed(
+            [prompt for _, prompt in asked],
+            [self._fitting(request.sampling, prompt) for request, prompt in asked],
+            version=VERSION,
+            streams=[stream_of(request.question.id) for request, _ in asked],
+        ):
             seconds = time.perf_counter() - started
-            for (request, _), completion in zip(share, completions, strict=True):
-                yield request, Reply(completion.text, completion.finish_reason, len(completion.ids), seconds)
+            request, _ = asked[number]
+            yield request, Reply(completion.text, completion.finish_reason, len(completion.ids), seconds)
 
     def _fitting(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
         room = self.max_length - len(prompt.encoded)
         return replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
-
-    def _together(self, own: list[Sampling]) -> list[Sampling]:
-        """One generate call for each; ranks that hold a model together make the same calls."""
-        if not self.together:
-            return own
-        return list(dict.fromkeys(sampling for part in gather_objects(own) for sampling in part))
 
     def close(self) -> None:
         self.prompts = {}
@@ -106,9 +119,7 @@ class Decoding(Dataset[EncodedPrompt | str]):
             prompt = self.encoder.encode_prompt(self.questions[number].sample)
         except DataError as error:
             return str(error)
-        if self.with_pixels:
-            return prompt
-        return replace(prompt, encoded=replace(prompt.encoded, mm_kwargs={}))
+        return prompt if self.with_pixels else prompt.without_pixels()
 
 
 def stream_of(question_id: str) -> int:

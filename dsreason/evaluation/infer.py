@@ -36,7 +36,7 @@ from dsreason.export import DTYPES
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
-from dsreason.rollout.protocol import Sampling, media_token_ids
+from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
 from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
 from dsreason.runtime.gpu import choose_device
 from dsreason.runtime.world import init_world, shutdown
@@ -47,8 +47,9 @@ MANY_PROMPTS = 8
 INVALID_PREFIX = "Invalid prefix encountered"
 """Begins the error of a decoder that stumbles over bytes which are no UTF-8; a new one goes on."""
 
-Draw = Callable[[EncodedPrompt, Sampling, int], Iterator[int]]
-"""(prompt, settings, number of the random stream) → token ids, the stop token included."""
+Asked = tuple[EncodedPrompt, Sampling]
+Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
+"""Prompts → each with its token ids, the stop token included. The n-th prompt draws from the n-th random stream."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,12 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         say("loading the weights …")
         draw_ids = open_engine(settings, folder, dtype, encoder, needed, len(prompts), stack)
         tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
-        for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-            encoded = encoder.encode_prompt(sample) if number else first
-            ids = draw_ids(encoded, shortened(settings.sampling, longest - length, say), number)
+        rooms = [longest - length for length in lengths]
+        asked = (
+            (encoder.encode_prompt(sample) if number else first, shortened(settings.sampling, room, say))
+            for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
+        )
+        for encoded, ids in draw_ids(asked):
             yield Answering(settings.model, encoded, ids, stop_ids, tokenizer)
 
 
@@ -194,12 +198,17 @@ def open_engine(
     model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
     banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer), dtype=torch.long, device=device)
     stop_ids = torch.tensor(stop_token_ids(folder), device=device)
-    return partial(drawn_ids, model, banned_ids=banned_ids, stop_ids=stop_ids)
+
+    def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+        for number, (prompt, sampling) in enumerate(asked):
+            yield prompt, drawn_ids(model, prompt, sampling, number, banned_ids=banned_ids, stop_ids=stop_ids)
+
+    return draw_ids
 
 
 @contextmanager
 def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
-    """vLLM's answers come when they are complete: nothing is streamed."""
+    """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
@@ -214,15 +223,33 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
         gpu_memory_utilization=0.9,  # nothing else needs it
     )
 
-    def draw_ids(prompt: EncodedPrompt, sampling: Sampling, number: int) -> Iterator[int]:
-        yield from engine.generate([prompt], sampling, version=VERSION, streams=[number])[0].ids
-
     try:
         load_weights(engine, folder)
-        yield draw_ids
+        yield partial(draw_together, engine)
     finally:
         engine.shutdown()
         shutdown()
+
+
+def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+    """One call for all prompts; they show the same media, which are held once."""
+    prompts: list[EncodedPrompt] = []
+    samplings: list[Sampling] = []
+    for prompt, sampling in asked:
+        media = prompts[0].media if prompts else prompt.media
+        prompts.append(replace(prompt if engine.reads_pixels else prompt.without_pixels(), media=media))
+        samplings.append(sampling)
+    streams = range(len(prompts))
+    completed = engine.as_completed(prompts, samplings, version=VERSION, streams=streams)
+    found: dict[int, Completion] = {}
+
+    def ids_of(number: int) -> Iterator[int]:
+        while number not in found:
+            found.update([next(completed)])
+        yield from found[number].ids
+
+    for number in streams:
+        yield prompts[number], ids_of(number)
 
 
 def drawn_ids(

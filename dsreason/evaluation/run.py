@@ -188,8 +188,8 @@ class Evaluation:
     def run(self, questions: Sequence[Question], kept: Set[str], advance: Advance) -> Iterator[Result]:
         """The answers that were not there before, each once it is stored.
 
-        A batch of which anything is missing is asked as a whole: what is computed together rounds alike, so that an
-        evaluation gives the same answers however often it was interrupted.
+        Where the batches have a fixed size, one of which anything is missing is asked as a whole: what is computed together
+        rounds alike, so that an evaluation gives the same answers however often it was interrupted.
         """
         for batch in self.answering.answerer.batches(self.batches(questions, kept)):
             for question, reply, attempts in self.answers(batch, is_first=not kept):
@@ -202,11 +202,11 @@ class Evaluation:
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], kept: Set[str]) -> list[list[Question]]:
-        """What has to be asked, cut into batches that do not depend on what is there already."""
+        """What has to be asked, as many batches on ranks that ask together."""
         size = self.answering.batch_size
-        if size is None:  # a server makes its own batches, so only what is missing is asked
+        if size is None:
             missing = [question for question in questions if not question.problem and question.id not in kept]
-            return [missing] if missing else []
+            return [missing] if self.answering.anyone(bool(missing)) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
         missing = [batch for batch in usable if any(question.id not in kept for question in batch)]

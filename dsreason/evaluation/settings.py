@@ -16,7 +16,7 @@ from dsreason.evaluation.results import RUN_FILE, dataset_files, read_file, read
 from dsreason.runtime.record import git_state, versions
 
 DECIDING = ("evaluation", "generation", "vision")
-MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size"}
+MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib"}
 """What does not change an answer. Data sets may be added, too: each stored answer is compared with its question."""
 CHUNK = 65536
 SOURCES = "vision of "

@@ -98,6 +98,10 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype
     """Of the weights."""
+    max_num_seqs: int
+    """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
+    reads_pixels: bool
+    """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -136,6 +140,14 @@ class RolloutEngine(Protocol):
         `streams` numbers the prompts' random streams, 0, 1, … by default: with numbers that are unique over all ranks,
         a prompt's completion does not depend on the rank that draws it. Raises `StaleWeightsError` when the engine
         holds other weights than `version`, or none.
+        """
+
+    def as_completed(
+        self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
+    ) -> Iterator[tuple[int, Completion]]:
+        """`generate` with a setting for each prompt, giving each completion with the number of its prompt once it is there.
+
+        Where ranks hold the weights together, all of them go through it to the end.
         """
 
     def sleep(self) -> None:

@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from dsreason.data.types import EncodedSample
 from dsreason.models.families import family_of
 from dsreason.models.load import model_config
+from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
     Held,
@@ -40,7 +41,12 @@ PAD_ID = 0
 
 
 class TransformersEngine:
-    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back)."""
+    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back).
+
+    A batch has `batch_size` prompts, or more that together have at most `batch_tokens`, completions and padding included.
+    """
+
+    reads_pixels = True
 
     def __init__(
         self,
@@ -51,10 +57,12 @@ class TransformersEngine:
         device: torch.device,
         attention: str = "auto",
         batch_size: int = 8,
+        batch_tokens: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
-        self.attention, self.batch_size, self.trust_remote_code = attention, batch_size, trust_remote_code
+        self.attention, self.trust_remote_code = attention, trust_remote_code
+        self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
         self.model: nn.Module | None = None
@@ -64,6 +72,10 @@ class TransformersEngine:
         """Fingerprints of what the last sync left here."""
         self.said_what_is_lost = False
         self._stats: dict[str, float] = {}
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.batch_size
 
     @property
     def keeps_weights(self) -> bool:
@@ -101,7 +113,6 @@ class TransformersEngine:
     def held(self) -> Held:
         return Held(fingerprints(self.model.named_parameters()), fingerprints(self.model.named_buffers()))
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[EncodedPrompt],
@@ -110,25 +121,30 @@ class TransformersEngine:
         version: int,
         streams: Sequence[int] | None = None,
     ) -> list[Completion]:
-        check_version(version, self.version if self.awake else None)
-        start = time.perf_counter()
         streams = range(len(prompts)) if streams is None else streams
-        # Prompts of like length share a batch, which spares padding; each is drawn from its own random stream.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].encoded))
-        completions: dict[int, Completion] = {}
-        for i in range(0, len(order), self.batch_size):
-            indices = order[i : i + self.batch_size]
-            rows = [prompts[index].encoded for index in indices]
-            drawn = self._complete(rows, [streams[index] for index in indices], sampling)
-            completions.update(zip(indices, drawn, strict=True))
+        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
+        return [found[i] for i in range(len(prompts))]
+
+    def as_completed(
+        self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
+    ) -> Iterator[tuple[int, Completion]]:
+        """A batch shares its settings; each prompt is drawn from its own random stream."""
+        check_version(version, self.version if self.awake else None)
+        start, tokens = time.perf_counter(), 0
+        for sampling in dict.fromkeys(samplings):
+            asked = [i for i, own in enumerate(samplings) if own == sampling]
+            lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
+            for indices in cut_batches(lengths, self.batch_size, self.batch_tokens):
+                rows = [prompts[index].encoded for index in indices]
+                drawn = self._complete(rows, [streams[index] for index in indices], sampling)
+                tokens += sum(len(completion.ids) for completion in drawn)
+                yield from zip(indices, drawn, strict=True)
         seconds = time.perf_counter() - start
-        tokens = sum(len(completion.ids) for completion in completions.values())
         self._stats |= {
             "time/generate": seconds,
             "rollout/tokens": tokens,
             "rollout/tokens_per_second": tokens / seconds,
         }
-        return [completions[i] for i in range(len(prompts))]
 
     def sleep(self) -> None:
         start = time.perf_counter()

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     expanded_ids: list[int]
     media: list[Medium]
+    sampling: Sampling
     seed: int
 
 
@@ -72,6 +74,9 @@ class VLLMEngine:
     All ranks construct it together, after `init_world`; it starts asleep. On a CPU vLLM keeps its memory, but goes
     through the same states. `sleep_level` 1 keeps a copy of the weights in host memory, 2 keeps nothing.
     """
+
+    max_num_seqs = 256
+    reads_pixels = False
 
     def __init__(
         self,
@@ -209,30 +214,54 @@ class VLLMEngine:
         streams: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
-        start = time.perf_counter()
-        shares = self._gather(prompts, sampling, version, range(len(prompts)) if streams is None else streams)
+        streams = range(len(prompts)) if streams is None else streams
+        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
+        return [found[i] for i in range(len(prompts))]
+
+    def as_completed(
+        self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
+    ) -> Iterator[tuple[int, Completion]]:
+        start, tokens = time.perf_counter(), 0
+        shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
             self._empty_cache()
-        requests = [request for share, _ in shares for request in share]
-        params = [self._params(settings, request.seed) for share, settings in shares for request in share]
-        self._check_room(shares)
-        outputs: list[RequestOutput] = []
-        if requests:
-            inputs = [self._input(request) for request in requests]
-            with undisturbed(self.world):
-                outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        for request, output in zip(requests, outputs, strict=True):
-            self._check_output(request, output)
-        first = sum(len(share) for share, _ in shares[: self._place_in_group])
-        completions = [self._completion(output) for output in outputs[first : first + len(prompts)]]
+        requests = [request for share in shares for request in share]
+        self._check_room(requests)
+        first = sum(len(share) for share in shares[: self._place_in_group])
+        for number, output in self._outputs(requests):
+            self._check_output(requests[number], output)
+            if first <= number < first + len(prompts):
+                completion = self._completion(output)
+                tokens += len(completion.ids)
+                yield number - first, completion
         seconds = time.perf_counter() - start
-        tokens = sum(len(completion.ids) for completion in completions)
         self._stats |= {
             "time/generate": seconds,
             "rollout/tokens": tokens,
             "rollout/tokens_per_second": tokens / seconds,
         }
-        return completions
+
+    def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        """The number of each request and its output, as they end. vLLM holds the pixels of those that it has begun."""
+        waiting = iter(enumerate(requests))
+        running: dict[str, int] = {}
+        try:
+            while True:
+                ended: list[RequestOutput] = []
+                with undisturbed(self.world):
+                    for number, request in islice(waiting, self.max_num_seqs - len(running)):
+                        running[str(self.llm.request_counter.counter)] = number  # the name that vLLM gives it
+                        params = self._params(request.sampling, request.seed)
+                        self.llm.enqueue([self._input(request)], [params], use_tqdm=False)
+                    while running and not ended:
+                        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+                if not running:
+                    return
+                for output in ended:
+                    yield running.pop(output.request_id), output
+        finally:
+            if running:  # nobody waits for them any more
+                self.llm.llm_engine.abort_request(list(running))
 
     def sleep(self) -> None:
         start = time.perf_counter()
@@ -292,38 +321,37 @@ class VLLMEngine:
         return self.world.rank % self.tensor_parallel_size
 
     def _gather(
-        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, version: int, streams: Sequence[int]
-    ) -> list[tuple[list[Request], Sampling]]:
-        """Of every rank in the group, its prompts and settings. An empty share counts too: the group works as one."""
+        self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
+    ) -> list[list[Request]]:
+        """What every rank in the group asks. An empty share counts too: the group works as one."""
         own = [
             Request(
                 prompt.sample.id,
                 prompt.prompt_ids,
                 prompt.encoded.input_ids.tolist(),
                 prompt.media,
+                sampling,
                 request_seed(sampling.seed, stream),
             )
-            for prompt, stream in zip(prompts, streams, strict=True)
+            for prompt, sampling, stream in zip(prompts, samplings, streams, strict=True)
         ]
-        share = (own, sampling, version, self.version if self.weights_awake else None)
+        share = (own, version, self.version if self.weights_awake else None)
         shares: list[Any] = [share]
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size
             dist.all_gather_object(shares, share, group=self._group)
-        for _, _, asked, held in shares:
+        for _, asked, held in shares:
             check_version(asked, held)
-        return [(requests, settings) for requests, settings, *_ in shares]
+        return [requests for requests, *_ in shares]
 
-    def _check_room(self, shares: list[tuple[list[Request], Sampling]]) -> None:
-        for requests, sampling in shares:
-            for request in requests:
-                length = len(request.expanded_ids) + sampling.max_completion_length
-                if length > self.max_model_len:
-                    raise RolloutError(
-                        f"sample {request.sample_id!r}: {len(request.expanded_ids)} prompt tokens and "
-                        f"{sampling.max_completion_length} for the completion are more than the engine's "
-                        f"{self.max_model_len}"
-                    )
+    def _check_room(self, requests: list[Request]) -> None:
+        for request in requests:
+            num_prompt, longest = len(request.expanded_ids), request.sampling.max_completion_length
+            if num_prompt + longest > self.max_model_len:
+                raise RolloutError(
+                    f"sample {request.sample_id!r}: {num_prompt} prompt tokens and {longest} for the completion are more "
+                    f"than the engine's {self.max_model_len}"
+                )
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
         from vllm import SamplingParams

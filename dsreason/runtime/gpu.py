@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from dsreason.errors import DsReasonError
+from dsreason.runtime.driver import check_gpus
 
 OLD_DRIVER = (
     "the NVIDIA driver is too old for this torch ({torch}, built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or "
@@ -43,25 +44,14 @@ def choose_device(local_rank: int) -> torch.device:
 
     DsReasonError where there are GPUs and this rank cannot use its own.
     """
-    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda" or not has_gpu():
+    check_gpus()
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     with gpu_errors():
         torch.cuda.set_device(device)
     turn_off_cudnn_attention()
     return device
-
-
-def has_gpu() -> bool:
-    """DsReasonError where only the driver is in the way: torch would count no GPUs, and all would run on the CPU."""
-    if torch.cuda.is_available():
-        return True
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without CUDA
-        if text := meaning(str(error)):
-            raise DsReasonError(text) from error
-    return False
 
 
 def turn_off_cudnn_attention() -> None:

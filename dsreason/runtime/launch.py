@@ -30,6 +30,7 @@ import psutil
 from dsreason.config.lock import start_time
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import ConfigError, DsReasonError, Stopped
+from dsreason.runtime.driver import cuda_fault
 from dsreason.runtime.failures import (
     CRASH_LOG,
     ERROR_DIR,
@@ -95,7 +96,7 @@ def prepare_environment() -> None:
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
-    if "DS_ACCELERATOR" not in os.environ and gpu_count() == 0:
+    if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 

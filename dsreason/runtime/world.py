@@ -59,7 +59,7 @@ def init_world() -> World:
     """Join the job that a launcher described in the environment, or start a job of one process.
 
     Works under this package's own launcher, torchrun and `deepspeed`. A `ConfigError` names what is missing where the
-    environment describes only half a job.
+    environment describes only half a job, and says why GPUs cannot be used.
     """
     global _waiting_group
     _describe_single_process()

@@ -17,8 +17,9 @@ from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
 from dsreason.data.sources import SampleDataset
 from dsreason.models.freeze import freeze
-from dsreason.models.load import enable_gradient_checkpointing, load_model
+from dsreason.models.load import enable_gradient_checkpointing, load_model, model_config
 from dsreason.models.policy import Policy
+from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
@@ -98,7 +99,10 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         progress = open_progress(rank=world.rank, total_steps=order.num_steps, first_step=state.step)
         stack.enter_context(progress)
         writer = open_writer(run, engine, stack)
-        rollout = build_rollout(config, model_path, encoder, world, config.validation.micro_batch_size)
+        rollout = build_rollout(
+            *(config, model_path, encoder, world, config.validation.micro_batch_size),
+            batch_tokens=validation_tokens(config, model_path, world),
+        )
         yield SFTRun(
             config=config,
             world=world,
@@ -153,7 +157,7 @@ def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], mod
 
 
 def build_rollout(
-    config: RunConfig, model_path: Path, encoder: Encoder, world: World, batch_size: int
+    config: RunConfig, model_path: Path, encoder: Encoder, world: World, batch_size: int, batch_tokens: int = 0
 ) -> TransformersEngine:
     return TransformersEngine(
         model_path,
@@ -162,8 +166,18 @@ def build_rollout(
         device=world.device,
         attention=config.model.attention,
         batch_size=batch_size,
+        batch_tokens=batch_tokens,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def validation_tokens(config: RunConfig, model_path: Path, world: World) -> int:
+    """Of a batch of held-out answers: what fits a quarter of the GPU, where the optimizer's state has made room."""
+    if world.device.type != "cuda":
+        return 0
+    memory = torch.cuda.get_device_properties(world.device).total_memory // 4
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    return tokens_that_fit(model, DTYPES[config.train.precision], memory)
 
 
 def job_peak_flops(world: World) -> float | None:

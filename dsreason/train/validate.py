@@ -26,6 +26,7 @@ from dsreason.errors import DataError
 from dsreason.evaluation.grading import is_correct, reference_of
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
+from dsreason.rollout.batches import joined
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.runtime.progress import Advance, Progress
 from dsreason.runtime.world import World, agree, all_sum, gather_objects
@@ -115,7 +116,7 @@ class HeldOut:
         return [i * len(self.dataset) // self.num_rows for i in range(self.num_rows)]
 
     def groups(self) -> list[list[int]]:
-        """This rank's rows, cut for one forward or generate call each; as many groups on every rank, some empty."""
+        """This rank's rows as they are read, and cut for one forward each; as many groups on every rank, some empty."""
         size = self.config.validation.micro_batch_size
         rows = self.rows[self.world.rank :: self.world.size]
         num_groups = -(-self.num_rows // (size * self.world.size))
@@ -162,7 +163,7 @@ def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut, advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[Answer], dict[int, Image.Image]]:
     """This rank's answers, with their rewards where there is a scorer, and the contact sheets of those shown, by row."""
-    tokenizer, processor = held_out.encoder.processor.tokenizer, held_out.encoder.processor
+    tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
     sampling = Sampling(
         temperature=settings.temperature,
@@ -172,11 +173,14 @@ def generate_answers(
     )
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
-    for found in held_out.read(PromptEncoding(held_out.dataset, held_out.encoder)):
-        asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
-        if held_out.blank_media:
-            asked = [(row, blank_prompt(prompt, processor)) for row, prompt in asked]
-        prompts, rows = [prompt for _, prompt in asked], [row for row, _ in asked]
+    for asked in joined(
+        read_prompts(held_out, advance, with_pixels=rollout.reads_pixels),
+        lambda item: item[1].media_bytes,
+        memory_gib=settings.media_memory_gib,
+        least=rollout.max_num_seqs,
+        anyone=lambda flag: any(gather_objects(flag)),
+    ):
+        rows, prompts = [row for row, _ in asked], [prompt for _, prompt in asked]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)
         rewards = score(prompts, completions, sampling, scorer)
         for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
@@ -185,8 +189,20 @@ def generate_answers(
                 last = answers[-1]
                 text = describe(question_of(prompt.sample), completion.text, last.reference, last.correct)
                 sheets[row] = contact_sheet(prompt.media, text)
-        advance(len(found) * held_out.world.size)
+        advance(len(asked) * held_out.world.size)
     return answers, sheets
+
+
+def read_prompts(
+    held_out: HeldOut, advance: Advance, *, with_pixels: bool
+) -> Iterator[list[tuple[int, EncodedPrompt]]]:
+    """Each group's rows that have a reference answer; the others are done with."""
+    for found in held_out.read(PromptEncoding(held_out.dataset, held_out.encoder, with_pixels=with_pixels)):
+        asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
+        advance((len(found) - len(asked)) * held_out.world.size)
+        if held_out.blank_media:
+            asked = [(row, blank_prompt(prompt, held_out.encoder.processor)) for row, prompt in asked]
+        yield asked
 
 
 def score(

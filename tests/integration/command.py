@@ -1,4 +1,4 @@
-"""Running the installed command as a person would."""
+"""Running the command as a person would."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+COMMAND = [sys.executable, "-P", "-m", "dsreason"]
+"""`dsreason`, also where no script of that name is installed; like a script it does not import from the current folder."""
+
 
 def dsreason(*arguments: object, cwd: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    """`.venv/bin/dsreason …` with nothing activated: neither ninja nor the interpreter's folder on PATH."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    """`dsreason …` with nothing activated: neither ninja nor the interpreter's folder on PATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     environment["PATH"] = "/usr/bin:/bin"
-    command = [str(Path(sys.executable).parent / "dsreason"), *map(str, arguments)]
+    command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsreason.cli.main import main
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.types import EncodedSample
+from dsreason.evaluation.answerers import Answering
+from dsreason.evaluation.engine import EngineAnswerer, load_weights
+from dsreason.evaluation.questions import load_questions
+from dsreason.evaluation.results import read_results
+from dsreason.evaluation.run import Evaluation, build_grader
+from dsreason.models.encoder import open_encoder
+from dsreason.rollout.protocol import Completion
+from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.distributed import run_on_ranks
-from tests.integration.command import dsreason
+from tests.integration.command import COMMAND, dsreason
 from tests.integration.rows import COLOURS, film
 from tests.unit.evaluation.stand_in import PROXIES, serving
 
@@ -320,6 +333,46 @@ def test_a_mistake_is_told_in_one_text_before_the_model_is_loaded(
     assert [word for word in mistake.words if word not in text] == [], text
 
 
+# ---------------------------------------------------------------- what the engine is given at a time
+
+
+class Counting(TransformersEngine):
+    """Of each call of the engine its prompts, and of each batch that it has drawn its rows."""
+
+    def as_completed(self, prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        self.calls.append(len(prompts))
+        return super().as_completed(prompts, *args, **kwargs)
+
+    def _complete(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
+        self.rows.append(len(rows))
+        return super()._complete(rows, *args)
+
+
+@pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
+def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_as_they_come(
+    tiny_qwen2_5_vl: Path, tmp_path: Path, memory_gib: float, calls: list[int]
+) -> None:
+    given = {"sources": [{"adapter": "builtin"}], "model": {"path": str(tiny_qwen2_5_vl)}, "results_dir": str(tmp_path)}
+    config = EvalConfig.model_validate(
+        given | {"evaluation": {"limit": 20}, "generation": {"max_retries": 0, "max_tokens": 4}}
+    )
+    questions = load_questions(config)
+    encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
+    engine = Counting(
+        tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
+    )
+    engine.calls, engine.rows = [], []
+    load_weights(engine, tiny_qwen2_5_vl)
+    answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
+    with build_grader(config) as grader:
+        answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
+        first = next(answers)
+        assert [result.id for result in read_results(tmp_path)] == [first.id]
+        assert engine.rows == [8]
+        assert len([first, *answers]) == len(read_results(tmp_path)) == 20
+    assert engine.calls == calls
+
+
 # ---------------------------------------------------------------- ranks, engines, kills
 
 
@@ -372,7 +425,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
         "generation.max_tokens=8",
     ]
     evaluate(tmp_path, "whole", *options)
-    command = [str(Path(sys.executable).parent / "dsreason"), "eval", "--results-dir", "killed", *map(str, options)]
+    command = [*COMMAND, "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)
     steps = [0, *(moments.randrange(5, num_questions // num_kills) for _ in range(num_kills - 1))]
 

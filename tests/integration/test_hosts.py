@@ -15,7 +15,6 @@ from dsreason.runtime.world import free_port
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 RANK = """
 import os, sys
 from datetime import timedelta
@@ -55,7 +54,7 @@ def run_hosts(
 ) -> dict[int, subprocess.CompletedProcess[str]]:
     """By rank: `python COMMAND` as the only rank of its host, of two."""
     common = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "CUDA_"))}
-    common |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    common |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     common |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = {
         rank: subprocess.Popen(
@@ -121,7 +120,7 @@ def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: 
 
 def test_ranks_that_torchrun_restarts_find_each_other_again(script: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", script, "work"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

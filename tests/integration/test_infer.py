@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import typer
 
 from dsreason.cli.infer import infer as command
 from dsreason.evaluation.engine import VERSION, load_weights
-from dsreason.evaluation.infer import InferSettings, infer, prompt_encoder, sample_of
+from dsreason.evaluation.infer import InferSettings, draw_together, infer, prompt_encoder, sample_of
 from dsreason.models.load import load_processor
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
@@ -63,6 +64,10 @@ def test_answers_are_those_of_the_rollout_engine(
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
+    with mock.patch.object(engine, "as_completed", wraps=engine.as_completed) as asked:
+        together = [tuple(ids) for _, ids in draw_together(engine, zip(encoded, [sampling] * 2, strict=True))]
+    assert asked.call_count == 1
+    assert together == [completion.ids for completion in expected]
     for answering, completion in zip(infer(settings, prompts, say=print), expected, strict=True):
         text = "".join(answering)
         assert tuple(answering.ids) == completion.ids
@@ -182,10 +187,11 @@ def test_the_command_streams_text_to_stdout_and_ends_with_2_on_a_mistake(
 
 @pytest.mark.long
 def test_vllm_gives_the_answers_of_transformers(media: tuple[str, str], tmp_path: Path) -> None:
-    options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt=What?", "--max-tokens=6", "--json"]
-    options += ["--temperature=0", "--dtype=fp32"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "Where is it, and when?"}\n')
+    options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt-file=p.jsonl", "--max-tokens=6"]
+    options += ["--temperature=0", "--dtype=fp32", "--json"]
     ended = [dsreason(*options, f"--engine={engine}", cwd=tmp_path) for engine in ("vllm", "transformers")]
     assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
-    by_vllm, by_transformers = (json.loads(one.stdout) for one in ended)
-    assert by_vllm["full_response"] == by_transformers["full_response"]
-    assert by_vllm["completion_tokens"] == by_transformers["completion_tokens"]
+    by_vllm, by_transformers = ([json.loads(line) for line in one.stdout.splitlines()] for one in ended)
+    for name in ("prompt", "full_response", "completion_tokens"):
+        assert [line[name] for line in by_vllm] == [line[name] for line in by_transformers]

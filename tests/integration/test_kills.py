@@ -11,7 +11,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.command import dsreason, metrics
+from tests.integration.command import COMMAND, dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
 pytestmark = pytest.mark.integration
@@ -73,7 +72,7 @@ GONE_WITHIN = 60.0
 
 def start(folder: Path, command: str, log: str) -> subprocess.Popen[str]:
     call = [
-        str(Path(sys.executable).parent / "dsreason"),
+        *COMMAND,
         command,
         "--config",
         f"{command}.toml",

@@ -17,7 +17,6 @@ from dsreason.runtime.failures import Failure, first_failure
 from dsreason.runtime.launch import forwarded_signals
 
 SCRIPT = Path(__file__).with_name("ranks.py")
-ROOT = SCRIPT.parents[2]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 DEEPSPEED = [
@@ -41,7 +40,7 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     }
-    return kept | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return kept | {"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"}
 
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]

@@ -63,6 +63,37 @@ def test_greedy_completions_do_not_depend_on_the_batch(case: Case) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize(("batch_tokens", "num_batches"), [(0, 4), (10_000, 1)])
+def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
+    case: Case, batch_tokens: int, num_batches: int
+) -> None:
+    sampling = Sampling(max_completion_length=6, seed=2)
+    expected = case.engine.generate(case.prompts, sampling, version=1)
+    with (
+        mock.patch.multiple(case.engine, batch_size=2, batch_tokens=batch_tokens),
+        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+    ):
+        found = case.engine.generate(case.prompts, sampling, version=1)
+    assert complete.call_count == num_batches
+    assert [completion.ids for completion in found] == [completion.ids for completion in expected]
+
+
+def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case: Case) -> None:
+    samplings = [GREEDY, Sampling(max_completion_length=3, seed=2)] * 4
+    with (
+        mock.patch.object(case.engine, "batch_size", 2),
+        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+    ):
+        completed = case.engine.as_completed(case.prompts, samplings, version=1, streams=range(8))
+        found = [next(completed), next(completed)]
+        assert complete.call_count == 1
+        found += completed
+    assert [number % 2 for number, _ in found] == [0] * 4 + [1] * 4
+    for i, sampling in enumerate(samplings):
+        (alone,) = case.engine.generate([case.prompts[i]], sampling, version=1, streams=[i])
+        assert dict(found)[i].ids == alone.ids
+
+
 def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: Case) -> None:
     for prompt, completion in zip(case.prompts, case.engine.generate(case.prompts, GREEDY, version=1), strict=True):
         ids = prompt.encoded.input_ids[None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.command import dsreason, metrics
+from tests.integration.command import COMMAND, dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
 pytestmark = pytest.mark.integration
@@ -52,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> P
 
 
 def start(folder: Path, name: str) -> subprocess.Popen[str]:
-    command = [str(Path(sys.executable).parent / "dsreason"), "sft", "--config", "run.toml", "--output-dir", name]
+    command = [*COMMAND, "sft", "--config", "run.toml", "--output-dir", name]
     command += ["--nproc", "2", "--resume", "auto"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -36,7 +36,7 @@ from dsreason.runtime import storage_s3
 from dsreason.runtime.package import Sent, open_package
 from dsreason.runtime.storage import check_target, upload
 from dsreason.runtime.uploads import uploading
-from tests.integration.command import dsreason
+from tests.integration.command import COMMAND, dsreason
 from tests.integration.hub_server import TOKEN, Hub, hub_server
 from tests.integration.rows import write_mixed_rows
 from tests.integration.s3_server import KEY, REGION, SECRET, Fault, Proxy, proxy_to
@@ -724,7 +724,7 @@ def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_show
 ) -> None:
     proxy.says = f"{KEY} and {SECRET} may not"
     proxy.faults = [Fault("PUT", "403 AccessDenied", kind) for kind in ("/checkpoints/", "/export/")] * 50
-    command = [str(Path(sys.executable).parent / "dsreason"), *job]
+    command = [*COMMAND, *job]
     first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     refused = second_job(first, job, tmp_path)
     stdout, stderr = first.communicate(timeout=600)

@@ -21,12 +21,12 @@ from tests.integration.two_hosts import ADDRESSES, NAMES, Host
 
 pytestmark = two_hosts.marks
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 PORT = 29400
 MINUTE = 60.0
-TORCHRUN = [str(BIN / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
+ANY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [*ANY_TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1"]
 TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 PORT_OF_STORE, OTHER_PORTS = "29500", ["1-29499", "29501-65534"]
 CONFIG = """
 model.path = "{model}"
@@ -117,7 +117,7 @@ def deepspeed(
 ) -> subprocess.CompletedProcess[str]:
     """`deepspeed --hostfile` on the first host."""
     given = os.environ | (environment or {})
-    start = [*hosts[0].inside, str(BIN / "deepspeed"), "--hostfile", "hostfile", *command]
+    start = [*hosts[0].inside, *DEEPSPEED, *command]
     return subprocess.run(start, check=False, cwd=folder, env=given, capture_output=True, text=True, timeout=900)
 
 
@@ -133,7 +133,7 @@ def on_both(
     hosts: tuple[Host, Host], folder: Path, commands: list[list[str]], environment: Mapping[str, str]
 ) -> list[subprocess.CompletedProcess[str]]:
     """One command on each host, at the same time."""
-    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | environment
+    given = os.environ | {"DS_ACCELERATOR": "cpu"} | environment
     with ExitStack() as stack:
         started = [
             stack.enter_context(
@@ -235,8 +235,8 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
     if launcher == "torchrun":
         commands = [[*host.inside, *TORCHRUN, ranks, "stay"] for host in hosts]
     else:
-        commands = [[*hosts[0].inside, str(BIN / "deepspeed"), "--hostfile", "hostfile", ranks, "stay"]]
-    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+        commands = [[*hosts[0].inside, *DEEPSPEED, ranks, "stay"]]
+    given = os.environ | {"DS_ACCELERATOR": "cpu"}
     with ExitStack() as stack:
         quiet = subprocess.DEVNULL
         started = [
@@ -259,11 +259,11 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
 def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
-    start = [str(BIN / "torchrun"), "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "1"]
+    start = [*ANY_TORCHRUN, "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "1"]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", "--rdzv_conf", "last_call_timeout=5"]
     start += ["-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "elastic"]
     start += ["--set", "checkpoint.every=1", "--set", "train.epochs=8"]
-    given = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    given = os.environ | {"DS_ACCELERATOR": "cpu"}
     before, run = hosts[1].processes(), folder / "elastic"
     with ExitStack() as stack:
         outputs = [stack.enter_context((folder / f"elastic_{host.name}.txt").open("w+")) for host in hosts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from PIL import Image
 
 from dsreason.config.schema import SFTConfig
+from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate
 from dsreason.data.sources import open_datasets
 from dsreason.models.load import load_model
+from dsreason.rollout.protocol import Completion
 from dsreason.train.answers import accuracies
 from dsreason.train.preflight import build_encoder
 from dsreason.train.validate import blank_medium, blank_prompt, blank_sample
@@ -48,6 +51,13 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.train.sft import sft_step
     from dsreason.train.validate import validate
 
+    calls: list[int] = []
+    """Prompts of each call of the engine."""
+
+    def counted(prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> list[Completion]:
+        calls.append(len(prompts))
+        return generate(prompts, *args, **kwargs)
+
     world = init_world()
     config = run_config(rows, model, **validation)
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
@@ -56,30 +66,30 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
     rollout = build_rollout(config, Path(model), encoder, world, config.validation.micro_batch_size)
+    generate, rollout.generate = rollout.generate, counted
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     order = step_order(dataset, config)
     loader = StepLoader(
         dataset, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
     )
+
+    def measure(version: int, **changes: Any) -> Any:
+        changed = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
+        return validate(sampler, dataset, encoder, changed, world, version=version, progress=NoProgress())
+
     results = []
     for version, batches in enumerate(loader):  # validation between steps, as in training
         state = torch.random.get_rng_state()
-        results.append(validate(sampler, dataset, encoder, config, world, version=version, progress=NoProgress()))
+        results.append(measure(version))
         assert torch.equal(state, torch.random.get_rng_state())
         sft_step(engine, batches, lr=1e-2, world=world)
-    silent = config.validation.model_copy(update={"generate": False})
-    loss_only = validate(
-        sampler,
-        dataset,
-        encoder,
-        config.model_copy(update={"validation": silent}),
-        world,
-        version=2,
-        progress=NoProgress(),
-    )
+    whole, in_parts = (measure(len(results), media_memory_gib=gib) for gib in (4.0, 1e-6))
+    assert whole.answers == in_parts.answers
+    loss_only = measure(len(results), generate=False)
     return {
         "loss_only": loss_only.metrics,
         "metrics": [result.metrics for result in results],
+        "calls": calls,
         "answers": [[asdict(answer) for answer in result.answers] for result in results],
         "sheets": sorted(results[0].sheets),
         "training": engine.training,
@@ -115,9 +125,14 @@ def test_the_loss_is_the_token_mean_of_the_plain_model(rows: str, tiny: Path, on
     assert one_rank["metrics"][0]["val/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
 
 
-def test_two_ranks_give_the_numbers_of_one(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(rows: str, tiny: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(validate_on_rank, 2, rows, str(tiny), {"micro_batch_size": 2}, {})
+
+
+def test_two_ranks_give_the_numbers_of_one(two_ranks: list[dict[str, Any]], one_rank: dict[str, Any]) -> None:
     """9 mixed rows: uneven tails, and ranks whose micro-batches hold different media."""
-    found = run_on_ranks(validate_on_rank, 2, rows, str(tiny), {"micro_batch_size": 2}, {})
+    found = [{name: value for name, value in rank.items() if name != "calls"} for rank in two_ranks]
     assert found[0] == found[1]
     assert found[0]["answers"] == one_rank["answers"]
     assert found[0]["sheets"] == one_rank["sheets"] == [0, 4]
@@ -126,6 +141,13 @@ def test_two_ranks_give_the_numbers_of_one(rows: str, tiny: Path, one_rank: dict
         assert metrics == pytest.approx(expected, abs=1e-5)
     first, second = (metrics["val/loss"] for metrics in one_rank["metrics"])
     assert second < first - 0.2  # the step between them was taken
+
+
+def test_a_rank_hands_over_all_its_rows_at_once_or_as_many_as_the_engine_answers_at_a_time(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    """Of 9 rows: three validations with room for all media, and one with room for none; as many calls on every rank."""
+    assert [found["calls"] for found in two_ranks] == [[5, 5, 5, 2, 2, 1], [4, 4, 4, 2, 2, 0]]
 
 
 def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny_qwen3_vl: Path) -> None:

@@ -191,9 +191,34 @@ def explore_completions(explorer: Explorer) -> dict[str, Any]:
     found["shares"] = {name: [c.ids for c in explorer.generate(share)] for name, share in shares.items()}
     hot = explorer.generate(temperature=2.0, max_completion_length=200)
     found["hot"] = [(completion.ids, completion.finish_reason) for completion in hot]
+    found["as completed"] = explore_as_completed(explorer)
     found["banned"], found["stops"] = explorer.engine.banned_ids, explorer.engine.stop_ids
     found["completion"] = drawn[0]
     return found
+
+
+def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
+    """Prompts with settings of their own, of which the engine may have two at a time."""
+    from dsreason.rollout.protocol import Sampling
+
+    engine, prompts = explorer.engine, [explorer.prompts[name] for name in CASES]
+    samplings = [Sampling(max_completion_length=length, seed=4) for length in (12, 2, 3, 2, 3, 2, 3)]
+    core = engine.llm.llm_engine
+    alone = [
+        engine.generate([prompt], sampling, version=2, streams=[i])[0].ids
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    running: list[int] = []
+    with mock.patch.object(engine, "max_num_seqs", 2):
+        drawn, before = [], generators()
+        for number, completion in engine.as_completed(prompts, samplings, version=2, streams=range(len(CASES))):
+            running.append(core.get_num_unfinished_requests())
+            drawn.append((number, completion.ids))
+            assert before == generators()
+        completed = engine.as_completed(prompts, samplings, version=2, streams=range(len(CASES)))
+        next(completed)
+        completed.close()
+    return {"alone": alone, "drawn": drawn, "running": running, "left": core.get_num_unfinished_requests()}
 
 
 def explore_faults(explorer: Explorer) -> dict[str, Any]:
@@ -482,6 +507,17 @@ def test_samples_are_repeatable_and_differ_by_place(found: list[dict[str, Any]])
     for rank in found:
         assert rank["again"] == rank["same prompt"]
         assert len(set(rank["same prompt"])) == 3
+
+
+def test_completions_come_as_they_end_and_none_is_left_behind(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        completed = rank["as completed"]
+        assert [ids for _, ids in sorted(completed["drawn"])] == completed["alone"]
+        numbers = [number for number, _ in completed["drawn"]]
+        assert numbers[0] != 0  # the longest comes after others that were asked later
+        assert numbers.index(0) > 1
+        assert max(completed["running"]) <= 1  # beside the one that has just ended
+        assert completed["left"] == 0
 
 
 def test_each_rank_keeps_its_own_share(found: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,12 @@ from tests.integration.command import metrics
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel, and not what the tests import from."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +55,7 @@ def test_wheel_trains_the_built_in_recipe_from_another_folder(python, tmp_path):
         "D",
         *short,
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     lines = metrics(tmp_path / "D")
     assert "val/accuracy" in lines[0]

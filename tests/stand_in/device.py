@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -233,5 +232,3 @@ class _Group(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce = _over_gloo("reduce")
     barrier = _over_gloo("barrier")
-
-

@@ -50,7 +50,9 @@ def test_other_settings_or_weights_are_refused(
         open_run_folder(folder, config(**changes), model)
 
 
-@pytest.mark.parametrize("changes", [{"datasets": ["robovqa", "av"]}, {"evaluation": {"limit": 5, "batch_size": 2}}])
+@pytest.mark.parametrize(
+    "changes", [{"datasets": ["robovqa", "av"]}, {"evaluation": {"limit": 5, "batch_size": 2, "media_memory_gib": 1.0}}]
+)
 def test_more_questions_and_other_batches_continue(tmp_path: Path, changes: dict[str, Any]) -> None:
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 

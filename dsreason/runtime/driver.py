@@ -1,0 +1,56 @@
+"""GPUs that the driver keeps from torch, which would go on without them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+
+from dsreason.errors import ConfigError
+
+WARNING = "CUDA initialization: "
+"""Begins torch's."""
+DRIVERS = {"12": 525, "13": 580}
+"""Oldest NVIDIA driver for each major version of CUDA."""
+
+
+@cache
+def cuda_fault() -> str | None:
+    """Why torch cannot use the GPUs of this machine; None where it can, where there are none, or where it is built without.
+
+    torch warns of it once a process, so this comes before anything else that asks for GPUs.
+    """
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable, count = torch.cuda.is_available(), torch.cuda.device_count()
+    if usable or torch.version.cuda is None:
+        return None
+    told = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
+    if told is None:
+        return f"the driver names {count}, and torch sees none" if count else None
+    if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one
+        return None
+    return told.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
+
+
+def has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def check_gpus() -> None:
+    """ConfigError where there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
+    fault = cuda_fault()
+    if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return
+    import torch
+
+    version = str(torch.version.cuda)
+    driver = DRIVERS.get(version.partition(".")[0])
+    needed = f", which needs an NVIDIA driver of version {driver} or newer" if driver else ""
+    raise ConfigError(
+        f"torch {torch.__version__} cannot use the GPUs of this machine: {fault}; it is built for CUDA {version}{needed}: "
+        "look at nvidia-smi and update the driver, or set DS_ACCELERATOR=cpu to run on the CPU"
+    )

@@ -1,0 +1,79 @@
+"""How many prompts an engine is given at a time, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from dsreason.rollout.batches import cut_batches, joined, tokens_that_fit
+
+KIB = 2**-20
+"""In GiB."""
+ROWS = [[300, 300], [100, 600], [10], [], [10]]
+"""Their sizes in bytes, in groups."""
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "least", "lists"),
+    [
+        (2 * KIB, 1, [[300, 300, 100, 600, 10, 10]]),
+        (KIB, 1, [[300, 300, 100, 600], [10, 10]]),
+        (KIB / 4, 1, [[300, 300], [100, 600], [10, 10]]),
+        (KIB / 4, 3, [[300, 300, 100, 600], [10, 10]]),
+        (KIB / 4, 9, [[300, 300, 100, 600, 10, 10]]),
+    ],
+)
+def test_groups_are_joined_as_long_as_memory_or_the_engine_has_room(
+    memory_gib: float, least: int, lists: list[list[int]]
+) -> None:
+    assert list(joined(ROWS, int, memory_gib=memory_gib, least=least, anyone=bool)) == lists
+
+
+def test_ranks_that_ask_together_make_as_many_lists() -> None:
+    """What the other rank says decides: it is full after its first group, and has rows at the end."""
+    other = iter([True, False, True])
+    lists = joined([[1], [2]], int, memory_gib=1, least=1, anyone=lambda own: own or next(other))
+    assert list(lists) == [[1], [2]]
+    other = iter([False, True])
+    assert list(joined([[]], int, memory_gib=1, least=1, anyone=lambda own: own or next(other))) == [[]]
+
+
+def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
+    read = []
+
+    def groups() -> Iterator[list[int]]:
+        for i in range(3):
+            read.append(i)
+            yield [1024]
+
+    lists = joined(groups(), int, memory_gib=KIB / 2, least=1, anyone=bool)
+    next(lists)
+    assert read == [0]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "batch_tokens", "batches"),
+    [
+        (2, 0, [[3, 1], [2, 0]]),
+        (1, 40, [[3, 1], [2], [0]]),
+        (1, 60, [[3, 1, 2], [0]]),
+        (3, 40, [[3, 1, 2], [0]]),
+        (1, 120, [[3, 1, 2, 0]]),
+    ],
+)
+def test_like_lengths_share_a_batch_that_fits(batch_size: int, batch_tokens: int, batches: list[list[int]]) -> None:
+    assert cut_batches({0: 30, 1: 10, 2: 20, 3: 8}, batch_size, batch_tokens) == batches
+
+
+def test_a_batch_has_at_most_256_rows() -> None:
+    assert [len(batch) for batch in cut_batches(dict.fromkeys(range(300), 1), 8, 10**9)] == [256, 44]
+
+
+def test_tokens_of_qwen2_5_vl_7b_in_20_gib() -> None:
+    text = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    text |= {"hidden_size": 3584, "intermediate_size": 18944}
+    # keys and values: 2 * 28 * 4 * 128; activations: 3 * 18944 + 8 * 3584; 2 bytes each
+    assert tokens_that_fit(Qwen2_5_VLConfig(text_config=text), torch.bfloat16, 20 * 2**30) == 20 * 2**30 // 228352
