@@ -46,20 +46,18 @@ class SleepState:
     """On the CPU; None: zeros."""
 
     def remember(self) -> None:
-        with torch.inference_mode():  # vLLM makes its tensors there, and others cannot be written outside of it
-            self.contents = {
-                tag: [held.cpu().clone() if held.any() else None for held in memory]
-                for tag, memory in self.memory.items()
-            }
+        self.contents = {
+            tag: [held.to("cpu", copy=True) if held.any() else None for held in memory]
+            for tag, memory in self.memory.items()
+        }
 
     def write_back(self, tag: str) -> None:
         """Once the pool `tag` has its memory again."""
-        with torch.inference_mode():
-            for memory, content in zip(self.memory.get(tag, []), self.contents.pop(tag, []), strict=True):
-                if content is None:
-                    memory.zero_()
-                else:
-                    memory.copy_(content)
+        for memory, content in zip(self.memory.get(tag, []), self.contents.pop(tag, []), strict=True):
+            if content is None:
+                memory.zero_()
+            else:
+                memory.copy_(content)
 
 
 def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
@@ -77,9 +75,8 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
         if address in seen or not storage.nbytes() or (tag := pools(address)) is None:
             continue
         seen.add(address)
-        with torch.inference_mode():
-            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        memory.setdefault(tag, []).append(held)
+        # Bytes of its own: vLLM's tensors are made in inference mode, and nothing else may write to such.
+        memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
 
 
