@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DROPPED = ("weights", "kv_cache")
+"""Tags of the pools that get memory back when they are woken by name. Others vLLM keeps itself, or holds to be scratch."""
 Pools = Callable[[int], str | None]
 """Device address → tag of the vLLM pool that it lies in; None outside of them."""
 
@@ -61,9 +63,8 @@ class SleepState:
 
 
 def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
-    """Every tensor of the process in a pool, but for weights and buffers, keys and values of vLLM's model `runner`.
-
-    Once after vLLM's start: nothing is made in these pools later.
+    """Every tensor of the process that lies in such a pool, but for what vLLM's model `runner` has as weights, buffers, keys
+    and values. To be called once after vLLM's start: nothing is made in these pools later.
     """
     model: nn.Module = runner.model
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
@@ -72,7 +73,7 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     for tensor in all_tensors():
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address in seen or not storage.nbytes() or (tag := pools(address)) is None:
+        if address in seen or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         seen.add(address)
         # Bytes of its own: vLLM's tensors are made in inference mode, and nothing else may write to such.

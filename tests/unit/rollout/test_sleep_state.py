@@ -31,12 +31,17 @@ def pools_of(**tensors: Tensor) -> Callable[[int], str | None]:
 
 def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
     cache, rows = torch.zeros(2, 3), torch.inference_mode()(torch.ones)(6)
-    outside, frozen, loose = torch.ones(3), torch.arange(3), torch.arange(5)
+    outside, frozen, loose, scratch = torch.ones(3), torch.arange(3), torch.arange(5), torch.ones(7)
     made = runner(cache)
     made.nested = {"rows": [rows[1:3]]}  # a view counts as its memory
     made.function = lambda: frozen
     KEPT_BY_A_MODULE.append(loose)
-    own = {"weights__w": made.model.weight, "weights__b": made.model.table, "kv_cache__k": cache}
+    own = {
+        "weights__w": made.model.weight,
+        "weights__b": made.model.table,
+        "kv_cache__k": cache,
+        "workspace__s": scratch,
+    }
     gc.freeze()
     try:
         state = find_sleep_state(made, pools_of(weights__r=rows, weights__f=frozen, kv_cache__l=loose, **own))
@@ -45,7 +50,7 @@ def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
         gc.unfreeze()
     found = {tag: {memory.data_ptr() for memory in part} for tag, part in state.memory.items()}
     assert found == {"weights": {rows.data_ptr(), frozen.data_ptr()}, "kv_cache": {loose.data_ptr()}}
-    assert outside.data_ptr() not in found["weights"]
+    assert not {outside.data_ptr(), scratch.data_ptr()} & (found["weights"] | found["kv_cache"])
     KEPT_BY_A_MODULE.clear()
 
 
