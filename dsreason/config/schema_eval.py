@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
 
+from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import field_names
 from dsreason.config.schema import Section, SourceConfig, VisionConfig
 
@@ -146,6 +147,14 @@ class EvaluationConfig(Section):
     """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
     scorer: str | None = None
     """A function of your own, `package.module:attr` or `file.py:attr`, that grades each answer too."""
+    engine_options: dict[str, Any] = {}
+    """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
+
+    @field_validator("engine_options")
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        check_owned(options, EVALUATION)
+        return options
 
 
 class GenerationConfig(Section):
@@ -236,6 +245,9 @@ class EvalConfig(Section):
             )
         if url is not None and engine != "auto":
             raise ValueError(f"server.url ({url}) and model.engine ({engine}) exclude each other; remove one")
+        if (options := self.evaluation.engine_options) and (url is not None or engine == "transformers"):
+            other = f"server.url ({url})" if url is not None else "model.engine (transformers)"
+            raise ValueError(f"evaluation.engine_options ({options}) and {other} exclude each other; remove one")
         return self
 
     def vision_of(self, source: VisionConfig | None = None) -> VisionConfig:

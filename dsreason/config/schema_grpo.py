@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from dsreason.config.engine_options import ROLLOUT, check_owned
 from dsreason.config.schema import RunConfig, Section, UpdateConfig
 
 
@@ -96,6 +97,10 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that vLLM may use while it is awake."""
     sleep_level: Literal[1, 2] = 2
     """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
+    enforce_eager: bool = False
+    """vLLM: do without compiled graphs, which saves memory and start-up time and costs speed."""
+    engine_options: dict[str, Any] = {}
+    """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the fewest tokens whose probability reaches this; needs `grpo.correction = "none"` below 1."""
@@ -122,6 +127,20 @@ class RolloutConfig(Section):
     def whole(self) -> bool:
         """Whether completions are drawn from all tokens, so that their probabilities are comparable with the trainer's."""
         return self.top_p == 1 and self.top_k == 0
+
+    @field_validator("engine_options")
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        check_owned(options, ROLLOUT)
+        return options
+
+    @model_validator(mode="after")
+    def check_unused(self) -> Self:
+        used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
+        if self.engine == "transformers" and (unused := {name: value for name, value in used.items() if value}):
+            values = ", ".join(f"{name} ({value})" for name, value in unused.items())
+            raise ValueError(f'{values}: of vLLM, and engine is "transformers"; remove what is named')
+        return self
 
     @model_validator(mode="after")
     def check_thresholds(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsreason.data.types import Batch, EncodedSample
+
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:
@@ -22,6 +25,7 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[
     rows = list(samples) or [_pad_sample(pad_id)]
     length = max(len(row) for row in rows)
     attention = [torch.ones(len(row), dtype=torch.int64) for row in rows]
+    mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     batch = Batch(
         ids=tuple(sample.id for sample in samples),
         input_ids=_padded([row.input_ids for row in rows], length, pad_id),
@@ -29,7 +33,8 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[
         loss_mask=_padded([row.loss_mask for row in rows], length, False),
         position_ids=_padded([row.position_ids for row in rows], length, 0).transpose(0, 1).contiguous(),
         mm_token_type_ids=_padded([row.mm_token_type_ids for row in rows], length, 0),
-        mm_kwargs=_joined(row.mm_kwargs for row in rows),
+        mm_kwargs=mm_kwargs,
+        media_numbers=numbers,
     )
     return append_dummies(batch, dummies, pad_id=pad_id)
 
@@ -50,6 +55,9 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
     types = torch.cat([dummy.mm_token_type_ids for dummy in dummies])
     end = start + ids.shape[0]
     more = max(0, end - batch.input_ids.shape[1])
+    mm_kwargs, numbers = _join([dummy.mm_kwargs for dummy in dummies])
+    for kind, own in batch.media_numbers.items():
+        numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
     longer = replace(
         batch,
         input_ids=pad(batch.input_ids, (0, more), value=pad_id).clone(),
@@ -57,7 +65,8 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
         loss_mask=pad(batch.loss_mask, (0, more), value=False),
         position_ids=pad(batch.position_ids, (0, more)).clone(),
         mm_token_type_ids=pad(batch.mm_token_type_ids, (0, more)).clone(),
-        mm_kwargs=_joined([batch.mm_kwargs, *(dummy.mm_kwargs for dummy in dummies)]),
+        mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]),
+        media_numbers=numbers,
     )
     longer.input_ids[-1, start:end] = ids
     longer.attention_mask[-1, start:end] = 1
@@ -83,9 +92,31 @@ def _padded(tensors: Sequence[Tensor], length: int, value: int | bool) -> Tensor
     return torch.stack([pad(t, (0, length - t.shape[-1]), value=value) for t in tensors])
 
 
-def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    """`mm_kwargs` and `media_numbers` of a batch whose rows have these `mm_kwargs`; shared is what is the same tensor."""
+    firsts: dict[int, int] = {}
+    totals = dict.fromkeys(PIXELS, 0)
+    numbers: dict[str, tuple[int, ...]] = {}
+    distinct = []
+    for part in parts:
+        again = set()
+        for kind, key in PIXELS.items():
+            if key not in part:
+                continue
+            pixels, count = id(part[key]), len(part[GRIDS[kind]])
+            if pixels in firsts:
+                again.add(key)
+            else:
+                firsts[pixels] = totals[kind]
+                totals[kind] += count
+            numbers[kind] = numbers.get(kind, ()) + tuple(range(firsts[pixels], firsts[pixels] + count))
+        distinct.append({key: value for key, value in part.items() if key not in again})
+    return _cat(distinct), numbers
+
+
+def _cat(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
-    for mm_kwargs in parts:
-        for key, value in mm_kwargs.items():
+    for part in parts:
+        for key, value in part.items():
             found.setdefault(key, []).append(value)
-    return {key: torch.cat(values) for key, values in found.items()}
+    return {key: values[0] if len(values) == 1 else torch.cat(values) for key, values in found.items()}

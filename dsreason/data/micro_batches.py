@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import append_dummies, collate
+from dsreason.data.collate import GRIDS, append_dummies, collate
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.errors import DataError
 
 Exchange = Callable[[Any], list[Any]]
 """This rank's value in, every rank's value out, by rank. A collective."""
-
-MEDIA_KEYS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
 def cut_by_count(samples: Sequence[EncodedSample], size: int) -> list[list[EncodedSample]]:
@@ -46,7 +44,7 @@ def align_micro_batches(groups: Sequence[Sequence[EncodedSample]], encoder: Enco
 
 
 def media_kinds(batch: Batch) -> list[str]:
-    return [kind for kind, key in MEDIA_KEYS.items() if key in batch.mm_kwargs]
+    return [kind for kind, key in GRIDS.items() if key in batch.mm_kwargs]
 
 
 def align_batches(
@@ -64,7 +62,7 @@ def align_batches(
         batch = batches[i] if i < len(batches) else collate([untrained(encoder.pad_id)], pad_id=encoder.pad_id)
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))
-        dummies = [encoder.dummy(kind) for kind in MEDIA_KEYS if kind in missing]
+        dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
         aligned.append(append_dummies(batch, dummies, pad_id=encoder.pad_id))
     return aligned
 

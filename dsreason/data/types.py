@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,7 +53,14 @@ class EncodedSample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded samples, one micro-batch: `B` rows of `T` tokens. `mm_kwargs` concatenates the rows' media in order."""
+    """Right-padded samples, one micro-batch: `B` rows of `T` tokens.
+
+    `mm_kwargs` concatenates the rows' in order, but pixels that several rows share are there once. `media_numbers` has,
+    by kind (`image`, `video`), the number of each shown medium among those whose pixels are there.
+
+    Example: of three rows where the first and the last show one image, the second another:
+    `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` `[3, 3]`, and `pixel_values` of two images.
+    """
 
     ids: tuple[str, ...]
     input_ids: torch.Tensor  # [B, T] int64
@@ -62,8 +69,15 @@ class Batch:
     position_ids: torch.Tensor  # [3, B, T] int64
     mm_token_type_ids: torch.Tensor  # [B, T] int64
     mm_kwargs: dict[str, torch.Tensor]
+    media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Batch:
-        move = {k: v.to(device, non_blocking=True) for k, v in self.mm_kwargs.items()}
+        """A copy on the device. What goes to a GPU is pinned first: the copy then does not wait for the GPU's work."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = device.type == "cuda" and tensor.device.type == "cpu"
+            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
         names = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
-        return Batch(self.ids, *(getattr(self, n).to(device, non_blocking=True) for n in names), mm_kwargs=move)
+        moved = {name: move(getattr(self, name)) for name in names}
+        return replace(self, **moved, mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()})

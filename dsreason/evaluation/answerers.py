@@ -19,7 +19,7 @@ from dsreason.config.secrets import hidden
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Answerer
-from dsreason.evaluation.engine import EngineAnswerer, check_weights, load_weights
+from dsreason.evaluation.engine import VERSION, EngineAnswerer, check_weights, load_weights
 from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
 from dsreason.evaluation.sampling import max_tokens
 from dsreason.evaluation.server import ServerAnswerer
@@ -27,6 +27,7 @@ from dsreason.evaluation.settings import model_fingerprint
 from dsreason.evaluation.types import Kind
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
+from dsreason.rollout.engine_options import check_engine_options
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.runtime.progress import Advance, open_progress
@@ -140,7 +141,6 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
-    load_weights(engine, path, trust_remote_code=config.model.trust_remote_code)
     together = config.model.tensor_parallel_size > 1
     answerer = EngineAnswerer(
         engine,
@@ -167,7 +167,8 @@ def check_model(config: EvalConfig) -> None:
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
-    """Raise what is wrong with a model folder; of its weights the headers are read."""
+    """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
+    check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     prompt_room(config, max_length(config, path))
     check_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
@@ -244,10 +245,15 @@ def choose_engine(config: EvalConfig, world: World) -> str:
 def build_engine(
     config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
 ) -> RolloutEngine:
-    """Without weights, until `stack` closes. Collective."""
-    tokenizer, model = encoder.processor.tokenizer, config.model
+    """Awake with the folder's weights, until `stack` closes. Collective."""
+    tokenizer, model, options = encoder.processor.tokenizer, config.model, config.evaluation.engine_options
     if choose_engine(config, world) == "transformers":
-        return TransformersEngine(
+        if options:
+            raise ConfigError(
+                f'evaluation.engine_options ({options}): of vLLM, and without model.engine = "vllm" the answers come from '
+                "transformers here; set it, or remove them"
+            )
+        copy = TransformersEngine(
             path,
             tokenizer,
             dtype=dtype,
@@ -256,6 +262,8 @@ def build_engine(
             batch_size=config.evaluation.batch_size or TRANSFORMERS_BATCH,
             trust_remote_code=model.trust_remote_code,
         )
+        load_weights(copy, path, trust_remote_code=model.trust_remote_code)
+        return copy
     from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
 
     engine = VLLMEngine(
@@ -266,7 +274,9 @@ def build_engine(
         max_model_len=length,
         tensor_parallel_size=model.tensor_parallel_size,
         gpu_memory_utilization=model.gpu_memory_utilization,
+        loaded_version=VERSION,
         enforce_eager=model.enforce_eager,
+        engine_options=options,
         trust_remote_code=model.trust_remote_code,
     )
     stack.callback(engine.shutdown)

@@ -29,7 +29,7 @@ from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.evaluation.engine import VERSION, check_weights, load_weights
+from dsreason.evaluation.engine import VERSION, check_weights
 from dsreason.evaluation.models import exported, is_checkpoint, meant
 from dsreason.evaluation.parsing import parse
 from dsreason.export import DTYPES
@@ -221,10 +221,10 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
         dtype=dtype,
         max_model_len=max_length,
         gpu_memory_utilization=0.9,  # nothing else needs it
+        loaded_version=VERSION,
     )
 
     try:
-        load_weights(engine, folder)
         yield partial(draw_together, engine)
     finally:
         engine.shutdown()

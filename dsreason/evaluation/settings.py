@@ -16,8 +16,9 @@ from dsreason.evaluation.results import RUN_FILE, dataset_files, read_file, read
 from dsreason.runtime.record import git_state, versions
 
 DECIDING = ("evaluation", "generation", "vision")
-MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib"}
-"""What does not change an answer. Data sets may be added, too: each stored answer is compared with its question."""
+MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
+"""What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
+answer is compared with its question."""
 CHUNK = 65536
 SOURCES = "vision of "
 """Before a source's data set: these are compared only where both evaluations have it."""
@@ -82,6 +83,8 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
         found["server.video"] = config.server.video
     for section in DECIDING:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
+    if options := document["evaluation"]["engine_options"]:
+        found["evaluation.engine_options"] = options
     if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
         found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     for source in config.sources:

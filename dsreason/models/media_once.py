@@ -1,48 +1,54 @@
-"""Media that a batch repeats go through the vision tower once: the completions of one prompt all show the same."""
+"""Media that a batch shows several times go through the vision tower once: the completions of one prompt all show the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+class OnceForward:
+    """The `forward` of a vision tower. Inside `showing` it takes patches of the distinct media, and grids of all."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.coming: list[Sequence[int]] = []
+        """For each of the next calls, the number of every medium among the distinct ones."""
+
+    def __call__(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        """Patches `[N, dim]` and grids `[media, 3]` in; the output has whole rows for all media, in their order."""
+        numbers = self.coming.pop(0) if self.coming else range(len(grid_thw))
+        if len(numbers) != len(grid_thw):
+            raise ValueError(f"{len(grid_thw)} grids for {len(numbers)} media")
+        firsts = [numbers.index(number) for number in range(max(numbers) + 1)]
+        if len(firsts) == len(numbers):
+            return self.forward(hidden_states, grid_thw, **kwargs)
+        output = self.forward(hidden_states, grid_thw[firsts], **kwargs)
+        sizes = grid_thw[firsts].prod(-1).tolist()
+
+        def spread(rows: Tensor) -> Tensor:
+            parts = rows.split([size * len(rows) // sum(sizes) for size in sizes])
+            return torch.cat([parts[number] for number in numbers])
+
+        for name, value in output.items():
+            output[name] = spread(value) if isinstance(value, Tensor) else [spread(rows) for rows in value]
+        return output
+
+
 def install(vision_tower: nn.Module) -> None:
-    """Make the `forward` of this one vision tower compute equal media once; its result stays what it was."""
-    vision_tower.forward = partial(forward_once, vision_tower.forward)
+    """For this one vision tower, let a batch name the media that it shows again."""
+    vision_tower.forward = OnceForward(vision_tower.forward)
 
 
-def forward_once(forward: Callable[..., Any], hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-    """`forward` of the distinct media, spread over all: patches `[N, dim]` and grids `[media, 3]` in.
-
-    Every tensor of the output has whole rows a medium, in the media's order, and as many a patch for each.
-    """
-    media = hidden_states.split(grid_thw.prod(-1).tolist())
-    numbers, firsts = distinct(media, grid_thw.tolist())
-    if len(firsts) == len(media):
-        return forward(hidden_states, grid_thw, **kwargs)
-    output = forward(torch.cat([media[i] for i in firsts]), grid_thw[firsts], **kwargs)
-    sizes = [len(media[i]) for i in firsts]
-
-    def spread(rows: Tensor) -> Tensor:
-        parts = rows.split([size * len(rows) // sum(sizes) for size in sizes])
-        return torch.cat([parts[number] for number in numbers])
-
-    for name, value in output.items():
-        output[name] = spread(value) if isinstance(value, Tensor) else [spread(rows) for rows in value]
-    return output
-
-
-def distinct(media: Sequence[Tensor], grids: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """For each medium its number among the distinct ones, and the places where those first stand."""
-    firsts: list[int] = []
-    numbers = []
-    for i, medium in enumerate(media):
-        same = (n for n, j in enumerate(firsts) if grids[i] == grids[j] and torch.equal(medium, media[j]))
-        numbers.append(next(same, len(firsts)))
-        if numbers[-1] == len(firsts):
-            firsts.append(i)
-    return numbers, firsts
+@contextmanager
+def showing(vision_tower: nn.Module, media_numbers: dict[str, Sequence[int]]) -> Iterator[None]:
+    """Around a model's forward: `Batch.media_numbers` of its batch. A model embeds its images before its videos."""
+    once: OnceForward = vision_tower.forward
+    once.coming = [media_numbers[kind] for kind in ("image", "video") if kind in media_numbers]
+    try:
+        yield
+    finally:
+        once.coming = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dsreason.data.types import Batch
+from dsreason.models import media_once
 from dsreason.models.logprobs import LogprobHead
 
 
@@ -29,14 +30,15 @@ class Policy(nn.Module):
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        hidden = self.model.model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            mm_token_type_ids=batch.mm_token_type_ids,
-            use_cache=False,
-            **batch.mm_kwargs,
-        ).last_hidden_state  # [B, T, H]
+        with media_once.showing(self.model.model.visual, batch.media_numbers):
+            hidden = self.model.model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids,
+                mm_token_type_ids=batch.mm_token_type_ids,
+                use_cache=False,
+                **batch.mm_kwargs,
+            ).last_hidden_state  # [B, T, H]
         trained = batch.loss_mask[:, 1:]  # token t + 1 is predicted from the hidden state of token t
         selected, targets = hidden[:, :-1][trained], batch.input_ids[:, 1:][trained]
         count = targets.shape[0]

@@ -29,7 +29,7 @@ from dsreason.rollout.protocol import (
     media_token_ids,
     random_streams,
 )
-from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, raise_for
+from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_for
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
@@ -266,7 +266,7 @@ def copy_weights(
     kept = kept or {}
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing = {id(parameter): name for name, parameter in model.named_parameters()}
-    lost = changed(kept, {name: fingerprint(targets[name]) for name in kept})
+    lost = changed(kept, fingerprints((name, targets[name]) for name in kept))
     wrong = [f"{name} was not sent, and is not as it was sent before" for name in lost]
     held = dict(kept)
     for name, tensor in weights:
@@ -279,7 +279,7 @@ def copy_weights(
             held[name] = fingerprint(targets[name])
     arrived = {id(targets[name]) for name in held}
     raise_for(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
-    return held
+    return on_cpu(held)
 
 
 def stop_token_ids(path: Path) -> list[int]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dsreason.data.chat import Medium
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
@@ -25,17 +22,17 @@ from dsreason.rollout.protocol import (
     RolloutError,
     Sampling,
     SyncError,
-    check_drawn,
     check_version,
     media_token_ids,
 )
+from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
 from dsreason.rollout.transformers_engine import stop_token_ids
 from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
+from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
 from dsreason.rollout.weight_sync import (
     Sending,
     changed,
     check_arrival,
-    clear_deepstack,
     expected_shapes,
     find_different,
     find_places,
@@ -43,6 +40,7 @@ from dsreason.rollout.weight_sync import (
     fingerprints,
     held_values,
     listed,
+    on_cpu,
     repair_tied_output,
     whole_layers,
 )
@@ -57,25 +55,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Request(NamedTuple):
-    """A prompt on its way to the ranks of its tensor-parallel group."""
-
-    sample_id: str
-    prompt_ids: list[int]
-    expanded_ids: list[int]
-    media: list[Medium]
-    sampling: Sampling
-    seed: int
+MAX_SEQUENCES = 256
+"""Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
+MEDIA_BYTES_PER_TOKEN = 32 * 1024
+"""Of a processed medium in float32; Qwen3-VL's, the largest, take 24 KiB."""
 
 
 class VLLMEngine:
     """A `RolloutEngine` on vLLM. Every `tensor_parallel_size` consecutive ranks hold one copy of the policy together.
 
     All ranks construct it together, after `init_world`; it starts asleep. On a CPU vLLM keeps its memory, but goes
-    through the same states. `sleep_level` 1 keeps a copy of the weights in host memory, 2 keeps nothing.
+    through the same states.
+
+    Args:
+        sleep_level: 1 keeps a copy of the weights in host memory, 2 keeps nothing.
+        loaded_version: of the folder's weights, where they are what shall answer: the engine stays awake with them.
+        max_num_seqs: completions that are asked for together; more than `MAX_SEQUENCES` wait for their turn.
+        engine_options: further arguments of vLLM's `LLM`.
     """
 
-    max_num_seqs = 256
     reads_pixels = False
 
     def __init__(
@@ -89,7 +89,10 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.4,
         sleep_level: int = 2,
+        loaded_version: int | None = None,
         enforce_eager: bool = False,
+        max_num_seqs: int = MAX_SEQUENCES,
+        engine_options: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         if world.size % tensor_parallel_size:
@@ -99,7 +102,7 @@ class VLLMEngine:
         self.sleep_level = sleep_level
         self.stop_ids = stop_token_ids(path)
         self.banned_ids = media_token_ids(tokenizer)
-        self.version: int | None = None
+        self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of what the last sync sent."""
         self.said_what_is_lost = False
@@ -108,35 +111,28 @@ class VLLMEngine:
         with undisturbed(world), without_zero3_flag(), own_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
             self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
-            self.llm = self._start(path, gpu_memory_utilization, enforce_eager, trust_remote_code)
+            from vllm import LLM
+
+            arguments = engine_arguments(
+                world,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                tensor_parallel_size=tensor_parallel_size,
+                sleep_mode=loaded_version is None,
+                gpu_memory_utilization=gpu_memory_utilization,
+                enforce_eager=enforce_eager,
+                max_num_seqs=max_num_seqs,
+                trust_remote_code=trust_remote_code,
+            )
+            arguments |= engine_options or {}
+            self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)
             self.places = find_places(self.model, list(self.expected))
-            self._sleep()
-        self.weights_awake = self.cache_awake = False
-
-    def _start(self, path: Path, gpu_memory_utilization: float, enforce_eager: bool, trust_remote_code: bool) -> Any:
-        on_cuda = self.world.device.type == "cuda"
-        from vllm import LLM
-
-        memory: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
-        return LLM(
-            str(path),
-            dtype=str(self.dtype).removeprefix("torch."),
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=self.tensor_parallel_size,
-            seed=self.world.rank // self.tensor_parallel_size,
-            max_model_len=self.max_model_len,
-            enforce_eager=enforce_eager or not on_cuda,
-            logprobs_mode="processed_logprobs",
-            mm_processor_cache_gb=0,
-            use_tqdm_on_load=False,
-            trust_remote_code=trust_remote_code,
-            **(memory if on_cuda else self._whole_prompts()),
-        )
-
-    def _whole_prompts(self) -> dict[str, Any]:
-        """On a CPU vLLM cannot rewind a request's random stream, as it does after each part of a prompt but the last."""
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_model_len)}
+            (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
+            self.state = find_sleep_state(runner, vllm_pools())
+            self.weights_awake = self.cache_awake = True
+            if loaded_version is None:
+                self._sleep()
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -157,7 +153,6 @@ class VLLMEngine:
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
-            clear_deepstack(self.model)
             if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
                 raise SyncError(f"{len(lost)} buffers lost their values in sleep: {listed(lost)}")
         self._stats["time/wake"] = time.perf_counter() - start
@@ -186,7 +181,7 @@ class VLLMEngine:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         before = {name: self.sent[name] for name in kept if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
-        sending = Sending(weights, self.expected, self.dtype, before)
+        sending = Sending(weights, self.expected, self.dtype, self.world.device, before)
         with undisturbed(self.world):
             try:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sending)})
@@ -203,7 +198,7 @@ class VLLMEngine:
     def held(self) -> Held:
         """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
         parameters = {f"{place.name} ({place.engine_name})": fingerprint(*held_values(place)) for place in self.places}
-        return Held(parameters, fingerprints(self.model.named_buffers()))
+        return Held(on_cpu(parameters), fingerprints(self.model.named_buffers()))
 
     def generate(
         self,
@@ -229,9 +224,9 @@ class VLLMEngine:
         self._check_room(requests)
         first = sum(len(share) for share in shares[: self._place_in_group])
         for number, output in self._outputs(requests):
-            self._check_output(requests[number], output)
+            check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
-                completion = self._completion(output)
+                completion = to_completion(output, self.version, self.tokenizer)
                 tokens += len(completion.ids)
                 yield number - first, completion
         seconds = time.perf_counter() - start
@@ -243,16 +238,16 @@ class VLLMEngine:
 
     def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
         """The number of each request and its output, as they end. vLLM holds the pixels of those that it has begun."""
-        waiting = iter(enumerate(requests))
+        waiting = enumerate(zip(requests, to_inputs(requests), strict=True))
         running: dict[str, int] = {}
         try:
             while True:
                 ended: list[RequestOutput] = []
                 with undisturbed(self.world):
-                    for number, request in islice(waiting, self.max_num_seqs - len(running)):
+                    for number, (request, given) in islice(waiting, self.max_num_seqs - len(running)):
                         running[str(self.llm.request_counter.counter)] = number  # the name that vLLM gives it
                         params = self._params(request.sampling, request.seed)
-                        self.llm.enqueue([self._input(request)], [params], use_tqdm=False)
+                        self.llm.enqueue([given], [params], use_tqdm=False)
                     while running and not ended:
                         ended = [output for output in self.llm.llm_engine.step() if output.finished]
                 if not running:
@@ -272,7 +267,6 @@ class VLLMEngine:
                 self._wake("kv_cache")
             with undisturbed(self.world):
                 self._sleep()
-            self.weights_awake = self.cache_awake = False
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
@@ -287,7 +281,7 @@ class VLLMEngine:
             return
         release(self.llm)
         self.llm = self.model = None
-        self.places, self.sent, self.buffers = [], {}, {}
+        self.places, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
         self.version = None
         gc.collect()
         if self.world.device.type == "cuda":
@@ -295,15 +289,20 @@ class VLLMEngine:
 
     def _wake(self, tag: str) -> None:
         """vLLM only warns where it does not wake up, so its state is asked for."""
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM maps memory of its own, and has no use for what torch's cache keeps
         with undisturbed(self.world):
             self.llm.wake_up(tags=[tag])
+            self.state.write_back(tag)
         asleep = self.llm.llm_engine.is_sleeping()
         if asleep != (tag == "weights"):
             raise RuntimeError(f"vLLM {'still sleeps' if asleep else 'is awake as a whole'} after waking its {tag}")
 
     def _sleep(self) -> None:
         self.buffers = fingerprints(self.model.named_buffers())
+        self.state.remember()
         self.llm.sleep(level=self.sleep_level)
+        self.weights_awake = self.cache_awake = False
 
     def _empty_cache(self) -> None:
         """Memory for what weights compute, without what the old ones did: keys and values, the vision tower's outputs."""
@@ -373,52 +372,38 @@ class VLLMEngine:
             detokenize=False,
         )
 
-    def _input(self, request: Request) -> dict[str, Any]:
-        """What vLLM reads: ids with one placeholder a medium, and media that already have their size and frames."""
-        images = [medium for medium in request.media if isinstance(medium, Image.Image)]
-        videos = [medium for medium in request.media if not isinstance(medium, Image.Image)]
-        given: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
-        if images or videos:
-            media = {"image": images, "video": videos}
-            given["multi_modal_data"] = {kind: values for kind, values in media.items() if values}
-            given["mm_processor_kwargs"] = {"do_resize": False}
-        return given
 
-    def _check_output(self, request: Request, output: RequestOutput) -> None:
-        read = list(output.prompt_token_ids)
-        if read != request.expanded_ids:
-            raise RolloutError(
-                f"sample {request.sample_id!r}: the engine read another prompt than the trainer does: "
-                + difference(read, request.expanded_ids, self.tokenizer)
-            )
-        drawn = output.outputs[0]
-        if drawn.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {drawn.finish_reason!r}")
-        check_drawn(request.sample_id, drawn.token_ids, self.banned_ids, self.tokenizer)
-
-    def _completion(self, output: RequestOutput) -> Completion:
-        drawn = output.outputs[0]
-        ids = tuple(drawn.token_ids)
-        logprobs = tuple(at[token].logprob for token, at in zip(ids, drawn.logprobs, strict=True))
-        return Completion(
-            ids=ids,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
-            logprobs=logprobs,
-            finish_reason=drawn.finish_reason,
-            version=self.version,
-        )
-
-
-def request_seed(seed: int, stream: int) -> int:
-    """What names a random stream to vLLM: 63 bits, as its seeds are signed."""
-    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def difference(read: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Lengths, the first place where two token lists part, and the tokens there."""
-    pairs = zip(read, expected, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(expected)))
-    found, wanted = (
-        " ".join(tokenizer.convert_ids_to_tokens(list(ids[max(0, at - 2) : at + 6]))) for ids in (read, expected)
-    )
-    return f"{len(read)} tokens instead of {len(expected)}; around token {at} it has {found!r} instead of {wanted!r}"
+def engine_arguments(
+    world: World,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    tensor_parallel_size: int,
+    sleep_mode: bool,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    max_num_seqs: int,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Those of vLLM's `LLM` beside the model. vLLM's own budgets are those of a server, and cost gigabytes."""
+    on_cuda = world.device.type == "cuda"
+    arguments = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": tensor_parallel_size,
+        "seed": world.rank // tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": min(max_num_seqs, MAX_SEQUENCES),
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "enforce_eager": enforce_eager or not on_cuda,
+        "logprobs_mode": "processed_logprobs",
+        # Room for the media of two prompts: the completions of one are asked for after each other.
+        "mm_processor_cache_gb": max(1.0, 2 * max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
+        "use_tqdm_on_load": False,
+        "trust_remote_code": trust_remote_code,
+    }
+    if on_cuda:
+        return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": gpu_memory_utilization}
+    # Without chunked prefill: on a CPU vLLM cannot rewind a request's random stream, as it does after each part of a
+    # prompt but the last.
+    return arguments | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(BATCHED_TOKENS, max_model_len)}

@@ -8,7 +8,7 @@ import os
 import random
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +36,21 @@ def set_environment(world: World) -> None:
 
 @contextmanager
 def undisturbed(world: World) -> Iterator[None]:
-    """vLLM seeds every generator of the process and, on a CPU, takes `torch.set_num_threads` away: both come back."""
+    """Around everything that vLLM does: trainer and engine leave each other's process as it was.
+
+    vLLM seeds every generator and, on a CPU, takes `torch.set_num_threads` away: both come back. DeepSpeed's ZeRO-3 has
+    put its own `linear` in place of torch's, with an autograd function that vLLM's layers would run and compile.
+    """
     devices = [world.device] if world.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    linear = torch.nn.functional.linear
     with torch.random.fork_rng(devices=devices):
+        torch.nn.functional.linear = torch._C._nn.linear
         try:
             yield
         finally:
+            torch.nn.functional.linear = linear
             random.setstate(python)
             np.random.set_state(numpy)
             torch.set_num_threads = set_num_threads
@@ -96,6 +103,7 @@ def release(llm: LLM) -> None:
     """End vLLM's worker and process groups; the default group is the trainer's and stays."""
     from vllm.distributed.parallel_state import destroy_model_parallel
 
+    map_pools()
     client = llm.llm_engine.engine_core
     # vLLM's own shutdown, which runs when the engine is collected, destroys the default group too.
     if (finalizer := getattr(client, "_finalizer", None)) is not None:
@@ -103,3 +111,20 @@ def release(llm: LLM) -> None:
     client.engine_core.model_executor.shutdown()
     destroy_model_parallel()
     gc.unfreeze()  # vLLM froze whatever existed at its start, its weights included
+
+
+def map_pools() -> None:
+    """Give sleeping pools memory again, where there is enough.
+
+    vLLM unmaps a pool when it frees it, and for one that sleep has unmapped its allocator prints CUDA errors.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (allocator := CuMemAllocator.instance) is None:  # as on a CPU
+        return
+    asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep]
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if asleep and sum(data.handle[1] for data in asleep) <= free:
+        with suppress(RuntimeError):  # another process may have taken it
+            allocator.wake_up(tags=sorted({data.tag for data in asleep}))

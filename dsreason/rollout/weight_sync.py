@@ -47,13 +47,15 @@ class Place:
 class Sending:
     """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
 
-    Tensors are copied: vLLM keeps the parts of a fused layer until all have come, when gathered ones are gone again.
-    `fingerprints` begins with those of the tensors that the engine kept.
+    Tensors are copied, to the engine's device: vLLM keeps the parts of a fused layer until all have come, when gathered
+    ones are gone again. `fingerprints` begins with those of the tensors that the engine kept, on the CPU; those of what
+    is sent lie on the device until `finish`.
     """
 
     weights: Iterator[tuple[str, Tensor]]
     expected: dict[str, torch.Size]
     dtype: torch.dtype
+    device: torch.device
     fingerprints: dict[str, Tensor] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -66,7 +68,7 @@ class Sending:
             elif name in self.fingerprints:
                 self.wrong.append(f"{name} came twice")
             else:
-                copy = tensor.detach().to(self.dtype, copy=True)
+                copy = tensor.detach().to(self.device, self.dtype, copy=True)
                 self.fingerprints[name] = fingerprint(copy)
                 yield name, copy
 
@@ -77,6 +79,7 @@ class Sending:
 
     def finish(self) -> None:
         """SyncError when anything was wrong or is missing."""
+        self.fingerprints = on_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
         raise_for(self.wrong)
 
@@ -170,16 +173,6 @@ def is_output_layer(layer: nn.Module) -> bool:
     return isinstance(layer, ParallelLMHead)
 
 
-@torch.inference_mode()  # where they were made anew for a longer prompt, nothing else may write them
-def clear_deepstack(model: nn.Module) -> None:
-    """vLLM's Qwen3-VL adds these rows to every prompt, zeros where it has no media.
-
-    They are neither parameters nor buffers, so level 2 of sleep loses them, and nothing but this writes the zeros again.
-    """
-    for tensor in getattr(model, "deepstack_input_embeds", None) or ():
-        tensor.zero_()
-
-
 def whole_layers(places: list[Place], names: Collection[str]) -> set[str]:
     """Those of `names` that fill their layers together: vLLM reloads a layer as a whole or not at all."""
     filled_by: dict[nn.Module, set[str]] = {}
@@ -210,7 +203,7 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
     """
     if not places:
         return []
-    found = torch.stack([fingerprint(*held_values(place)) for place in places])
+    found = torch.stack([fingerprint(*held_values(place)) for place in places]).cpu()
     dist.all_reduce(found, group=group)
     return [place for place, numbers in zip(places, found, strict=True) if not alike(numbers, sent[place.name])]
 
@@ -244,15 +237,35 @@ def held_values(place: Place) -> Iterator[Tensor]:
 
 
 def fingerprint(*blocks: Tensor) -> Tensor:
-    """Number of values, their sum and the sum of their squares: `[3]` float64 on the CPU."""
-    parts = (part.double() for block in blocks for part in block.detach().reshape(-1).split(CHUNK))
-    numbers = [(part.numel(), float(part.sum()), float(part.square().sum())) for part in parts]
-    return torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3).sum(dim=0)
+    """Number of values, their sum and the sum of their squares: `[3]` float64, where the values lie.
+
+    Nothing here waits for the device.
+    """
+    numbers = torch.zeros(3, dtype=torch.float64, device=blocks[0].device)
+    for part in (part.double() for block in blocks for part in block.detach().reshape(-1).split(CHUNK)):
+        numbers[0] += part.numel()
+        numbers[1] += part.sum()
+        numbers[2] += part.square().sum()
+    return numbers
+
+
+def on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fingerprints, those of one device moved together."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, found in numbers.items():
+        by_device.setdefault(found.device, []).append(name)
+    moved = {
+        name: found
+        for names in by_device.values()
+        for name, found in zip(names, torch.stack([numbers[name] for name in names]).cpu(), strict=True)
+    }
+    return {name: moved[name] for name in numbers}
 
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: fingerprint(tensor) for name, tensor in tensors}
+    """By name, on the CPU."""
+    return on_cpu({name: fingerprint(tensor) for name, tensor in tensors})
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:

@@ -48,6 +48,9 @@ from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+MIN_SEQUENCES = 64
+"""Completions that vLLM may draw at the same time, however few a rollout has: validation asks for all of its rows."""
+
 
 @dataclass
 class GRPORun:
@@ -221,7 +224,17 @@ def build_rollout_engine(
         tensor_parallel_size=config.rollout.tensor_parallel_size,
         gpu_memory_utilization=config.rollout.gpu_memory_utilization,
         sleep_level=config.rollout.sleep_level,
+        enforce_eager=config.rollout.enforce_eager,
+        max_num_seqs=completions_together(config, world),
+        engine_options=config.rollout.engine_options,
         trust_remote_code=config.model.trust_remote_code,
     )
     stack.callback(engine.shutdown)
     return engine
+
+
+def completions_together(config: GRPOConfig, world: World) -> int:
+    """What one engine is asked for in one rollout; at least what validation may ask for as well."""
+    engines = world.size // config.rollout.tensor_parallel_size
+    prompts = -(-config.grpo.prompts_per_step // engines)
+    return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -108,6 +109,11 @@ def save_batches(batches: Sequence[Batch], names: list[list[Any]], folder: Path,
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{i}.{name}": vars(batch)[name] for i, batch in enumerate(batches) for name in FIELDS}
     tensors |= {f"{i}.{name}": value for i, batch in enumerate(batches) for name, value in batch.mm_kwargs.items()}
+    tensors |= {
+        f"{i}.{kind}_numbers": torch.tensor(numbers)
+        for i, batch in enumerate(batches)
+        for kind, numbers in batch.media_numbers.items()
+    }
     save_file(
         {name: value.contiguous().clone() for name, value in tensors.items()}, folder / f"rank_{rank}.safetensors"
     )

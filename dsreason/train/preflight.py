@@ -28,6 +28,7 @@ from dsreason.losses.objective import objective_of
 from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import parameter_names, resolve_model
+from dsreason.rollout.engine_options import check_engine_options
 from dsreason.runtime.checkpoint import check_stage, read_state
 from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.runtime.metrics import check_wandb
@@ -98,6 +99,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
         raise ConfigError(
             'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
         )
+    check_engine_options(config.rollout.engine_options, "rollout.engine_options")
     if config.rollout.engine == "transformers" and config.rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "

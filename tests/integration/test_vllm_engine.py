@@ -40,6 +40,7 @@ SETUPS = (
     Setup("qwen3_vl", 2, 2, tied=True),
 )
 CASES = ("text", "image", "two images", "video at 4 fps", "video at 2 fps", "same frames, 1 fps", "image, video")
+PROCESSED = ("text", "image", "two images", "video at 4 fps", "video at 2 fps")
 TEMPERATURES = (1.0, 0.9, 0.0)
 NORM, GATE, KEY = (
     "model.language_model.norm.weight",
@@ -85,14 +86,17 @@ class Explorer:
         random.seed(1)
         before = generators()
         threads = torch.get_num_threads(), torch.set_num_threads
-        self.engine = VLLMEngine(
-            folder / "model",
-            encoder.processor.tokenizer,
-            self.world,
-            dtype=torch.float32,
-            max_model_len=768,
-            tensor_parallel_size=setup.tensor_parallel_size,
-        )
+        self.pools = pools_from_now_on()
+        with mock.patch("dsreason.rollout.vllm_engine.vllm_pools", return_value=self.pools):
+            self.engine = VLLMEngine(
+                folder / "model",
+                encoder.processor.tokenizer,
+                self.world,
+                dtype=torch.float32,
+                max_model_len=768,
+                tensor_parallel_size=setup.tensor_parallel_size,
+                loaded_version=0,
+            )
         self.banned = torch.tensor(self.engine.banned_ids)
         self.undisturbed = is_deepspeed_zero3_enabled() and before == generators()
         self.undisturbed &= threads == (torch.get_num_threads(), torch.set_num_threads)
@@ -143,10 +147,20 @@ class Explorer:
         return float((logprobs - torch.tensor(completion.logprobs)).abs().max())
 
 
+def pools_from_now_on() -> Callable[[int], str]:
+    """Stands in for vLLM's memory pools: all that is made from now on lies in one of two."""
+    from dsreason.rollout.sleep_state import all_tensors
+
+    before = {tensor.untyped_storage().data_ptr() for tensor in all_tensors()}
+    return lambda address: None if address in before else ("weights", "kv_cache")[address // 64 % 2]
+
+
 def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     explorer = Explorer(setup, folder)
     engine = explorer.engine
     found: dict[str, Any] = {"construction leaves the trainer's state": explorer.undisturbed}
+    found["loaded"] = explore_loaded(explorer)
+    engine.sleep()
     found["sync asleep"] = failure(lambda: engine.sync(explorer.weights(), 1))
     engine.wake()
     found["generate before sync"] = failure(lambda: explorer.generate(version=1))
@@ -161,6 +175,7 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     found["generate after waking"] = failure(lambda: explorer.generate(version=1))
     engine.sync(explorer.weights(), 2)
     found |= explore_completions(explorer)
+    found["processed"] = explore_processing(explorer)
     found |= explore_faults(explorer)
     found["frozen"] = explore_frozen(explorer)
     found["sleep"] = {level: explore_sleep(explorer, level) for level in (1, 2)}
@@ -168,6 +183,40 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     engine.shutdown()
     engine.shutdown()
     torch.distributed.barrier()
+    return found
+
+
+def explore_loaded(explorer: Explorer) -> dict[str, Any]:
+    """An engine that answers with the weights of the folder that it has loaded."""
+    from dsreason.rollout.weight_sync import find_different, fingerprints
+
+    engine = explorer.engine
+    differences = explorer.differences(version=0)
+    expected = fingerprints(explorer.policy.model.named_parameters())
+    wrong = [place.name for place in find_different(engine.places, expected, engine._group)]
+    return {"differences": differences, "weights sent": len(engine.sent), "wrong": wrong}
+
+
+def explore_processing(explorer: Explorer) -> dict[str, Any]:
+    """How often vLLM has the Hugging Face processor process media, in two steps with four completions a prompt."""
+    from transformers import ProcessorMixin
+
+    calls: list[str] = []
+    original = ProcessorMixin.__call__
+
+    def counted(processor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.extend(kind for kind in ("images", "videos") if kwargs.get(kind))
+        return original(processor, *args, **kwargs)
+
+    found: dict[str, Any] = {}
+    with mock.patch.object(ProcessorMixin, "__call__", counted):
+        for version in (2, 3):
+            explorer.engine.sync(explorer.weights(), version)
+            completions = explorer.generate(sum(((name,) * 4 for name in PROCESSED), ()), version)
+            found[f"step {version}"] = calls.copy()
+            found["completions"] = [completion.ids for completion in completions]
+            calls.clear()
+    explorer.engine.sync(explorer.weights(), 2)
     return found
 
 
@@ -347,6 +396,12 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
 
     def losing(tags: list[str]) -> None:
         wake_up(tags=tags)
+        for tag in tags:
+            for memory in engine.state.memory[tag]:
+                memory.fill_(255)  # floats that are no numbers, negative integers
+
+    def losing_deepstack(tags: list[str]) -> None:
+        wake_up(tags=tags)
         poison.append(len(poison) + 1.0)
         for rows in getattr(engine.model, "deepstack_input_embeds", ()) if "weights" in tags else ():
             rows.fill_(poison[-1])
@@ -357,6 +412,7 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
 
     prompts = [explorer.prompts["text"], explorer.prompts["image"]]
     with mock.patch.object(engine.llm, "wake_up", losing):
+        found["state"] = explore_state(explorer, version + 3)
         found["self-test"] = explore_self_test(
             engine,
             explorer.weights,
@@ -365,10 +421,13 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
             buffer=lambda: engine.model.get_buffer(COS_SIN),
             faulty=explorer.world.rank == explorer.world.size - 1,
         )
-        with mock.patch("dsreason.rollout.vllm_engine.clear_deepstack"):
-            from dsreason.rollout.self_test import self_test
+    with (
+        mock.patch.object(engine.llm, "wake_up", losing_deepstack),
+        mock.patch.object(engine.state, "write_back"),
+    ):
+        from dsreason.rollout.self_test import self_test
 
-            found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts))
+        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts))
     with mock.patch.object(engine.llm, "wake_up", losing_buffer):
         found["buffer"] = failure(engine.wake)
     engine.model.get_buffer(COS_SIN).mul_(2)
@@ -376,6 +435,34 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
     found["differences"] = explorer.differences(version=version + 2)
     engine.sleep()
     return found
+
+
+def explore_state(explorer: Explorer, version: int) -> dict[str, Any]:
+    """Whether what neither weights nor cache hold outlives a sleep that leaves garbage there; and what is planted, found."""
+    from dsreason.rollout.sleep_state import find_sleep_state
+
+    engine = explorer.engine
+    rounds = []
+    for number in (version, version + 1):
+        engine.sync(explorer.weights(), number)
+        rounds.append([(completion.ids, completion.logprobs) for completion in explorer.generate(version=number)])
+        engine.sleep()
+        engine.wake()
+    (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
+    runner.planted = torch.arange(7)
+
+    def found_at(address: int) -> bool:
+        state = find_sleep_state(runner, explorer.pools)
+        return any(memory.data_ptr() == address for part in state.memory.values() for memory in part)
+
+    deepstack = [rows.data_ptr() for rows in getattr(engine.model, "deepstack_input_embeds", ())]
+    return {
+        "rounds": rounds,
+        "tags": {tag: len(part) for tag, part in engine.state.memory.items()},
+        "deepstack": [found_at(address) for address in deepstack],
+        "planted": found_at(runner.planted.data_ptr()),
+        "weights": any(found_at(parameter.data_ptr()) for parameter in engine.model.parameters() if parameter.numel()),
+    }
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str]:
@@ -441,6 +528,21 @@ def test_logprobs_are_those_of_the_policy(found: list[dict[str, Any]]) -> None:
         wrong = {case: d for part in ("first version", "fresh") for case, d in rank[part].items() if not d <= 1e-4}
         assert not wrong
         assert max(rank["faults"]["mended"].values()) <= 1e-4
+
+
+def test_a_freshly_loaded_engine_answers_without_being_sent_any_weights(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["loaded"]["weights sent"] == 0
+        assert rank["loaded"]["wrong"] == []
+        assert max(rank["loaded"]["differences"].values()) <= 1e-4
+
+
+def test_the_media_of_a_prompt_are_processed_once_a_step(found: list[dict[str, Any]]) -> None:
+    """The prompt of two images shows that of one as well, which is not processed again for it."""
+    for rank in found:
+        for step in ("step 2", "step 3"):
+            assert rank["processed"][step] == ["images", "images", "videos", "videos"]
+        assert len(set(rank["processed"]["completions"])) == 4 * len(PROCESSED)
 
 
 def test_a_skipped_sync_or_a_wrong_medium_shows(found: list[dict[str, Any]]) -> None:
@@ -606,6 +708,12 @@ def test_the_self_test_passes_a_sound_engine_and_names_faults(found: list[dict[s
 def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for sleep in rank["sleep"].values():
+            state = sleep["state"]
+            assert state["rounds"][0] == state["rounds"][1]
+            assert min(state["tags"].values()) > 10
+            assert all(state["deepstack"])
+            assert bool(state["deepstack"]) == (rank["frozen"]["family"] == "qwen3_vl")
+            assert state["planted"] and not state["weights"]
             assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values in sleep: {COS_SIN}")
             if rank["frozen"]["family"] == "qwen3_vl":
                 assert sleep["poisoned"][0] == "SyncError"

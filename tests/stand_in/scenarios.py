@@ -129,7 +129,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     seen["third"] = look()
     weights = dict(full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sending = Sending(full_parameters(engine), shapes, torch.float32)
+    sending = Sending(full_parameters(engine), shapes, torch.float32, engine.device)
     sending.drain()
     sending.finish()
     seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}

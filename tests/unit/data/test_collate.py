@@ -1,3 +1,6 @@
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -37,6 +40,7 @@ def test_media_are_joined_in_row_order():
     batch = collate([encoded("a", [5, 6], [], 1), encoded("t", [1], []), encoded("b", [7, 8], [], 2)], pad_id=0)
     assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [5.0] * 4 + [7.0] * 8
     assert batch.mm_kwargs["image_grid_thw"].shape == (3, 3)
+    assert batch.media_numbers == {"image": (0, 1, 2)}
     assert batch.mm_token_type_ids.tolist() == [[1, 0], [0, 0], [1, 1]]
 
 
@@ -50,7 +54,41 @@ def test_dummies_follow_the_last_token_of_the_last_row():
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch.loss_mask.tolist() == [[False, False, True, False, False], [True, False, False, False, False]]
     assert batch.position_ids[0, 1].tolist() == [10, 11, 12, 13, 14]
-    assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [8.0] * 4 + [50.0] * 8
+    assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [8.0] * 4 + [50.0] * 4
+    assert batch.media_numbers == {"image": (0, 1, 1)}
+
+
+def test_pixels_that_rows_share_are_there_once():
+    first, second = encoded("a", [5, 6], [], 2), encoded("b", [7, 8], [], 1)
+    rows = [first, second, replace(first, id="c"), replace(second, id="d"), replace(first, id="e")]
+    batch = collate(rows, pad_id=0, dummies=[encoded("dummy", [50, 51], [], 1)])
+    assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [5.0] * 8 + [7.0] * 4 + [50.0] * 4
+    assert batch.media_numbers == {"image": (0, 1, 2, 0, 1, 2, 0, 1, 3)}
+    assert batch.mm_kwargs["image_grid_thw"].shape == (9, 3)
+    assert batch.to(torch.device("cpu")).media_numbers == batch.media_numbers
+
+
+def test_pixels_of_one_prompt_are_not_even_copied():
+    prompt = encoded("a", [5, 6], [], 2)
+    batch = collate([prompt, replace(prompt, id="b")], pad_id=0)
+    assert batch.mm_kwargs["pixel_values"] is prompt.mm_kwargs["pixel_values"]
+
+
+def test_what_goes_to_a_gpu_is_pinned_first():
+    batch, moves = collate([encoded("a", [5, 6], [], 1)], pad_id=0), []
+
+    def pin(tensor):
+        moves.append("pin")
+        return tensor
+
+    def to(tensor, device, non_blocking):
+        moves.append((str(device), non_blocking))
+        return tensor
+
+    with mock.patch.object(torch.Tensor, "pin_memory", pin), mock.patch.object(torch.Tensor, "to", to):
+        batch.to(torch.device("cuda"))
+        batch.to(torch.device("cpu"))
+    assert moves == ["pin", ("cuda", True)] * 7 + [("cpu", True)] * 7
 
 
 def test_dummies_alone_make_one_row():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsreason.rollout.weight_sync import Place, alike, changed, fingerprint, fingerprints, whole_layers
+from dsreason.rollout.weight_sync import Place, Sending, alike, changed, fingerprint, fingerprints, whole_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,6 +21,47 @@ def test_one_step_of_one_value_shows_in_the_fingerprint(dtype: torch.dtype) -> N
     assert not alike(before, fingerprint(values, values))
     values[17] = torch.nextafter(values[17], torch.tensor(9.0, dtype=dtype))
     assert not alike(fingerprint(values), before)
+
+
+class Transfers(TorchDispatchMode):
+    """Counts single numbers that are asked for, each of which waits for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.Size] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor.shape) or tensor)
+    tensors = {str(i): torch.full((3, i + 1), float(i)) for i in range(4)}
+    with Transfers() as transfers:
+        found = fingerprints(tensors.items())
+    assert (transfers.count, moved) == (0, [(4, 3)])
+    assert {name: numbers.tolist() for name, numbers in found.items()} == {
+        str(i): [3 * (i + 1), 3 * (i + 1) * i, 3 * (i + 1) * i * i] for i in range(4)
+    }
+
+
+def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
+    weights = {"a": torch.ones(2, 3), "b": torch.full((4,), 2.0)}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    kept = {"c": torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)}
+    sending = Sending(iter(weights.items()), shapes, torch.bfloat16, torch.device("meta"), dict(kept))
+    assert {name: (copy.device.type, copy.dtype) for name, copy in sending} == dict.fromkeys(
+        "ab", ("meta", torch.bfloat16)
+    )
+    assert [sending.fingerprints[name].device.type for name in "cab"] == ["cpu", "meta", "meta"]
+    sending = Sending(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(kept))
+    sending.drain()
+    sending.finish()
+    assert {name: numbers.tolist() for name, numbers in sending.fingerprints.items()} == {
+        "c": [1, 5, 25], "a": [6, 6, 6], "b": [4, 8, 16],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

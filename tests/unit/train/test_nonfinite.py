@@ -6,12 +6,14 @@ import json
 import logging
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
@@ -106,6 +108,7 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
 ) -> None:
     rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
     batches = [collate([training_sample(one, i)], pad_id=0) for i, one in enumerate(rollouts)]
+    batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
     monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: Update({"train/loss": NAN}))
     monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
@@ -126,3 +129,4 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     saved = json.loads((tmp_path / "nonfinite/step_5/rank_0.json").read_text())
     shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
     assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]
+    assert load_file(tmp_path / "nonfinite/step_5/rank_0.safetensors")["1.video_numbers"].tolist() == [0, 1, 0]

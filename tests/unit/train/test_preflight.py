@@ -26,7 +26,7 @@ def config(folder: Path, model: Path, rows: list[dict[str, Any]], **sections: An
             "model": {"path": str(model), "max_length": 400},
             "data": {"adapter": "jsonl", "path": str(path), "system_prompt": REQUEST, **sections.get("data", {})},
             "grpo": {"prompts_per_step": 2},
-            "rollout": {"max_completion_length": 200},
+            "rollout": {"max_completion_length": 200, **sections.get("rollout", {})},
             "reward": {"functions": {"single_choice": 1.0, "format": 0.5}, **sections.get("reward", {})},
         }
     )
@@ -68,6 +68,15 @@ def test_an_answer_that_is_no_option_is_named_with_row_and_reward(tmp_path, tiny
 def test_rewards_that_cannot_work_are_named(tmp_path, tiny_qwen3_vl, sections, text):
     with pytest.raises(ConfigError, match=text):
         check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, **sections))
+
+
+def test_an_option_that_vllm_does_not_have_is_named_before_the_model_is_looked_at(tmp_path):
+    settings = config(tmp_path, tmp_path / "no model", ROWS, rollout={"engine_options": {"max_num_seq": 8}})
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine_options.max_num_seq: .*did you mean max_num_seqs\?"
+    ) as caught:
+        check_grpo(settings)
+    assert caught.value.exit_code == 2
 
 
 def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_creates_nothing(

@@ -1,0 +1,49 @@
+"""`engine_options`: arguments of vLLM's `LLM` that are passed on as they are, but for those that are set elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FIXED = {
+    "distributed_executor_backend",
+    "enable_cumem_allocator",
+    "enable_sleep_mode",
+    "data_parallel_size",
+    "logprobs_mode",
+    "pipeline_parallel_size",
+}
+"""What the engine cannot work without, in one value each."""
+MODEL = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "model.max_length",
+}
+ROLLOUT = MODEL | {
+    "dtype": "train.precision",
+    "seed": "train.seed",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+}
+"""vLLM's argument → the key of ours that it is made from."""
+EVALUATION = MODEL | {
+    "dtype": "model.dtype",
+    "seed": "evaluation.seed",
+    "tensor_parallel_size": "model.tensor_parallel_size",
+    "gpu_memory_utilization": "model.gpu_memory_utilization",
+    "enforce_eager": "model.enforce_eager",
+}
+
+
+def check_owned(options: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    """ValueError for those that have a key of ours, or that nobody may set."""
+    problems = [f"{name} ({options[name]!r}): set {owned[name]} instead" for name in owned if name in options]
+    problems += [
+        f"{name} ({options[name]!r}): only one value works here; remove it" for name in sorted(FIXED & options.keys())
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,107 @@
+"""Prompts as vLLM takes them, and its completions as ours."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from dsreason.data.chat import Medium
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_drawn
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+class Request(NamedTuple):
+    """A prompt on its way to the ranks of its tensor-parallel group."""
+
+    sample_id: str
+    prompt_ids: list[int]
+    expanded_ids: list[int]
+    media: list[Medium]
+    sampling: Sampling
+    seed: int
+
+
+def request_seed(seed: int, stream: int) -> int:
+    """What names a random stream to vLLM: 63 bits, as its seeds are signed."""
+    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """What vLLM reads: ids with one placeholder a medium, and media that already have their size and frames.
+
+    vLLM processes a medium once and finds it again by its digest, which requests with the same prompt share.
+    """
+    digests: dict[int, str] = {}
+    inputs = []
+    for request in requests:
+        given: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if request.media:
+            media: dict[str, list[Medium]] = {}
+            names: dict[str, list[str]] = {}
+            for medium in request.media:
+                if id(medium) not in digests:
+                    digests[id(medium)] = digest(medium)
+                kind = "image" if isinstance(medium, Image.Image) else "video"
+                media.setdefault(kind, []).append(medium)
+                names.setdefault(kind, []).append(digests[id(medium)])
+            given |= {"multi_modal_data": media, "multi_modal_uuids": names}
+            given["mm_processor_kwargs"] = {"do_resize": False}
+        inputs.append(given)
+    return inputs
+
+
+def digest(medium: Medium) -> str:
+    """Of everything that the processor reads: pixels, and what says how they lie; of a video its times as well."""
+    if isinstance(medium, Image.Image):
+        facts, pixels = (medium.mode, medium.size), medium.tobytes()
+    else:
+        frames, metadata = medium
+        facts, pixels = (frames.dtype.str, frames.shape, sorted(metadata.items())), np.ascontiguousarray(frames).data
+    content = hashlib.sha256(repr(facts).encode())
+    content.update(pixels)
+    return content.hexdigest()
+
+
+def check_output(
+    request: Request, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """RolloutError where vLLM read another prompt than ours, or did not end the completion as asked."""
+    read = list(output.prompt_token_ids)
+    if read != request.expanded_ids:
+        raise RolloutError(
+            f"sample {request.sample_id!r}: the engine read another prompt than the trainer does: "
+            + difference(read, request.expanded_ids, tokenizer)
+        )
+    drawn = output.outputs[0]
+    if drawn.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {drawn.finish_reason!r}")
+    check_drawn(request.sample_id, drawn.token_ids, banned_ids, tokenizer)
+
+
+def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    drawn = output.outputs[0]
+    ids = tuple(drawn.token_ids)
+    return Completion(
+        ids=ids,
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        logprobs=tuple(at[token].logprob for token, at in zip(ids, drawn.logprobs, strict=True)),
+        finish_reason=drawn.finish_reason,
+        version=version,
+    )
+
+
+def difference(read: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Lengths, the first place where two token lists part, and the tokens there."""
+    pairs = zip(read, expected, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(expected)))
+    found, wanted = (
+        " ".join(tokenizer.convert_ids_to_tokens(list(ids[max(0, at - 2) : at + 6]))) for ids in (read, expected)
+    )
+    return f"{len(read)} tokens instead of {len(expected)}; around token {at} it has {found!r} instead of {wanted!r}"

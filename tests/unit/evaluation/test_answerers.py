@@ -1,0 +1,77 @@
+"""The engine that answers: it is loaded once, with the weights that answer, and knows vLLM's options before."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import ConfigError
+from dsreason.evaluation import answerers, infer
+from dsreason.evaluation.answerers import build_engine, check_model
+from dsreason.evaluation.engine import VERSION
+from dsreason.models.encoder import open_encoder
+from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.runtime.world import World
+
+WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def config(engine: str, **options: Any) -> EvalConfig:
+    return EvalConfig.model_validate(
+        {
+            "datasets": ["robovqa"],
+            "model": {"path": "m", "engine": engine, "enforce_eager": True},
+            "evaluation": {"engine_options": options},
+        }
+    )
+
+
+@pytest.fixture
+def encoder(tiny_qwen3_vl: Path) -> Any:
+    return open_encoder(tiny_qwen3_vl, dtype=torch.float32, max_length=64, max_length_key="")
+
+
+def test_vllm_answers_with_the_weights_it_has_loaded(tiny_qwen3_vl: Path, encoder: Any) -> None:
+    """No weights are sent, and it is not put to sleep in between."""
+    with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made, ExitStack() as stack:
+        engine = build_engine(config("vllm", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
+        assert engine.mock_calls == []
+    assert engine.mock_calls == [mock.call.shutdown()]
+    settings = made.call_args.kwargs
+    assert (settings["loaded_version"], settings["enforce_eager"]) == (VERSION, True)
+    assert settings["engine_options"] == {"max_num_seqs": 8}
+
+
+def test_so_it_does_for_single_prompts(tiny_qwen3_vl: Path, encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("init_world", "shutdown"):
+        monkeypatch.setattr(infer, name, lambda: WORLD)
+    with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made:
+        with infer.vllm_engine(tiny_qwen3_vl, torch.float32, encoder, 64):
+            assert made.return_value.mock_calls == []
+        assert made.return_value.mock_calls == [mock.call.shutdown()]
+    assert made.call_args.kwargs["loaded_version"] == VERSION
+
+
+def test_the_transformers_engine_gets_the_folders_weights(tiny_qwen3_vl: Path, encoder: Any) -> None:
+    with ExitStack() as stack:
+        engine = build_engine(config("transformers"), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
+    assert isinstance(engine, TransformersEngine)
+    assert (engine.awake, engine.version) == (True, VERSION)
+
+
+def test_options_of_vllm_are_an_error_where_transformers_answers(tiny_qwen3_vl: Path, encoder: Any) -> None:
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"evaluation.engine_options \(\{'max_num_seqs': 8\}\)"):
+        build_engine(config("auto", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
+
+
+def test_an_unknown_option_is_named_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answerers, "meant", lambda path: None)
+    monkeypatch.setattr(answerers, "resolved", lambda config, own: Path("nowhere"))
+    with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq: .*did you mean max_num_seqs\?"):
+        check_model(config("vllm", max_num_seq=8))

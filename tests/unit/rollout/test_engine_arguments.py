@@ -1,0 +1,128 @@
+"""What vLLM is started with, and which options a person may give it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
+from dsreason.rollout.engine_options import check_engine_options
+from dsreason.rollout.engine_options import engine_arguments as known_arguments
+from dsreason.rollout.vllm_engine import VLLMEngine, engine_arguments
+from dsreason.runtime.world import World
+from dsreason.train.build_grpo import completions_together
+
+
+def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
+    return World(rank=rank, size=size, local_rank=rank, device=torch.device(device))
+
+
+def arguments(device: str = "cuda", **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "max_model_len": 16384,
+        "tensor_parallel_size": 2,
+        "sleep_mode": True,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": False,
+        "max_num_seqs": 64,
+        "trust_remote_code": False,
+    }
+    return engine_arguments(world(device), **settings | changes)
+
+
+def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:
+    found = arguments()
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (64, 8192)
+    assert "enable_chunked_prefill" not in found
+    assert (found["enable_sleep_mode"], found["gpu_memory_utilization"]) == (True, 0.5)
+    assert (found["dtype"], found["seed"], found["enforce_eager"]) == ("bfloat16", 2, False)
+    assert arguments(max_num_seqs=5000)["max_num_seqs"] == 256
+    assert arguments(enforce_eager=True)["enforce_eager"]
+    assert not arguments(sleep_mode=False)["enable_sleep_mode"]
+
+
+def test_on_a_cpu_a_prompt_is_read_at_once() -> None:
+    found = arguments("cpu")
+    assert (found["max_num_batched_tokens"], found["enable_chunked_prefill"]) == (16384, False)
+    assert found["enforce_eager"]
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & found.keys()
+
+
+@pytest.mark.parametrize(("max_model_len", "gib"), [(768, 1), (16384, 1), (32768, 2), (131072, 8)])
+def test_processed_media_of_two_of_the_longest_prompts_are_kept(max_model_len: int, gib: int) -> None:
+    assert arguments(max_model_len=max_model_len)["mm_processor_cache_gb"] == gib
+
+
+@pytest.mark.parametrize(
+    ("prompts", "generations", "ranks", "parallel", "expected"),
+    [(16, 8, 8, 1, 64), (16, 16, 2, 1, 128), (16, 16, 2, 2, 256), (3, 64, 2, 1, 128), (1, 2, 1, 1, 64)],
+)
+def test_an_engine_has_room_for_its_share_of_a_rollout(
+    prompts: int, generations: int, ranks: int, parallel: int, expected: int
+) -> None:
+    config = GRPOConfig.model_validate(
+        {
+            "grpo": {"prompts_per_step": prompts, "num_generations": generations},
+            "rollout": {"tensor_parallel_size": parallel},
+            "reward": {"functions": {"exact_match": 1}},
+        }
+    )
+    assert completions_together(config, world(size=ranks, rank=0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"max_num_seq": 8},
+            "rollout.engine_options.max_num_seq: is no argument of this vLLM; did you mean max_num_seqs?",
+        ),
+        (
+            {"qqqqqqqq": 8, "_api_process_rank": 0},
+            "rollout.engine_options.qqqqqqqq: is no argument of this vLLM; remove it",
+        ),
+    ],
+)
+def test_an_option_that_vllm_does_not_have_is_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_engine_options(options, "rollout.engine_options")
+    assert text in str(error.value)
+    assert len(str(error.value).splitlines()) == len(options)
+
+
+def test_options_of_vllm_pass_and_all_that_we_set_are_such() -> None:
+    check_engine_options({"max_num_seqs": 8, "attention_backend": "FLASH_ATTN"}, "rollout.engine_options")
+    assert (arguments() | arguments("cpu")).keys() <= known_arguments()
+
+
+def test_options_without_vllm_are_an_error_and_none_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_engine_options({}, "rollout.engine_options")
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        check_engine_options({"max_num_seqs": 8}, "rollout.engine_options")
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_torchs_cache_is_given_back_before_vllm_maps_memory(tag: str) -> None:
+    calls = mock.Mock()
+    calls.is_sleeping.return_value = tag == "weights"
+    engine = object.__new__(VLLMEngine)
+    engine.world, engine.state = world("cuda"), calls.state
+    engine.llm = SimpleNamespace(wake_up=calls.wake_up, llm_engine=SimpleNamespace(is_sleeping=calls.is_sleeping))
+    with (
+        mock.patch("torch.cuda.empty_cache", calls.empty_cache),
+        mock.patch("dsreason.rollout.vllm_engine.undisturbed"),
+    ):
+        engine._wake(tag)
+    assert calls.mock_calls == [
+        mock.call.empty_cache(),
+        mock.call.wake_up(tags=[tag]),
+        mock.call.state.write_back(tag),
+        mock.call.is_sleeping(),
+    ]

@@ -1,0 +1,94 @@
+"""What a memory pool holds beside weights, buffers, keys and values is found wherever it hangs, and written back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
+
+KEPT_BY_A_MODULE: list[Tensor] = []
+
+
+def runner(*caches: Tensor) -> SimpleNamespace:
+    """As vLLM's: a model with a parameter and a buffer, and the caches of its layers."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(4.0))
+    return SimpleNamespace(model=model, kv_caches=list(caches))
+
+
+def pools_of(**tensors: Tensor) -> Callable[[int], str | None]:
+    """Stands in for vLLM's pools: these tensors' memory, by pool."""
+    tags = {tensor.untyped_storage().data_ptr(): name.partition("__")[0] for name, tensor in tensors.items()}
+    return tags.get
+
+
+def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
+    cache, rows = torch.zeros(2, 3), torch.inference_mode()(torch.ones)(6)
+    outside, frozen, loose, scratch = torch.ones(3), torch.arange(3), torch.arange(5), torch.ones(7)
+    made = runner(cache)
+    made.nested = {"rows": [rows[1:3]]}  # a view counts as its memory
+    made.function = lambda: frozen
+    KEPT_BY_A_MODULE.append(loose)
+    own = {
+        "weights__w": made.model.weight,
+        "weights__b": made.model.table,
+        "kv_cache__k": cache,
+        "workspace__s": scratch,
+    }
+    gc.freeze()
+    try:
+        state = find_sleep_state(made, pools_of(weights__r=rows, weights__f=frozen, kv_cache__l=loose, **own))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    found = {tag: {memory.data_ptr() for memory in part} for tag, part in state.memory.items()}
+    assert found == {"weights": {rows.data_ptr(), frozen.data_ptr()}, "kv_cache": {loose.data_ptr()}}
+    assert not {outside.data_ptr(), scratch.data_ptr()} & (found["weights"] | found["kv_cache"])
+    KEPT_BY_A_MODULE.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_what_sleep_dropped_is_written_back_pool_by_pool(dtype: torch.dtype) -> None:
+    values, zeros, cached = (torch.tensor(v).to(dtype) for v in ([0, 1, 1], [0, 0, 0], [1, 0, 1]))
+    tensors = {"weights__v": values, "weights__z": zeros, "kv_cache__c": cached}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    state = find_sleep_state(runner(), pools_of(**tensors))
+    for _ in range(2):
+        state.remember()
+        for part in state.memory.values():
+            for memory in part:
+                memory.fill_(255)
+        state.write_back("weights")
+        assert torch.equal(values, before["weights__v"]) and torch.equal(zeros, before["weights__z"])
+        assert not torch.equal(cached, before["kv_cache__c"])
+        state.write_back("kv_cache")
+        assert torch.equal(cached, before["kv_cache__c"])
+
+
+def test_without_pools_nothing_is_kept() -> None:
+    state = find_sleep_state(runner(), vllm_pools())  # a CPU has none
+    state.remember()
+    state.write_back("weights")
+    assert state == SleepState()
+
+
+def test_pools_are_those_of_vllms_allocator() -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    def allocation(start: int, size: int, tag: str) -> SimpleNamespace:
+        return SimpleNamespace(handle=(0, size, start, 0), tag=tag)
+
+    data = {one.handle[2]: one for one in (allocation(1000, 100, "kv_cache"), allocation(200, 50, "weights"))}
+    with mock.patch.object(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=data)):
+        pools = vllm_pools()
+    addresses = (199, 200, 249, 250, 999, 1000, 1099, 1100)
+    assert [pools(address) for address in addresses] == [
+        None, "weights", "weights", None, None, "kv_cache", "kv_cache", None,
+    ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""What the trainer's process looks like while vLLM works in it, and after."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dsreason.rollout.vllm_process import map_pools, undisturbed
+from dsreason.runtime.world import World
+
+WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def test_vllm_runs_with_torchs_own_linear_after_deepspeed_has_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    own = torch._C._nn.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)  # as `deepspeed.zero.Init` does
+    with undisturbed(WORLD):
+        assert torch.nn.functional.linear is own
+        with undisturbed(WORLD):
+            assert torch.nn.functional.linear is own
+        assert torch.nn.functional.linear is own
+    assert torch.nn.functional.linear is zero3_linear_wrap
+    with pytest.raises(RuntimeError, match="out of memory"), undisturbed(WORLD):
+        raise RuntimeError("out of memory")
+    assert torch.nn.functional.linear is zero3_linear_wrap
+
+
+@pytest.mark.parametrize(("free", "woken"), [(30, ["kv_cache", "weights"]), (29, None)])
+def test_sleeping_pools_get_memory_again_before_they_are_freed_where_it_fits(free: int, woken: Any) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    asleep = {"weights": (True, 10), "kv_cache": (True, 20), "runtime": (False, 50)}
+    data = {
+        i: SimpleNamespace(tag=tag, is_asleep=is_asleep, handle=(0, size, i, 0))
+        for i, (tag, (is_asleep, size)) in enumerate(asleep.items())
+    }
+    calls = mock.Mock()
+    allocator = SimpleNamespace(pointer_to_data=data, wake_up=calls.wake_up)
+    with (
+        mock.patch.object(CuMemAllocator, "instance", allocator),
+        mock.patch("torch.cuda.empty_cache", calls.empty_cache),
+        mock.patch("torch.cuda.mem_get_info", lambda: (free, 80)),
+    ):
+        map_pools()
+    expected = [mock.call.empty_cache()] + ([mock.call.wake_up(tags=woken)] if woken else [])
+    assert calls.mock_calls == expected
+
+
+def test_pools_that_cannot_be_mapped_after_all_are_freed_as_they_are() -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    data = {0: SimpleNamespace(tag="weights", is_asleep=True, handle=(0, 1, 0, 0))}
+    allocator = SimpleNamespace(pointer_to_data=data, wake_up=mock.Mock(side_effect=RuntimeError("CUDA Error")))
+    with (
+        mock.patch.object(CuMemAllocator, "instance", allocator),
+        mock.patch("torch.cuda.empty_cache"),
+        mock.patch("torch.cuda.mem_get_info", lambda: (2, 80)),
+    ):
+        map_pools()

@@ -1,0 +1,53 @@
+"""A medium's digest is that of all the processor reads, and is computed once for the completions of a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from PIL import Image
+
+from dsreason.data.chat import Medium
+from dsreason.rollout import vllm_requests
+from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.vllm_requests import Request, digest, to_inputs
+
+PIXELS = np.arange(4 * 6 * 8 * 3, dtype=np.uint8).reshape(4, 6, 8, 3)
+
+
+def video(frames: np.ndarray = PIXELS, **metadata: Any) -> Medium:
+    return frames, {"fps": 2.0, "frames_indices": [0, 1, 2, 3], **metadata}
+
+
+def test_equal_media_have_one_digest_and_any_difference_another() -> None:
+    different: list[Medium] = [
+        Image.fromarray(PIXELS[0]),
+        Image.fromarray(PIXELS[1]),
+        Image.fromarray(PIXELS[0].reshape(8, 6, 3)),
+        Image.fromarray(PIXELS[0]).convert("HSV"),
+        video(),
+        video(PIXELS + 1),
+        video(PIXELS.reshape(4, 8, 6, 3)),
+        video(PIXELS.astype(np.int8)),
+        video(fps=1.0),
+        video(frames_indices=[0, 1, 2, 4]),
+    ]
+    assert len({digest(medium) for medium in different}) == len(different)
+    assert digest(Image.fromarray(PIXELS[0].copy())) == digest(different[0])
+    assert digest(video(np.asfortranarray(PIXELS))) == digest(different[4])  # however they lie in memory
+
+
+def test_the_completions_of_a_prompt_share_their_media_and_one_digest() -> None:
+    image, clip = Image.fromarray(PIXELS[0]), video()
+    prompt = Request("a", [1], [1, 1], [clip, image, image], Sampling(), seed=0)
+    other = Request("b", [2], [2, 2], [video()], Sampling(), seed=1)  # decoded again from the same file
+    text = Request("c", [3], [3], [], Sampling(), seed=2)
+    with mock.patch.object(vllm_requests, "digest", wraps=digest) as computed:
+        first, second, third, last = to_inputs([prompt, prompt, other, text])
+    assert computed.call_count == 3
+    assert first == second
+    assert first["multi_modal_data"] == {"video": [clip], "image": [image, image]}
+    assert first["multi_modal_uuids"] == {"video": [digest(clip)], "image": [digest(image)] * 2}
+    assert third["multi_modal_uuids"] == {"video": [digest(clip)]}
+    assert last == {"prompt_token_ids": [3]}
