@@ -58,9 +58,7 @@ def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - again) / NEW_SHAPES
 
 
-def attention_input(
-    setting: Setting, rows: int, heads: int, length: int, masked: bool
-) -> tuple[Tensor, Tensor | None]:
+def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
     """Random queries `[rows, heads, length, 128]` and, `masked`, a causal mask with padding at the end of the second row."""
     import torch
 
@@ -138,7 +136,9 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
     return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setting.device)
 
 
-def tower_run(tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def tower_run(
+    tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """Forward and backward; gives the output and the gradient of the first block's matrix, both float32."""
 
     def run() -> tuple[Tensor, Tensor]:
@@ -162,7 +162,13 @@ def register() -> None:
 
 
 def windows_together(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, cu_seq_lens_q: Tensor, **given: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Windows of one size are the rows of one batch: a call for each size, not for each window. `[1, heads, T, D]` in."""
     import torch
@@ -180,7 +186,13 @@ def windows_together(
 
 
 def one_call(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, cu_seq_lens_q: Tensor, **given: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """torch's attention over sequences of any length. `[1, heads, T, D]` in."""
     from torch.nn.attention.varlen import varlen_attn
@@ -214,7 +226,8 @@ def head(setting: Setting) -> Iterator[tuple[str, Value]]:
     )
     targets = torch.randint(vocabulary, (tokens,), device=setting.device)
     chunks = {"own choice": None} | {
-        f"2^{bits} logits at a time": max(1, 2**bits // vocabulary) for bits in ((12, 13) if setting.tiny else range(25, 29))
+        f"2^{bits} logits at a time": max(1, 2**bits // vocabulary)
+        for bits in ((12, 13) if setting.tiny else range(25, 29))
     }
     for name, chunk in chunks.items():
 

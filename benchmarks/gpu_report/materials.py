@@ -91,26 +91,29 @@ def write_rows(setting: Setting, count: int) -> Path:
     return path
 
 
-def run_settings(model: Path, rows: Path, *, steps: int, precision: str = "bf16") -> dict[str, Any]:
-    """What SFT and GRPO runs of the report share: no validation by answers, no checkpoint before the end, no export."""
+def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
+    """What SFT and GRPO runs of the report share: no validation by answers, no checkpoint before the end, no export.
+
+    `train.max_steps` is more than any of them takes.
+    """
     return {
         "deepspeed": "zero3.json",
         "model": {"path": str(model), "max_length": 2048},
         "data": {"adapter": "jsonl", "path": str(rows), "workers": 4, "vision": {"fps": 4.0}},
         "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
-        "train": {"precision": precision, "epochs": 1000, "max_steps": steps},
+        "train": {"precision": precision, "epochs": 1000, "max_steps": 10_000},
         "validation": {"before_training": False, "generate": False},
         "checkpoint": {"every": 0, "export": "none"},
     }
 
 
 def grpo_settings(
-    setting: Setting, model: Path, *, steps: int, prompts: int, generations: int, length: int, precision: str = "bf16"
+    setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
     """A GRPO run without KL, rewarded for vowels; on a card with room, vLLM has 4 tenths of it."""
     rows, reward = write_rows(setting, 24), setting.scratch / "rewards.py"
     reward.write_text(REWARD)
-    settings = run_settings(model, rows, steps=steps, precision=precision)
+    settings = run_settings(model, rows, precision=precision)
     settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setting.tiny else 16384}
     return settings | {
         "grpo": {"prompts_per_step": prompts, "num_generations": generations, "kl_coef": 0.0},

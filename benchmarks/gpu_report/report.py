@@ -51,7 +51,9 @@ def judged(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Reco
         if goal := next((goal for goal in goals if goal.matches(row["name"])), None):
             row |= {"goal": str(goal), "ok": goal.is_met(row["value"])}
     unmeasured = [goal for goal in goals if not any(goal.matches(name) for name in measured)]
-    return rows + [{"name": goal.pattern, "value": "not measured", "goal": str(goal), "ok": False} for goal in unmeasured]
+    return rows + [
+        {"name": goal.pattern, "value": "not measured", "goal": str(goal), "ok": False} for goal in unmeasured
+    ]
 
 
 def verdict_of(ended: Ended, rows: list[Record]) -> str:
@@ -94,7 +96,10 @@ def write_report(folder: Path, records: dict[str, Record]) -> None:
 def markdown(records: dict[str, Record]) -> str:
     lines = ["# dsreason on a GPU", ""]
     if any(record["device"] == "cpu" for record in records.values()):
-        lines += ["Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, and no speed.", ""]
+        lines += [
+            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, and no speed.",
+            "",
+        ]
     lines += table(("part", "verdict", "seconds", "device", "what"), map(summary, records.items()))
     for part in PARTS:
         if part.name in records:
@@ -113,7 +118,12 @@ def summary(item: tuple[str, Record]) -> tuple[str, ...]:
 def details(record: Record) -> list[str]:
     lines = ["", f"{record['verdict']}, {record['when']}{': ' + record['reason'] if record['reason'] else ''}", ""]
     rows = (
-        (row["name"], shown(row["value"]), row["goal"] or "", "" if row["ok"] is None else "ok" if row["ok"] else "**no**")
+        (
+            row["name"],
+            shown(row["value"]),
+            row["goal"] or "",
+            "" if row["ok"] is None else "ok" if row["ok"] else "**no**",
+        )
         for row in record["measurements"]
     )
     if record["measurements"]:

@@ -1,6 +1,6 @@
 """One part in a process of its own: writes each measurement as it is made, so that a killed part loses none of them.
 
-    python -m benchmarks.gpu_report.run_part '{"part": "head", "results": "head.jsonl", "scratch": ".", "cards": 0, "tiny": true}'
+python -m benchmarks.gpu_report.run_part '{"part": "head", "results": "head.jsonl", "scratch": ".", "cards": 0, "tiny": true}'
 """
 
 from __future__ import annotations
