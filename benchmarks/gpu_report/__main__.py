@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.gpu_report.parts import BY_NAME, PARTS, Part, Setting
 from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, read_records, record_of, write_report
-from benchmarks.gpu_report.runner import Ended, run_part
+from benchmarks.gpu_report.runner import Ended, limit_of, run_part
 from dsreason.config.problems import nearest
 from dsreason.runtime import launch
 
@@ -21,20 +21,25 @@ console = Console(highlight=False)
 
 
 def chosen(names: str) -> list[Part]:
-    """The parts named, separated by blanks or commas, in the table's order; all where none is."""
-    wanted = names.replace(",", " ").split()
-    for name in wanted:
-        if name not in BY_NAME:
+    """The parts named, separated by blanks or commas, in the table's order; all where none is.
+
+    `ledger` stands for `ledger_05b` and all others that begin so.
+    """
+    wanted: set[str] = set()
+    for name in names.replace(",", " ").split():
+        found = {part for part in BY_NAME if part == name or part.startswith(f"{name}_")}
+        if not found:
             likely = nearest(name, BY_NAME)
             meant = f"; did you mean {likely!r}?" if likely else ""
             raise typer.BadParameter(f"{name!r} is no part{meant} (there are {', '.join(BY_NAME)})")
-    return [part for part in PARTS if not wanted or part.name in wanted]
+        wanted |= found
+    return [part for part in PARTS if part.name in wanted or not wanted]
 
 
 def show_parts(wanted: bool) -> None:
     if wanted:
         for part in PARTS:
-            console.print(f"{part.name:14}{part.seconds:5} s  {part.about}")
+            console.print(f"{part.name:25}{part.seconds:5} s  {part.about}")
         raise typer.Exit
 
 
@@ -81,18 +86,21 @@ def run(part: Part, setting: Setting, logs: Path, later: list[Part]) -> Ended:
     """The part, with its time and that of the later ones on the screen."""
     if setting.cards and setting.cards < part.cards:
         return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {setting.cards}")
-    rest = sum(other.seconds for other in later)
+    rest = sum(limit_of(other, setting) for other in later)
     with console.status("") as status:
 
         def tick(seconds: float) -> None:
-            left = (part.seconds - seconds + rest) / 60
-            status.update(f"{part.name}: {seconds:.0f} of {part.seconds} s; all parts: at most {left:.0f} minutes more")
+            limit = limit_of(part, setting)
+            left = (limit - seconds + rest) / 60
+            status.update(f"{part.name}: {seconds:.0f} of {limit} s; all parts: at most {left:.0f} minutes more")
 
         return run_part(part, setting, logs, tick)
 
 
 def tell(part: Part, record: dict[str, object]) -> None:
-    console.print(f"{part.name:14}{record['verdict']:10}{record['seconds']:7} of {part.seconds} s  {record['reason']}")
+    console.print(
+        f"{part.name:25}{record['verdict']:10}{record['seconds']:7} of {record['limit']} s  {record['reason']}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.materials import (
-    FAMILIES,
     fits,
     grpo_settings,
     largest_size,
@@ -26,6 +26,7 @@ from benchmarks.gpu_report.training import count_parameters, train_on_a_clip
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm import LLM
 
     from dsreason.data.chat import EncodedPrompt, Encoder
     from dsreason.rollout.protocol import Completion
@@ -147,14 +148,10 @@ def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
     """By size of bucket, with what is done without: one copy of as many bytes from the device to itself."""
-    import torch
-
     with opened(setting, random_model(setting, largest_size(setting)), train=False) as run:
         size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
         yield "weights, GB", size / 1e9
-        source, target = (torch.empty(size, dtype=torch.uint8, device=setting.device) for _ in range(2))
-        copied = seconds_of(lambda: target.copy_(source))
-        del source, target
+        copied = device_copy(size, setting.device)
         yield "device copy, s", copied
         yield "device copy, GB/s", size / copied / 1e9
         version = 0
@@ -170,26 +167,36 @@ def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
             yield f"buckets of {bucket:.0f} MiB: sync / device copy", min(seconds) / copied
 
 
+def device_copy(size: int, device: str) -> float:
+    """Seconds."""
+    import torch
+
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return seconds_of(lambda: target.copy_(source))
+
+
 # ---------------------------------------------------------------- what sleep loses
 
 
-def state_poison(setting: Setting) -> Iterator[tuple[str, Value]]:
+def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
     """vLLM's pools get memory back that others have used: here, NaN. What is neither weight nor key and value must be
     written again, or not be read. Then, in another round, what was not written again is made as bad as can be."""
-    for family in FAMILIES[1:]:
-        tiny = Setting(setting.scratch, setting.cards, tiny=True)
-        with opened(tiny, random_model(tiny, "tiny", family), train=False) as run:
-            before = answers(run, 1, lambda engine: None)
-            fill_free_memory(setting)
-            left: list[Tensor] = []
-            after = answers(run, 2, lambda engine, left=left: left.extend(unwritten(engine)))
-            dirty = [tensor for tensor in left if int(tensor.count_nonzero())]
-            yield f"{family}: same answers after sleep", after == before
-            yield f"{family}: tensors in vLLM's pools beside weights, keys and values", len(left)
-            yield f"{family}: tensors that are not zero again", len(dirty)
-            yield from ((f"{family}: not zero again, {i}", described(tensor)) for i, tensor in enumerate(dirty))
-            harmed = answers(run, 3, lambda engine: [spoil(tensor) for tensor in unwritten(engine)])
-            yield f"{family}: same answers with all of them spoilt", harmed == before
+    tiny = Setting(setting.scratch, setting.cards, tiny=True)
+    with opened(tiny, random_model(tiny, "tiny", family), train=False) as run:
+        before = answers(run, 1, lambda engine: None)
+        fill_free_memory(setting)
+        seen: dict[str, bool] = {}
+        after = answers(run, 2, lambda engine: seen.update(not_zero(engine)))
+        yield "same answers after sleep", after == before
+        yield "tensors in vLLM's pools beside weights, keys and values", len(seen)
+        yield "tensors that are not zero again", sum(seen.values())
+        yield from ((f"not zero again: {text}", True) for text, dirty in seen.items() if dirty)
+        harmed = answers(run, 3, lambda engine: [spoil(tensor) for tensor in unwritten(engine)])
+        yield "same answers with all of them spoilt", harmed == before
+
+
+state_poison_qwen2_5_vl = partial(state_poison, family="qwen2_5_vl")
+state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
 
 
 def answers(run: Opened, version: int, look: Any) -> list[tuple[Any, ...]]:
@@ -235,6 +242,11 @@ def unwritten(engine: VLLMEngine) -> list[Tensor]:
     return [tensor for at, tensor in found.items() if any(start <= at < end for start, end in ranges)]
 
 
+def not_zero(engine: VLLMEngine) -> dict[str, bool]:
+    """Of each such tensor, whether it holds anything but zeros: what sleep left there, or what nobody has cleared."""
+    return {f"{i}, {described(tensor)}": bool(tensor.count_nonzero()) for i, tensor in enumerate(unwritten(engine))}
+
+
 def described(tensor: Tensor) -> str:
     holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"list", "frame", "set"}
     return f"{tuple(tensor.shape)} {tensor.dtype}, held by {', '.join(sorted(holders))}"
@@ -251,30 +263,22 @@ def spoil(tensor: Tensor) -> None:
 
 
 def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """One prompt with a clip, asked several times, in vLLM alone: every completion's clip is processed, or the first one's."""
-    import os
-
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    if not setting.cards:
-        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    """One prompt with a clip, asked several times, in vLLM alone. Without its cache every completion's clip is processed."""
     import numpy as np
-    from vllm import LLM, SamplingParams
 
-    tiny = Setting(setting.scratch, setting.cards, tiny=True)
-    llm = LLM(
-        str(random_model(tiny, "tiny")),
-        dtype="bfloat16",
-        max_model_len=4096,
-        enforce_eager=True,
-        mm_processor_cache_gb=4,
-        **({"gpu_memory_utilization": 0.4} if setting.cards else {}),
-    )
+    llm = start_llm(setting)
+    from vllm import SamplingParams
+
     frames, height, width = (8, 64, 64) if setting.tiny else (60, 240, 320)
     clip = np.random.default_rng(0).integers(0, 255, (frames, height, width, 3), dtype=np.uint8)
     metadata = {"fps": 1.0, "duration": float(frames), "total_num_frames": frames, "do_sample_frames": False}
     metadata |= {"frames_indices": list(range(frames)), "video_backend": "none"}
     text = "<|vision_start|><|video_pad|><|vision_end|>What moves?"
     prompt = {"prompt": text, "multi_modal_data": {"video": [(clip, metadata)]}}
+
+    def forget() -> None:
+        llm.reset_mm_cache()
+        llm.reset_prefix_cache()
 
     def ask(times: int, length: int = 1) -> float:
         started = time.perf_counter()
@@ -283,15 +287,25 @@ def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
 
     ask(1)
     for times in (1, 2) if setting.tiny else (1, 8, 64):
-        llm.reset_mm_cache()
-        llm.reset_prefix_cache()
+        forget()
         yield f"{times} completions of a prompt that is new, s", ask(times)
         yield f"{times} completions of a prompt that is known, s", ask(times)
-    seconds = []
-    for _ in range(2 if setting.tiny else 8):
-        llm.reset_mm_cache()
-        llm.reset_prefix_cache()
-        seconds.append(ask(1))
-    yield "one completion with the clip processed anew, s", sum(seconds) / len(seconds)
     times, length = (2, 8) if setting.tiny else (64, 128)
     yield f"{times} completions of {length} tokens: tokens/s", times * length / ask(times, length)
+
+
+def start_llm(setting: Setting) -> LLM:
+    """A tiny model in vLLM with its processor cache, which `reset_mm_cache` empties."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not setting.cards:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    from vllm import LLM
+
+    return LLM(
+        str(random_model(Setting(setting.scratch, setting.cards, tiny=True), "tiny")),
+        dtype="bfloat16",
+        max_model_len=4096,
+        enforce_eager=True,
+        mm_processor_cache_gb=4,
+        gpu_memory_utilization=0.4,
+    )

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.timing import seconds_of
@@ -76,5 +77,5 @@ def speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
     if setting.cards:
         for kind, pinned in (("pinned", True), ("pageable", False)):
             host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=pinned)
-            part = target[: size // 4]
-            yield f"copy from the device to {kind} memory, GB/s", len(host) / seconds_of(lambda: host.copy_(part)) / 1e9
+            seconds = seconds_of(partial(host.copy_, target[: size // 4]))
+            yield f"copy from the device to {kind} memory, GB/s", len(host) / seconds / 1e9

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, shown
-from benchmarks.gpu_report.runner import Ended
+from benchmarks.gpu_report.runner import Ended, limit_of
 from dsreason.config.secrets import hide_secrets
 from dsreason.runtime.failures import write_whole
 
@@ -30,7 +30,7 @@ def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
         "verdict": verdict_of(ended, rows),
         "reason": hide_machine(ended.reason),
         "seconds": round(ended.seconds, 1),
-        "limit": part.seconds,
+        "limit": limit_of(part, setting),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setting.device,
         "tiny": setting.tiny,

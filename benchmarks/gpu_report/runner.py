@@ -57,19 +57,24 @@ def run_part(part: Part, setting: Setting, logs: Path, tick: Callable[[float], N
     results.unlink(missing_ok=True)
     task = json.dumps({"part": part.name, "results": str(results), **asdict(setting)}, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
-    started = time.monotonic()
+    started, limit = time.monotonic(), limit_of(part, setting)
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            while process.poll() is None and time.monotonic() - started < part.seconds:
+            while process.poll() is None and time.monotonic() - started < limit:
                 tick(time.monotonic() - started)
                 time.sleep(TICK)
             code = process.poll()
         finally:
             end(process)
-    return ended(part, code, time.monotonic() - started, results, log)
+    return ended(code, time.monotonic() - started, results, log)
+
+
+def limit_of(part: Part, setting: Setting) -> int:
+    """Seconds; a CPU gets more, for vLLM and DeepSpeed compile there."""
+    return part.seconds if setting.cards else 3 * part.seconds
 
 
 def environment() -> dict[str, str]:
@@ -92,7 +97,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def ended(part: Part, code: int | None, seconds: float, results: Path, log: Path) -> Ended:
+def ended(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
     """`code` is None where the time was over."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     measured = {line["name"]: line["value"] for line in lines if "name" in line}
@@ -103,7 +108,7 @@ def ended(part: Part, code: int | None, seconds: float, results: Path, log: Path
         return Ended("done", seconds, measured)
     written = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
     if code is None:
-        return Ended("timed out", seconds, measured, f"killed after {part.seconds} s", written)
+        return Ended("timed out", seconds, measured, f"killed after {seconds:.0f} s", written)
     return Ended("failed", seconds, measured, how_it_ended(code), written)
 
 

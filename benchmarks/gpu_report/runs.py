@@ -7,10 +7,11 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_report.commands import Running, read_metrics
+from benchmarks.gpu_report.commands import Run, Running, read_metrics
 from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model
 from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
@@ -26,21 +27,20 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 # ---------------------------------------------------------------- parity and leaks: the command, on tiny models
 
 
-def parity(setting: Setting) -> Iterator[tuple[str, Value]]:
+def parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
     """Two steps of `dsreason grpo` each; its self-test stops it where weights are lost."""
-    for precision in ("bf16", "fp32"):
-        for family in FAMILIES:
-            run = tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
-            name = f"{family} {precision}"
-            yield f"{name}: from start to the first step, s", run.seconds_to_first_step
-            for key in sorted(run.steps[0]):
-                value = max(step[key] for step in run.steps if key in step)
-                if key.startswith("mismatch/kl"):
-                    yield f"{name}: {key}", value
-                    # KL by k3 is half of the squared difference where that is small.
-                    yield f"{name}: root mean square difference{key.removeprefix('mismatch/kl')}", math.sqrt(2 * value)
-                elif key.startswith("mismatch/max_abs_logprob"):
-                    yield f"{name}: largest difference{key.removeprefix('mismatch/max_abs_logprob')}", value
+    for family in FAMILIES:
+        run = tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
+        yield f"{family}: from start to the first step, s", run.seconds_to_first_step
+        for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
+            value = max(step[key] for step in run.steps if key in step)
+            yield f"{family}: {key}", value
+            if key.startswith("mismatch/kl"):  # by k3: half of the squared difference, where that is small
+                yield f"{family}: {key.replace('kl', 'root_mean_square_logprob')}", math.sqrt(2 * value)
+
+
+parity_bf16 = partial(parity, precision="bf16")
+parity_fp32 = partial(parity, precision="fp32")
 
 
 def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
@@ -54,7 +54,7 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "from start to end, s", run.seconds
 
 
-def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Any:
+def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
     tiny = Setting(setting.scratch, setting.cards, tiny=True)
     model = random_model(tiny, "tiny", family, precision)
     settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
