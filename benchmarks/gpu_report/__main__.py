@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import tempfile
+import threading
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from benchmarks.gpu_report.runner import Ended, limit_of, run_part
 from dsreason.config.problems import nearest
 from dsreason.runtime import launch
 
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)
 
 
@@ -43,10 +44,15 @@ def show_parts(wanted: bool) -> None:
         raise typer.Exit
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+def listen() -> threading.Event:
+    """Set by Ctrl-C and SIGTERM. Not an exception, which might come while a part is being started, and leave it behind."""
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    return asked
 
 
+@app.command()
 def main(
     parts: Annotated[str, typer.Option(help="Which to run, separated by blanks; default: all.")] = "",
     out: Annotated[Path, typer.Option(help="Where the report is; results of an earlier call stay in it.")] = Path(
@@ -62,7 +68,7 @@ def main(
 ) -> None:
     """Measure what a GPU shows of dsreason; nothing is downloaded. Exit code 1 where a part is not as it should be."""
     wanted = chosen(parts)
-    signal.signal(signal.SIGTERM, stop)  # as Ctrl-C: no part may go on without this process
+    stopped = listen()
     launch.prepare_environment()
     cards = launch.gpu_count() if launch.device_kind(launch.gpu_count()) == "cuda" else 0
     logs = out / "logs"
@@ -72,7 +78,7 @@ def main(
         setting = Setting(Path(folder), cards, tiny or not cards)
         try:
             for number, part in enumerate(wanted):
-                records[part.name] = record_of(part, run(part, setting, logs, wanted[number + 1 :]), setting)
+                records[part.name] = record_of(part, run(part, setting, logs, wanted[number + 1 :], stopped), setting)
                 write_report(out, records)
                 tell(part, records[part.name])
         except KeyboardInterrupt:
@@ -82,14 +88,16 @@ def main(
     raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in wanted) else 1)
 
 
-def run(part: Part, setting: Setting, logs: Path, later: list[Part]) -> Ended:
-    """The part, with its time and that of the later ones on the screen."""
+def run(part: Part, setting: Setting, logs: Path, later: list[Part], stopped: threading.Event) -> Ended:
+    """The part, with its time and that of the later ones on the screen. KeyboardInterrupt where `stopped` is set."""
     if setting.cards and setting.cards < part.cards:
         return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {setting.cards}")
     rest = sum(limit_of(other, setting) for other in later)
     with console.status("") as status:
 
         def tick(seconds: float) -> None:
+            if stopped.is_set():
+                raise KeyboardInterrupt
             limit = limit_of(part, setting)
             left = (limit - seconds + rest) / 60
             status.update(f"{part.name}: {seconds:.0f} of {limit} s; all parts: at most {left:.0f} minutes more")
@@ -104,4 +112,4 @@ def tell(part: Part, record: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -179,33 +179,49 @@ def device_copy(size: int, device: str) -> float:
 
 
 def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
-    """vLLM's pools get memory back that others have used: here, NaN. What is neither weight nor key and value must be
-    written again, or not be read. Then, in another round, what was not written again is made as bad as can be."""
+    """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then the worst that can be."""
     tiny = Setting(setting.scratch, setting.cards, tiny=True)
     with opened(tiny, random_model(tiny, "tiny", family), train=False) as run:
-        before = answers(run, 1, lambda engine: None)
+        engine = run.sampler.rollout
+        before = answers(run, 1)
         fill_free_memory(setting)
-        seen: dict[str, bool] = {}
-        after = answers(run, 2, lambda engine: seen.update(not_zero(engine)))
-        yield "same answers after sleep", after == before
-        yield "tensors in vLLM's pools beside weights, keys and values", len(seen)
-        yield "tensors that are not zero again", sum(seen.values())
-        yield from ((f"not zero again: {text}", True) for text, dirty in seen.items() if dirty)
-        harmed = answers(run, 3, lambda engine: [spoil(tensor) for tensor in unwritten(engine)])
-        yield "same answers with all of them spoilt", harmed == before
+        yield "same answers after others have used the memory", answers(run, 2) == before
+        with spoiling(engine):
+            engine.wake()
+            seen = not_zero(engine)
+            yield "tensors in vLLM's pool beside weights", len(seen)
+            yield "of these, not zero again when the weights are awake", sum(seen.values())
+            yield from ((f"not zero again: {text}", True) for text, dirty in seen.items() if dirty)
+            yield "same answers after all of them were spoilt", answers(run, 3) == before
+
+
+@contextmanager
+def spoiling(engine: VLLMEngine) -> Iterator[None]:
+    """As soon as vLLM has mapped memory for its weights, everything else that lies there is made as bad as can be."""
+    wake_up = engine.llm.wake_up
+
+    def spoilt(tags: list[str]) -> None:
+        wake_up(tags=tags)
+        for tensor in beside_weights(engine) if "weights" in tags else ():
+            spoil(tensor)
+
+    engine.llm.wake_up = spoilt
+    try:
+        yield
+    finally:
+        engine.llm.wake_up = wake_up
 
 
 state_poison_qwen2_5_vl = partial(state_poison, family="qwen2_5_vl")
 state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
 
 
-def answers(run: Opened, version: int, look: Any) -> list[tuple[Any, ...]]:
-    """Greedy completions of a round of wake, sync, generate and sleep; `look` sees the engine between wake and sync."""
+def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
+    """Greedy completions of a round of wake, sync, generate and sleep."""
     from dsreason.runtime.engine import full_parameters
 
     engine = run.sampler.rollout
     engine.wake()
-    look(engine)
     engine.sync(full_parameters(run.sampler.policy), version)
     completions = run.generate(engine, version)
     engine.sleep()
@@ -226,7 +242,7 @@ def fill_free_memory(setting: Setting) -> None:
     torch.cuda.empty_cache()
 
 
-def unwritten(engine: VLLMEngine) -> list[Tensor]:
+def beside_weights(engine: VLLMEngine) -> list[Tensor]:
     """Tensors in the memory that vLLM maps for its weights which are no parameter or buffer of the model. None on a CPU."""
     import torch
 
@@ -234,6 +250,7 @@ def unwritten(engine: VLLMEngine) -> list[Tensor]:
         return []
     from vllm.device_allocator.cumem import CuMemAllocator
 
+    gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
     pieces = CuMemAllocator.get_instance().pointer_to_data.items()
     ranges = [(start, start + data.handle[1]) for start, data in pieces if data.tag == "weights"]
     known = {tensor.data_ptr() for tensor in [*engine.model.parameters(), *engine.model.buffers()]}
@@ -244,7 +261,9 @@ def unwritten(engine: VLLMEngine) -> list[Tensor]:
 
 def not_zero(engine: VLLMEngine) -> dict[str, bool]:
     """Of each such tensor, whether it holds anything but zeros: what sleep left there, or what nobody has cleared."""
-    return {f"{i}, {described(tensor)}": bool(tensor.count_nonzero()) for i, tensor in enumerate(unwritten(engine))}
+    return {
+        f"{i}, {described(tensor)}": bool(tensor.count_nonzero()) for i, tensor in enumerate(beside_weights(engine))
+    }
 
 
 def described(tensor: Tensor) -> str:

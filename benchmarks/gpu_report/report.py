@@ -71,9 +71,9 @@ def hide_machine(text: str) -> str:
 
 
 def shortened(path: re.Match[str]) -> str:
-    """The last two parts of a path, or the last one of a short path, whose folder may be a person's."""
-    parts = path.group().split("/")
-    return "…/" + "/".join(parts[-2:] if len(parts) > 4 else parts[-1:])
+    """At most the last two parts of a path, and never the first two, which may be a person's folder."""
+    parts = path.group().split("/")[3:]
+    return "/".join(["…", *parts[-2:]])
 
 
 def cleaned(value: Any) -> Any:

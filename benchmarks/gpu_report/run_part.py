@@ -1,7 +1,4 @@
-"""One part in a process of its own: writes each measurement as it is made, so that a killed part loses none of them.
-
-python -m benchmarks.gpu_report.run_part '{"part": "head", "results": "head.jsonl", "scratch": ".", "cards": 0, "tiny": true}'
-"""
+"""One part in a process of its own: writes each measurement as it is made, so that a killed part loses none of them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_report.parts import BY_NAME, Setting, SkipPart, Value
+from benchmarks.gpu_report.parts import Setting, SkipPart, Value
 from dsreason.runtime import launch
 
 
@@ -19,9 +16,8 @@ def main(task: str) -> None:
     launch.end_with_parent()
     launch.prepare_environment()
     given = json.loads(task)
-    part = BY_NAME[given["part"]]
     setting = Setting(Path(given["scratch"]), given["cards"], given["tiny"])
-    measure = getattr(importlib.import_module(f"benchmarks.gpu_report.{part.module}"), part.name)
+    measure = getattr(importlib.import_module(given["module"]), given["part"])
     with Path(given["results"]).open("a", buffering=1) as file:
         try:
             for name, value in measure(setting):

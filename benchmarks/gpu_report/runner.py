@@ -28,6 +28,7 @@ ENVIRONMENT = {
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A shell may have kept these from another job; every part is a job of its own."""
 LAST_LINES = 30
+GONE_WITHIN = 15
 TICK = 0.2
 """Seconds between two looks at a part."""
 
@@ -55,7 +56,8 @@ def run_part(part: Part, setting: Setting, logs: Path, tick: Callable[[float], N
     """
     results, log = setting.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
     results.unlink(missing_ok=True)
-    task = json.dumps({"part": part.name, "results": str(results), **asdict(setting)}, default=str)
+    given = {"module": part.module, "part": part.name, "results": results, **asdict(setting)}
+    task = json.dumps(given, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
     started, limit = time.monotonic(), limit_of(part, setting)
     with log.open("w") as output:
@@ -95,6 +97,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             other.kill()
     process.wait()
+    psutil.wait_procs(others, timeout=GONE_WITHIN)  # their memory on the card is the next part's
 
 
 def ended(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
