@@ -18,6 +18,7 @@ from benchmarks.gpu_report.materials import (
     largest_size,
     random_model,
     skip_too_small,
+    tiny_model,
     write_rows,
 )
 from benchmarks.gpu_report.parts import Setting, SkipPart, Value
@@ -180,8 +181,7 @@ def device_copy(size: int, device: str) -> float:
 
 def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
     """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then the worst that can be."""
-    tiny = Setting(setting.scratch, setting.cards, tiny=True)
-    with opened(tiny, random_model(tiny, "tiny", family), train=False) as run:
+    with opened(replace(setting, tiny=True), tiny_model(setting, family), train=False) as run:
         engine = run.sampler.rollout
         before = answers(run, 1)
         fill_free_memory(setting)
@@ -250,13 +250,15 @@ def beside_weights(engine: VLLMEngine) -> list[Tensor]:
         return []
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
     pieces = CuMemAllocator.get_instance().pointer_to_data.items()
     ranges = [(start, start + data.handle[1]) for start, data in pieces if data.tag == "weights"]
-    known = {tensor.data_ptr() for tensor in [*engine.model.parameters(), *engine.model.buffers()]}
-    on_device = (item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_cuda and item.numel())
-    found = {tensor.data_ptr(): tensor for tensor in on_device if tensor.data_ptr() not in known}
-    return [tensor for at, tensor in found.items() if any(start <= at < end for start, end in ranges)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*engine.model.parameters(), *engine.model.buffers()]}
+    gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
+    # Of the very class: those that torch.compile keeps have no memory.
+    tensors = (item for item in gc.get_objects() if type(item) is torch.Tensor and item.layout == torch.strided)
+    found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.is_cuda and tensor.numel()}
+    mapped = [found[at] for at in found if any(start <= at < end for start, end in ranges)]
+    return [tensor for tensor in mapped if tensor.untyped_storage().data_ptr() not in known]
 
 
 def not_zero(engine: VLLMEngine) -> dict[str, bool]:
@@ -321,7 +323,7 @@ def start_llm(setting: Setting) -> LLM:
     from vllm import LLM
 
     return LLM(
-        str(random_model(Setting(setting.scratch, setting.cards, tiny=True), "tiny")),
+        str(tiny_model(setting)),
         dtype="bfloat16",
         max_model_len=4096,
         enforce_eager=True,

@@ -12,7 +12,6 @@ from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.timing import seconds_of
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "NCCL_DEBUG")
-CUDA_13_DRIVER = 580
 
 
 def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
@@ -26,6 +25,7 @@ def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "commit", f"{git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git else "not a checkout"
     yield "cuDNN", str(torch.backends.cudnn.version())
     yield "CUDA that torch was built for", str(torch.version.cuda)
+    yield "driver (CUDA 13 needs 580 or newer)", queried("driver_version")
     yield "cores", len(os.sched_getaffinity(0))
     yield "host memory that can be had, GiB", available_bytes() / 2**30
     yield "disk free for models and runs, GiB", shutil.disk_usage(setting.scratch).free / 2**30
@@ -39,10 +39,6 @@ def cards() -> Iterator[tuple[str, Value]]:
     import torch
 
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
-    driver = queried("driver_version")
-    yield "driver", driver
-    if (torch.version.cuda or "").startswith("13."):
-        yield f"driver for CUDA 13 (>= {CUDA_13_DRIVER})", int(driver.split(".")[0]) >= CUDA_13_DRIVER
     yield "cards", torch.cuda.device_count()
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
@@ -56,13 +52,13 @@ def cards() -> Iterator[tuple[str, Value]]:
 
 
 def queried(field: str, number: int = 0) -> str:
-    """A field of nvidia-smi; where that is missing, so is the field."""
+    """A field of nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
-        return "0 (no nvidia-smi)"
+        return "unknown: there is no nvidia-smi"
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=30)
     lines = found.stdout.strip().splitlines()
-    return lines[min(number, len(lines) - 1)] if found.returncode == 0 and lines else "0 (nvidia-smi failed)"
+    return lines[min(number, len(lines) - 1)] if found.returncode == 0 and lines else "unknown: nvidia-smi failed"
 
 
 def speeds(setting: Setting) -> Iterator[tuple[str, Value]]:

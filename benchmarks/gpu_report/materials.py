@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precisio
         sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
         build_tiny(family, folder, dtype=DTYPES[precision], device=setting.device, **sizes)
     return folder
+
+
+def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+    """For parts whose question has nothing to do with size."""
+    return random_model(replace(setting, tiny=True), "tiny", family, precision)
 
 
 def largest_size(setting: Setting) -> str:

@@ -10,21 +10,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_report.environment import queried
 from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, shown
 from benchmarks.gpu_report.runner import Ended, limit_of
 from dsreason.config.secrets import hide_secrets
 from dsreason.runtime.failures import write_whole
+from dsreason.runtime.record import git_state
 
 JSON_FILE, MARKDOWN_FILE = "gpu-report.json", "gpu-report.md"
 GOOD = ("ok", "measured", "skipped")
 PATH = re.compile(r"(?<![\w:/.…-])(?:/[\w.@+~=-]+){2,}")
 
 Record = dict[str, Any]
-"""One part's: verdict, reason, seconds, limit, when, device, tiny, measurements, log."""
+"""One part's: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
 def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
     """What is kept of a part; texts without secrets, paths and the machine's name."""
+    git = git_state()
     rows = judged(part, ended.measured, on_gpu=bool(setting.cards)) if ended.how == "done" else unjudged(ended.measured)
     return {
         "verdict": verdict_of(ended, rows),
@@ -32,7 +35,8 @@ def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
         "seconds": round(ended.seconds, 1),
         "limit": limit_of(part, setting),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": setting.device,
+        "commit": git["commit"][:12] + ("" if not git["dirty"] else ", changed") if git else "",
+        "device": queried("name") if setting.cards else "cpu",
         "tiny": setting.tiny,
         "measurements": [{key: cleaned(value) for key, value in row.items()} for row in rows],
         "log": hide_machine(ended.log),
@@ -116,7 +120,8 @@ def summary(item: tuple[str, Record]) -> tuple[str, ...]:
 
 
 def details(record: Record) -> list[str]:
-    lines = ["", f"{record['verdict']}, {record['when']}{': ' + record['reason'] if record['reason'] else ''}", ""]
+    ended = f"{record['verdict']}: {record['reason']}" if record["reason"] else record["verdict"]
+    lines = ["", f"{ended} ({record['when']}, commit {record['commit'] or 'unknown'})", ""]
     rows = (
         (
             row["name"],

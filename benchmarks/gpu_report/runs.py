@@ -7,12 +7,13 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
-from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model
+from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model, tiny_model
 from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
 from dsreason.runtime import launch
@@ -55,8 +56,8 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
-    tiny = Setting(setting.scratch, setting.cards, tiny=True)
-    model = random_model(tiny, "tiny", family, precision)
+    tiny = replace(setting, tiny=True)
+    model = tiny_model(setting, family, precision)
     settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
     settings["rollout"]["gpu_memory_utilization"] = 0.3

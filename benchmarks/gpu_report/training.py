@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
-from benchmarks.gpu_report.materials import FAMILIES, largest_size, random_model, run_settings, write_rows
+from benchmarks.gpu_report.materials import FAMILIES, largest_size, random_model, run_settings, tiny_model, write_rows
 from benchmarks.gpu_report.parts import Setting, Value
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
     from dsreason.train.build import build_policy_engine
     from dsreason.train.preflight import build_encoder
 
-    model = random_model(Setting(setting.scratch, setting.cards, tiny=True), "tiny", family)
+    model = tiny_model(setting, family)
     config, started = SFTConfig(), time.perf_counter()
     policy = build_policy_engine(config, resolve_deepspeed(file, config, device=setting.device, world_size=1), model)
     yield f"{name}: built, s", time.perf_counter() - started
@@ -157,7 +157,7 @@ def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
     """SIGTERM after the third step of a tiny run, and the same command again."""
-    model = random_model(Setting(setting.scratch, setting.cards, tiny=True), "tiny")
+    model = tiny_model(setting)
     settings = run_settings(model, write_rows(setting, 24))
     settings["train"] |= {"global_batch_size": 4}
     running = Running("sft", settings, setting.scratch / "stopped")
