@@ -132,6 +132,15 @@ def test_no_folder_secret_or_name_of_the_machine_is_kept(
     assert hide_machine(text) == shown
 
 
+def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
+    place = str(tmp_path / "model")
+    ended = Ended("failed", 1.0, {"file": f"in {place}"}, f"cannot open {place}", f"Traceback\n{place}: gone")
+    record = record_of(part("works"), ended, CARD)
+    assert tmp_path.name in str(ended)
+    assert str(tmp_path) not in json.dumps(record)
+    assert (record["reason"][:13], record["log"][-12:]) == ("cannot open …", "/model: gone")
+
+
 def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     found = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
     assert found.exit_code == 2
