@@ -1,4 +1,11 @@
-"""`python -m benchmarks.gpu_report`: runs the parts, one after the other, and writes the report after each."""
+"""`python -m benchmarks.gpu_report`: runs the parts, one after the other, and writes the report after each.
+
+Where no call may take more than ten minutes, three of them fill one report:
+
+    make gpu-report PARTS="environment zero attention vision head parity ledger_05b"
+    make gpu-report PARTS="ledger_2b sync state_poison sft grpo"
+    make gpu-report PARTS="checkpoint leaks processor ledger_7b"
+"""
 
 from __future__ import annotations
 

@@ -167,7 +167,9 @@ PARTS = (
         ),
     ),
     Part("processor", ENGINES, 80, "media processing and generation with and without vLLM's processor cache"),
-    Part("cards", RUNS, 240, "SFT, and GRPO with tensor parallelism, on all cards", cards=2),
+    Part("cards_sft", RUNS, 90, "SFT on all cards", cards=2),
+    Part("cards_grpo", RUNS, 140, "GRPO on all cards", cards=2),
+    Part("cards_grpo_tp2", RUNS, 140, "the same, with two cards a copy of vLLM's model", cards=2),
     Part(
         "ledger_7b",
         ENGINES,

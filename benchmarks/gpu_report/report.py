@@ -107,7 +107,13 @@ def markdown(records: dict[str, Record]) -> str:
     lines += table(("part", "verdict", "seconds", "device", "what"), map(summary, records.items()))
     for part in PARTS:
         if part.name in records:
-            lines += ["", f"## {part.name}", "", part.about.capitalize() + ".", *details(records[part.name])]
+            lines += [
+                "",
+                f"## {part.name}",
+                "",
+                part.about[0].upper() + part.about[1:] + ".",
+                *details(records[part.name]),
+            ]
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -134,28 +135,34 @@ def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
 # ---------------------------------------------------------------- several cards
 
 
-def cards(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """SFT and GRPO on all cards; GRPO with two cards a copy of vLLM's model where their number is even."""
+def cards_sft(setting: Setting) -> Iterator[tuple[str, Value]]:
     ranks = setting.cards or 2
-    sft = sft_settings(setting, largest_size(setting))
-    sft["train"]["global_batch_size"] *= ranks
-    lines = on_ranks("sft", sft, setting, ranks, 4 if setting.tiny else 10)
-    yield from ((f"sft on {ranks}: {name}", value) for name, value in speeds(lines))
-    for parallel in (1, 2) if ranks % 2 == 0 else (1,):
-        grpo = real_grpo(setting)
-        grpo["grpo"]["prompts_per_step"] *= ranks
-        grpo["rollout"]["tensor_parallel_size"] = parallel
-        lines = on_ranks(f"grpo-tp{parallel}", grpo, setting, ranks, 2 if setting.tiny else 4)
-        yield from ((f"grpo on {ranks}, tensor parallel {parallel}: {name}", value) for name, value in split(lines))
+    settings = sft_settings(setting, largest_size(setting))
+    settings["train"]["global_batch_size"] *= ranks
+    yield "cards", ranks
+    yield from speeds(on_ranks("sft", settings, setting, ranks, 4 if setting.tiny else 10))
 
 
-def on_ranks(name: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int) -> list[dict[str, Any]]:
+def cards_grpo(setting: Setting, *, tensor_parallel_size: int = 1) -> Iterator[tuple[str, Value]]:
+    ranks = setting.cards or 2
+    ranks -= ranks % tensor_parallel_size
+    settings = real_grpo(setting)
+    settings["grpo"]["prompts_per_step"] *= ranks
+    settings["rollout"]["tensor_parallel_size"] = tensor_parallel_size
+    yield "cards", ranks
+    yield from split(on_ranks("grpo", settings, setting, ranks, 2 if setting.tiny else 4))
+
+
+cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
+
+
+def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int) -> list[dict[str, Any]]:
     """The metrics of the first steps of a job of `ranks` processes on this machine."""
-    output = setting.scratch / f"{name}-on-{ranks}"
-    task = json.dumps({"command": name.split("-")[0], "settings": settings, "output": str(output), "steps": steps})
+    folder = Path(tempfile.mkdtemp(dir=setting.scratch))
+    task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
     arguments = ["-m", "benchmarks.gpu_report.runs", task]
-    launch.start_ranks(lambda attempt: arguments, ranks=ranks, log_dir=setting.scratch / f"{name}-logs")
-    return read_metrics(output)
+    launch.start_ranks(lambda attempt: arguments, ranks=ranks, log_dir=folder / "logs")
+    return read_metrics(folder / "run")
 
 
 def rank(task: str) -> None:
