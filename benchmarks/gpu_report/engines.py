@@ -244,21 +244,26 @@ def fill_free_memory(setting: Setting) -> None:
 
 def beside_weights(engine: VLLMEngine) -> list[Tensor]:
     """Tensors in the memory that vLLM maps for its weights which are no parameter or buffer of the model. None on a CPU."""
-    import torch
-
     if engine.world.device.type != "cuda":
         return []
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pieces = CuMemAllocator.get_instance().pointer_to_data.items()
     ranges = [(start, start + data.handle[1]) for start, data in pieces if data.tag == "weights"]
-    known = {tensor.untyped_storage().data_ptr() for tensor in [*engine.model.parameters(), *engine.model.buffers()]}
+    return tensors_within(ranges, [*engine.model.parameters(), *engine.model.buffers()])
+
+
+def tensors_within(ranges: list[tuple[int, int]], known: list[Tensor]) -> list[Tensor]:
+    """All tensors of the process whose memory lies in one of the address ranges, but those in the memory of known ones."""
+    import torch
+
     gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
     # Of the very class: those that torch.compile keeps have no memory.
     tensors = (item for item in gc.get_objects() if type(item) is torch.Tensor and item.layout == torch.strided)
-    found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.is_cuda and tensor.numel()}
+    found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+    places = {tensor.untyped_storage().data_ptr() for tensor in known}
     mapped = [found[at] for at in found if any(start <= at < end for start, end in ranges)]
-    return [tensor for tensor in mapped if tensor.untyped_storage().data_ptr() not in known]
+    return [tensor for tensor in mapped if tensor.untyped_storage().data_ptr() not in places]
 
 
 def not_zero(engine: VLLMEngine) -> dict[str, bool]:
@@ -274,10 +279,15 @@ def described(tensor: Tensor) -> str:
 
 
 def spoil(tensor: Tensor) -> None:
+    """NaN, True, or a number that no index should be."""
     import torch
 
+    if tensor.is_floating_point():
+        worst = torch.nan
+    else:
+        worst = 1 if tensor.dtype == torch.bool else min(2**20, torch.iinfo(tensor.dtype).max)
     with torch.inference_mode():
-        tensor.fill_(torch.nan if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else 2**20)
+        tensor.fill_(worst)
 
 
 # ---------------------------------------------------------------- media
