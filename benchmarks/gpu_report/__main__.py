@@ -77,7 +77,8 @@ def main(
     wanted = chosen(parts)
     stopped = listen()
     launch.prepare_environment()
-    cards = launch.gpu_count() if launch.device_kind(launch.gpu_count()) == "cuda" else 0
+    gpus = launch.gpu_count()
+    cards = gpus if launch.device_kind(gpus) == "cuda" else 0
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     records = read_records(out)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.materials import (
-    fits,
+    check_fits,
     grpo_settings,
     largest_size,
     random_model,
-    skip_too_small,
     tiny_model,
     write_rows,
 )
@@ -97,9 +96,7 @@ def prompts_of(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
 
 def ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
     """Three rollouts' worth of handing memory over; seconds are the best of those after the first, which warms up."""
-    if not fits(setting, size):
-        skip_too_small(setting, size)
-    model = random_model(setting, size)
+    model = random_model(setting, check_fits(setting, size))
     large = size == "7B"
     started = time.perf_counter()
     with opened(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:

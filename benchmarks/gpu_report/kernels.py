@@ -24,12 +24,15 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
 
     init_world()
     yield from kernels_of("as dsreason sets it", setting)
+    yield from decoding("as dsreason sets it", setting)
     yield from nonfinite_gradients("as dsreason sets it", setting)
     if setting.cards:
         for allowed in (True, False):
+            how = f"cuDNN {'allowed' if allowed else 'off'}"
             torch.backends.cuda.enable_cudnn_sdp(allowed)
-            yield from kernels_of(f"cuDNN {'allowed' if allowed else 'off'}", setting)
-            yield from nonfinite_gradients(f"cuDNN {'allowed' if allowed else 'off'}", setting)
+            yield from kernels_of(how, setting)
+            yield from decoding(how, setting)
+            yield from nonfinite_gradients(how, setting)
     shutdown()
 
 
@@ -68,6 +71,21 @@ def attention_input(setting: Setting, rows: int, heads: int, length: int, masked
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=setting.device).tril()
     mask[1, :, :, length - 9 :] = False
     return query, mask
+
+
+def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+    """As `generate` of transformers does it: one query, and one more key at every token."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    first, last = (32, 40) if setting.tiny else (700, 764)
+    query, keys = (torch.randn(8, 16, length, 128, device=setting.device, dtype=torch.bfloat16) for length in (1, last))
+
+    def run() -> None:
+        for length in range(first, last):
+            scaled_dot_product_attention(query, keys[:, :, :length], keys[:, :, :length])
+
+    yield f"{how}: decoding, ms a token", 1e3 * seconds_of(run, times=1, warm_up=False) / (last - first)
 
 
 def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:

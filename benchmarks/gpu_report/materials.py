@@ -46,22 +46,21 @@ def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf1
 
 
 def largest_size(setting: Setting) -> str:
-    """Of 2 and 0.5 billion parameters, what fits on the card."""
-    return next((size for size in ("2B", "0.5B") if fits(setting, size)), None) or skip_too_small(setting, "0.5B")
+    """Of 2 and 0.5 billion parameters, what fits on the card. SkipPart where neither does."""
+    return "2B" if setting.tiny or card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
 
 
-def fits(setting: Setting, size: str) -> bool:
-    return setting.tiny or card_gib() >= DEVICE_GIB[size]
+def check_fits(setting: Setting, size: str) -> str:
+    """The size. SkipPart where it does not fit on the card."""
+    if not setting.tiny and card_gib() < DEVICE_GIB[size]:
+        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB, and this one has {card_gib():.0f}")
+    return size
 
 
 def card_gib() -> float:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / 2**30
-
-
-def skip_too_small(setting: Setting, size: str) -> str:
-    raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB, and this one has {card_gib():.0f}")
 
 
 def write_rows(setting: Setting, count: int) -> Path:
