@@ -19,8 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.gpu_report import __main__ as command
-from benchmarks.gpu_report import runner
-from benchmarks.gpu_report.parts import PARTS, Goal, Part, Setting
+from benchmarks.gpu_report import materials, runner
+from benchmarks.gpu_report.parts import PARTS, Goal, Part, Setting, SkipPart
 from benchmarks.gpu_report.report import hide_machine, read_records, record_of, write_report
 from benchmarks.gpu_report.runner import Ended, run_part
 
@@ -168,6 +168,18 @@ def test_all_parts_of_one_card_take_25_minutes_at_most_or_three_calls_of_ten() -
     assert all(sum(part.seconds for part in command.chosen(parts)) <= 600 for parts in calls)
     named = {part.name for parts in calls for part in command.chosen(parts)}
     assert named == {part.name for part in PARTS if part.cards == 1}
+
+
+@pytest.mark.parametrize(("gib", "size"), [(79.0, "2B"), (24.0, "0.5B"), (15.7, None)])
+def test_the_size_of_a_model_is_that_which_fits_on_the_card(
+    gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(materials, "card_gib", lambda: gib)
+    if size is not None:
+        assert materials.largest_size(CARD) == size
+        return
+    with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB, and this one has 16"):
+        materials.largest_size(CARD)
 
 
 def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_ends(
