@@ -17,7 +17,7 @@ DEV := launch/requirements/dev.txt
 COMPILE = $(UV) pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
 	--no-header -q
 
-.PHONY: help setup demo test test-all unit integration gpu check fix build requirements clean
+.PHONY: help setup demo test test-all unit integration gpu gpu-report check fix build requirements clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,10 @@ integration: setup ## Run the tests with real ranks and engines.
 
 gpu: setup ## Run the tests that need a GPU.
 	$(PY) -m pytest tests/gpu
+
+# PARTS="environment sync" runs some of it, PYTHON=python3 takes an environment that is there already, OUT= is the folder.
+gpu-report: $(if $(PYTHON),,setup) ## Measure what a GPU shows of dsreason, at most 25 minutes: outputs/gpu-report.
+	$(or $(PYTHON),$(PY)) -m benchmarks.gpu_report --parts "$(PARTS)" $(if $(OUT),--out "$(OUT)")
 
 check: setup ## Format, lint, types of the torch-free rooms.
 	$(PY) -m ruff format --check .

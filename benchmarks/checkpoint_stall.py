@@ -17,6 +17,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsreason.runtime.world import World
 
 GOAL = 0.10
 
@@ -46,26 +50,25 @@ def step(engine, width: int) -> float:
     import torch
 
     started = time.perf_counter()
-    loss = engine(torch.ones(16, width)).square().mean()
+    loss = engine(torch.ones(16, width, device=engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
+    loss.item()  # on a GPU the above is only queued
     return time.perf_counter() - started
 
 
-def rank(arguments: argparse.Namespace) -> None:
+def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
+    """Seconds by what was waited for, the first round apart from the others, and the bytes of a checkpoint. Collective."""
     from dsreason.runtime.checkpoint import TrainerState
     from dsreason.runtime.checkpoint_writer import CheckpointWriter
-    from dsreason.runtime.world import init_world
 
-    world = init_world()
-    engine, width = build(arguments.gib)
-    folder = Path(arguments.folder)
+    engine, width = build(gib)
     waiting = CheckpointWriter(engine, folder / "waiting", world, background=False)
     beside = CheckpointWriter(engine, folder / "beside", world)
     found: dict[str, list[float]] = {
         name: [] for name in ("waited", "stall", "written", "step alone", "step meanwhile")
     }
-    for number in range(arguments.rounds + 1):
+    for number in range(rounds + 1):
         found["step alone"] += [step(engine, width) for _ in range(3)]
         started = time.perf_counter()
         waiting.start(number, TrainerState(step=number))
@@ -81,14 +84,27 @@ def rank(arguments: argparse.Namespace) -> None:
         if world.is_main:
             for folder_of in (folder / "waiting", folder / "beside"):
                 shutil.rmtree(folder_of / f"step_{number}")
+    return found, size
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    """Without the first round, which has to get memory for the copy."""
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    from dsreason.runtime.world import init_world
+
+    world = init_world()
+    found, size = measure(Path(arguments.folder), arguments.gib, arguments.rounds, world)
     if world.is_main:
         print(f"{size / 2**30:.2f} GiB a checkpoint, {world.size} ranks, load {os.getloadavg()[0]:.1f}")
         print(f"first save beside training, memory for the copy included: {found['stall'][0]:.3f} s")
-        medians = {name: statistics.median(values[1:]) for name, values in found.items()}
-        for name, seconds in medians.items():
+        middle = medians(found)
+        for name, seconds in middle.items():
             print(f"{name:16}{seconds:8.3f} s")
-        print(f"step while a checkpoint is written / alone: {medians['step meanwhile'] / medians['step alone']:.2f}")
-        print(f"stall / save that training waits for: {medians['stall'] / medians['waited']:.3f} (goal {GOAL})")
+        print(f"step while a checkpoint is written / alone: {middle['step meanwhile'] / middle['step alone']:.2f}")
+        print(f"stall / save that training waits for: {middle['stall'] / middle['waited']:.3f} (goal {GOAL})")
 
 
 def main() -> None:

@@ -117,20 +117,25 @@ def build_tiny(
     hidden_size: int = 128,
     num_layers: int = 2,
     intermediate_size: int | None = None,
+    head_size: int = HEAD_SIZE,
+    num_key_value_heads: int = 2,
+    vocabulary_size: int = VOCABULARY_SIZE,
     vision_hidden_size: int = 128,
     vision_depth: int = 2,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 1 << 28,
+    device: str = "cpu",
 ) -> Path:
     """Writes a random checkpoint with tokenizer, processor and chat template into `folder`, and returns it.
 
-    `hidden_size` must be a multiple of 64 (two key-value heads of 32), `vision_hidden_size` of 32. The same arguments give
-    the same files. config.json is written last, so a folder with it is complete.
+    `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`, `head_size` and `vision_hidden_size` of 32. A larger
+    `vocabulary_size` than 512 has rows that the tokenizer has no token for. The weights are drawn on `device`. The same
+    arguments give the same files. config.json is written last, so a folder with it is complete.
     """
-    if hidden_size % (2 * HEAD_SIZE) or vision_hidden_size % HEAD_SIZE:
+    if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
-            f"hidden_size ({hidden_size}) must be a multiple of {2 * HEAD_SIZE} and "
-            f"vision_hidden_size ({vision_hidden_size}) of {HEAD_SIZE}"
+            f"hidden_size ({hidden_size}) must be a multiple of {num_key_value_heads} x head_size ({head_size}), and "
+            f"head_size and vision_hidden_size ({vision_hidden_size}) of {HEAD_SIZE}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(family)
@@ -138,10 +143,18 @@ def build_tiny(
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.video_processor.save_pretrained(folder)
-    text = _text_sizes(hidden_size, num_layers, intermediate_size or 2 * hidden_size)
+    text = {
+        "vocab_size": vocabulary_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size or 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // head_size,
+        "num_key_value_heads": num_key_value_heads,
+        "max_position_embeddings": 32768,
+    }
     vision = _vision_sizes(family, hidden_size, vision_hidden_size, vision_depth)
-    config = _config(family, text, vision, tokenizer, tie_embeddings, dtype)
-    _write_weights(family, config, folder, seed, dtype, max_shard_bytes)
+    config = _config(family, text, head_size, vision, tokenizer, tie_embeddings, dtype)
+    _write_weights(family, config, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
     end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)
     config.save_pretrained(folder)
@@ -201,18 +214,6 @@ def build_processor(family: TinyFamily, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VL
     return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-def _text_sizes(hidden_size: int, num_layers: int, intermediate_size: int) -> dict[str, object]:
-    return {
-        "vocab_size": VOCABULARY_SIZE,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // HEAD_SIZE,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    }
-
-
 def _vision_sizes(family: TinyFamily, hidden_size: int, vision_hidden_size: int, depth: int) -> dict[str, object]:
     sizes = {
         "depth": depth,
@@ -232,6 +233,7 @@ def _vision_sizes(family: TinyFamily, hidden_size: int, vision_hidden_size: int,
 def _config(
     family: TinyFamily,
     text: dict[str, object],
+    head_size: int,
     vision: dict[str, object],
     tokenizer: Qwen2Tokenizer,
     tie_embeddings: bool,
@@ -250,12 +252,14 @@ def _config(
         "dtype": dtype,
     }
     ends = {"bos_token_id": token_id("<|endoftext|>"), "eos_token_id": token_id("<|im_end|>"), "dtype": dtype}
+    wider = head_size // HEAD_SIZE
     if family == "qwen2_5_vl":
-        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4 * wider, 6 * wider, 6 * wider]}
         config = Qwen2_5_VLConfig(text_config=text | ends | {"rope_parameters": rope}, **common)
     else:
-        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        config = Qwen3VLConfig(text_config=text | ends | {"rope_parameters": rope, "head_dim": HEAD_SIZE}, **common)
+        sections = {"mrope_section": [6 * wider, 5 * wider, 5 * wider], "mrope_interleaved": True}
+        rope = {"rope_type": "default", "rope_theta": 5e6, **sections}
+        config = Qwen3VLConfig(text_config=text | ends | {"rope_parameters": rope, "head_dim": head_size}, **common)
     config.architectures = [_model_class(family).__name__]
     return config
 
@@ -279,7 +283,7 @@ def _draw(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Gen
         return torch.ones(shape, dtype=dtype)
     is_table = "embed_tokens" in name or "pos_embed" in name or name == "lm_head.weight"
     std = 0.02 if is_table else 1 / math.sqrt(math.prod(shape[1:]))
-    return torch.empty(shape).normal_(0.0, std, generator=generator).to(dtype)
+    return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
@@ -296,14 +300,18 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
 
 
 def _write_weights(
-    family: TinyFamily, config: PreTrainedConfig, folder: Path, seed: int, dtype: torch.dtype, max_shard_bytes: int
+    family: TinyFamily,
+    config: PreTrainedConfig,
+    folder: Path,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
 ) -> None:
     with torch.device("meta"):
         model = _model_class(family)(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied ones once
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = list(_shards(sizes, max_shard_bytes))
-    generator = torch.Generator().manual_seed(seed)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"

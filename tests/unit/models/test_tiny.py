@@ -106,3 +106,16 @@ def test_sizes_that_do_not_split_into_heads_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="multiple of"):
         build_tiny("qwen2_5_vl", tmp_path, hidden_size=hidden_size, vision_hidden_size=vision_hidden_size)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_heads_and_vocabulary_may_be_those_of_a_real_model(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_size": 128, "num_key_value_heads": 1, "vocabulary_size": 1000}
+    folder = build_tiny(family, tmp_path, **sizes)
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    attention = model.model.language_model.layers[0].self_attn
+    assert (attention.q_proj.weight.shape, attention.k_proj.weight.shape) == ((256, 256), (128, 256))
+    assert sum(model.config.text_config.rope_parameters["mrope_section"]) == 128 // 2
+    assert model(input_ids=torch.tensor([[3, 4, 999]])).logits.shape == (1, 3, 1000)
+    assert AutoProcessor.from_pretrained(folder).tokenizer.decode([999]) == ""

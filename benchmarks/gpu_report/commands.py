@@ -1,0 +1,81 @@
+"""`dsreason` as a person starts it, with what it has measured and written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_report.runner import environment
+
+LAST_LINES = 25
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; none where it has not begun."""
+    file = output / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    seconds: float
+    """From its start, or from `send_signal` where it was stopped, to its end."""
+    output: str
+    """What it wrote to its terminal."""
+    metrics: list[dict[str, Any]]
+    seconds_to_first_step: float
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.metrics if "train/loss" in line]
+
+
+class Running:
+    """A run in a process of its own; its output folder is `folder/run`."""
+
+    def __init__(self, command: str, settings: dict[str, Any], folder: Path, *, resume: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(settings))
+        self.folder, self.log = folder, folder / "output.log"
+        arguments = ["--config", "run.json", "--output-dir", "run", "--nproc", "1"]
+        arguments += ["--resume", "auto"] if resume else []
+        self.started = time.perf_counter()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dsreason", command, *arguments],
+                cwd=folder,
+                env=environment(),
+                stdout=log,
+                stderr=log,
+            )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "run")
+
+    def wait_for_steps(self, count: int) -> None:
+        """Returns when it has ended, too."""
+        while self.process.poll() is None and sum("train/loss" in line for line in self.metrics()) < count:
+            time.sleep(0.1)
+
+    def stop(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.started = time.perf_counter()
+
+    def finish(self, *, expected: int = 0) -> Run:
+        """Wait for its end. RuntimeError with its last lines where it ends with another exit code than expected."""
+        started = self.started
+        self.wait_for_steps(1)
+        first_step = time.perf_counter() - started
+        code = self.process.wait()
+        output = self.log.read_text(errors="replace")
+        if code != expected:
+            last = "\n".join(output.splitlines()[-LAST_LINES:])
+            raise RuntimeError(f"dsreason ended with exit code {code} instead of {expected}:\n{last}")
+        return Run(time.perf_counter() - started, output, self.metrics(), first_step)

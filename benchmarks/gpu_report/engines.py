@@ -1,0 +1,339 @@
+"""vLLM beside a policy: memory that changes hands, weights that are sent, what sleep loses, and media that are processed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_report.materials import (
+    check_fits,
+    grpo_settings,
+    largest_size,
+    random_model,
+    tiny_model,
+    write_rows,
+)
+from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+from benchmarks.gpu_report.timing import seconds_of, synchronize
+from benchmarks.gpu_report.training import count_parameters, train_on_a_clip
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm import LLM
+
+    from dsreason.data.chat import EncodedPrompt, Encoder
+    from dsreason.rollout.protocol import Completion
+    from dsreason.rollout.vllm_engine import VLLMEngine
+    from dsreason.train.sampler import Sampler
+
+HOST_GIB_7B = 100
+"""Of host memory: weights, gradients and master weights of 7 billion parameters, and what pinning rounds up."""
+ROUNDS = 3
+PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A policy and an engine that sleeps, as `dsreason grpo` builds them."""
+
+    sampler: Sampler
+    encoder: Encoder
+    prompts: list[EncodedPrompt]
+    """Text alone, with a picture, with a clip."""
+
+    def generate(self, engine: Any, version: int, *, times: int = 1, length: int = 16) -> list[Completion]:
+        from dsreason.rollout.protocol import Sampling
+
+        return engine.generate(
+            self.prompts * times, Sampling(temperature=0, max_completion_length=length), version=version
+        )
+
+
+@contextmanager
+def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True) -> Iterator[Opened]:
+    """`train`: with one step behind it, which makes the optimizer's moments."""
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.runtime.watchdog import Watchdog
+    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.train.build import build_policy_engine
+    from dsreason.train.build_grpo import build_sampler
+    from dsreason.train.preflight import build_encoder
+
+    settings = grpo_settings(setting, model, prompts=1, generations=2, length=64)
+    config = GRPOConfig.model_validate(settings)
+    with ExitStack() as stack:
+        world = init_world()
+        stack.callback(shutdown)
+        watchdog = stack.enter_context(Watchdog(world, time_limit=config.monitor.phase_time_limit))
+        encoder = build_encoder(config, model)
+        resolved = resolve_deepspeed(deepspeed, config, device=world.device.type, world_size=world.size)
+        policy = build_policy_engine(config, resolved, model)
+        if train:
+            train_on_a_clip(policy, encoder)
+        sampler = build_sampler(config, policy, model, encoder, watchdog, stack)
+        yield Opened(sampler, encoder, prompts_of(setting, encoder))
+
+
+def prompts_of(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
+    from dsreason.config.schema import SFTConfig
+    from dsreason.data.sources import open_datasets
+
+    data = {"adapter": "jsonl", "path": str(write_rows(setting, 24)), "vision": {"fps": 4.0}}
+    samples, _ = open_datasets(SFTConfig.model_validate({"data": data}).data)
+    return [encoder.encode_prompt(samples[i]) for i in range(3)]
+
+
+# ---------------------------------------------------------------- memory and sync
+
+
+def ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
+    """Three rollouts' worth of handing memory over; seconds are the best of those after the first, which warms up."""
+    model = random_model(setting, check_fits(setting, size))
+    large = size == "7B"
+    started = time.perf_counter()
+    with opened(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
+        yield "policy and engine built, s", time.perf_counter() - started
+        yield "parameters, billions", count_parameters(run.sampler.policy) / 1e9
+        found = []
+        for version in range(ROUNDS):
+            with run.sampler.awake(version) as engine:
+                run.generate(engine, version, times=1 if setting.tiny else 8)
+            found.append(run.sampler.memory.take())
+        yield "first wake + sync, s", found[0]["memory/wake/seconds"] + found[0]["memory/sync/seconds"]
+        for phase in PHASES:
+            yield f"{phase}, s", min(values[f"memory/{phase}/seconds"] for values in found[1:])
+        yield "wake + sync, s", min(v["memory/wake/seconds"] + v["memory/sync/seconds"] for v in found[1:])
+        if setting.cards:
+            yield from memory_of(found[-1])
+
+
+def memory_of(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
+    """The driver's count at the end of each phase of one rollout, and what of it comes back."""
+    import torch
+
+    at = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}
+    yield from ((f"device after {phase}, GiB", gib) for phase, gib in at.items())
+    yield (
+        "given back by sleep / taken by wake, sync and generate",
+        ((at["generate"] - at["sleep"]) / (at["generate"] - at["offload"])),
+    )
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    beside = total - free - torch.cuda.memory_reserved()
+    yield "device left beside torch's own while asleep, GiB", beside / 2**30
+
+
+ledger_05b = partial(ledger, size="0.5B")
+ledger_2b = partial(ledger, size="2B")
+
+
+def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
+    from dsreason.runtime.memory import available_bytes
+
+    available = available_bytes() / 2**30
+    if not setting.tiny and available < HOST_GIB_7B:
+        raise SkipPart(f"7B parameters need {HOST_GIB_7B} GiB of host memory, and {available:.0f} can be had")
+    yield from ledger(setting, size="7B")
+
+
+def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """By size of bucket, with what is done without: one copy of as many bytes from the device to itself."""
+    with opened(setting, random_model(setting, largest_size(setting)), train=False) as run:
+        size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
+        yield "weights, GB", size / 1e9
+        copied = device_copy(size, setting.device)
+        yield "device copy, s", copied
+        yield "device copy, GB/s", size / copied / 1e9
+        version = 0
+        for bucket in (512.0, 64.0, 2048.0):
+            sampler, seconds = replace(run.sampler, bucket_mb=bucket), []
+            for _ in range(2):
+                version += 1
+                with sampler.awake(version):
+                    pass
+                seconds.append(sampler.memory.take()["memory/sync/seconds"])
+            yield f"buckets of {bucket:.0f} MiB: sync, s", min(seconds)
+            yield f"buckets of {bucket:.0f} MiB: GB/s", size / min(seconds) / 1e9
+            yield f"buckets of {bucket:.0f} MiB: sync / device copy", min(seconds) / copied
+
+
+def device_copy(size: int, device: str) -> float:
+    """Seconds."""
+    import torch
+
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return seconds_of(lambda: target.copy_(source))
+
+
+# ---------------------------------------------------------------- what sleep loses
+
+
+def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
+    """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then the worst that can be."""
+    with opened(replace(setting, tiny=True), tiny_model(setting, family), train=False) as run:
+        engine = run.sampler.rollout
+        before = answers(run, 1)
+        fill_free_memory(setting)
+        yield "same answers after others have used the memory", answers(run, 2) == before
+        with spoiling(engine):
+            engine.wake()
+            seen = not_zero(engine)
+            yield "tensors in vLLM's pool beside weights", len(seen)
+            yield "of these, not zero again when the weights are awake", sum(seen.values())
+            yield from ((f"not zero again: {text}", True) for text, dirty in seen.items() if dirty)
+            yield "same answers after all of them were spoilt", answers(run, 3) == before
+
+
+@contextmanager
+def spoiling(engine: VLLMEngine) -> Iterator[None]:
+    """As soon as vLLM has mapped memory for its weights, everything else that lies there is made as bad as can be."""
+    wake_up = engine.llm.wake_up
+
+    def spoilt(tags: list[str]) -> None:
+        wake_up(tags=tags)
+        for tensor in beside_weights(engine) if "weights" in tags else ():
+            spoil(tensor)
+
+    engine.llm.wake_up = spoilt
+    try:
+        yield
+    finally:
+        engine.llm.wake_up = wake_up
+
+
+state_poison_qwen2_5_vl = partial(state_poison, family="qwen2_5_vl")
+state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
+
+
+def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
+    """Greedy completions of a round of wake, sync, generate and sleep."""
+    from dsreason.runtime.engine import full_parameters
+
+    engine = run.sampler.rollout
+    engine.wake()
+    engine.sync(full_parameters(run.sampler.policy), version)
+    completions = run.generate(engine, version)
+    engine.sleep()
+    return [(one.ids, [round(value, 3) for value in one.logprobs]) for one in completions]
+
+
+def fill_free_memory(setting: Setting) -> None:
+    """Leave NaN in all but one GiB of what the device has free."""
+    import torch
+
+    if not setting.cards:
+        return
+    torch.cuda.empty_cache()
+    count = torch.cuda.mem_get_info()[0] // 2**30 - 1
+    junk = [torch.full((2**29,), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    synchronize()
+    del junk
+    torch.cuda.empty_cache()
+
+
+def beside_weights(engine: VLLMEngine) -> list[Tensor]:
+    """Tensors in the memory that vLLM maps for its weights which are no parameter or buffer of the model. None on a CPU."""
+    if engine.world.device.type != "cuda":
+        return []
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pieces = CuMemAllocator.get_instance().pointer_to_data.items()
+    ranges = [(start, start + data.handle[1]) for start, data in pieces if data.tag == "weights"]
+    return tensors_within(ranges, [*engine.model.parameters(), *engine.model.buffers()])
+
+
+def tensors_within(ranges: list[tuple[int, int]], known: list[Tensor]) -> list[Tensor]:
+    """All tensors of the process whose memory lies in one of the address ranges, but those in the memory of known ones."""
+    import torch
+
+    gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
+    # Of the very class: those that torch.compile keeps have no memory.
+    tensors = (item for item in gc.get_objects() if type(item) is torch.Tensor and item.layout == torch.strided)
+    found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+    places = {tensor.untyped_storage().data_ptr() for tensor in known}
+    mapped = [found[at] for at in found if any(start <= at < end for start, end in ranges)]
+    return [tensor for tensor in mapped if tensor.untyped_storage().data_ptr() not in places]
+
+
+def not_zero(engine: VLLMEngine) -> dict[str, bool]:
+    """Of each such tensor, whether it holds anything but zeros: what sleep left there, or what nobody has cleared."""
+    return {
+        f"{i}, {described(tensor)}": bool(tensor.count_nonzero()) for i, tensor in enumerate(beside_weights(engine))
+    }
+
+
+def described(tensor: Tensor) -> str:
+    holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"list", "frame", "set"}
+    return f"{tuple(tensor.shape)} {tensor.dtype}, held by {', '.join(sorted(holders))}"
+
+
+def spoil(tensor: Tensor) -> None:
+    """NaN, True, or a number that no index should be."""
+    import torch
+
+    if tensor.is_floating_point():
+        worst = torch.nan
+    else:
+        worst = 1 if tensor.dtype == torch.bool else min(2**20, torch.iinfo(tensor.dtype).max)
+    with torch.inference_mode():
+        tensor.fill_(worst)
+
+
+# ---------------------------------------------------------------- media
+
+
+def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """One prompt with a clip, asked several times, in vLLM alone. Without its cache every completion's clip is processed."""
+    import numpy as np
+
+    llm = start_llm(setting)
+    from vllm import SamplingParams
+
+    frames, height, width = (8, 64, 64) if setting.tiny else (60, 240, 320)
+    clip = np.random.default_rng(0).integers(0, 255, (frames, height, width, 3), dtype=np.uint8)
+    metadata = {"fps": 1.0, "duration": float(frames), "total_num_frames": frames, "do_sample_frames": False}
+    metadata |= {"frames_indices": list(range(frames)), "video_backend": "none"}
+    text = "<|vision_start|><|video_pad|><|vision_end|>What moves?"
+    prompt = {"prompt": text, "multi_modal_data": {"video": [(clip, metadata)]}}
+
+    def forget() -> None:
+        llm.reset_mm_cache()
+        llm.reset_prefix_cache()
+
+    def ask(times: int, length: int = 1) -> float:
+        started = time.perf_counter()
+        llm.generate([prompt] * times, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - started
+
+    ask(1)
+    for times in (1, 2) if setting.tiny else (1, 8, 64):
+        forget()
+        yield f"{times} completions of a prompt that is new, s", ask(times)
+        yield f"{times} completions of a prompt that is known, s", ask(times)
+    times, length = (2, 8) if setting.tiny else (64, 128)
+    yield f"{times} completions of {length} tokens: tokens/s", times * length / ask(times, length)
+
+
+def start_llm(setting: Setting) -> LLM:
+    """A tiny model in vLLM with its processor cache, which `reset_mm_cache` empties."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not setting.cards:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    from vllm import LLM
+
+    return LLM(
+        str(tiny_model(setting)),
+        dtype="bfloat16",
+        max_model_len=4096,
+        enforce_eager=True,
+        mm_processor_cache_gb=4,
+        gpu_memory_utilization=0.4,
+    )

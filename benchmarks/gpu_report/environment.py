@@ -1,0 +1,77 @@
+"""The machine: versions, driver, cards, links between them, and what the card does without dsreason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+
+from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.timing import seconds_of
+
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "NCCL_DEBUG")
+
+
+def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
+    import torch
+
+    from dsreason.runtime.memory import available_bytes
+    from dsreason.runtime.record import git_state, versions
+
+    yield from versions().items()
+    git = git_state()
+    yield "commit", f"{git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git else "not a checkout"
+    yield "cuDNN", str(torch.backends.cudnn.version())
+    yield "CUDA that torch was built for", str(torch.version.cuda)
+    yield "driver (CUDA 13 needs 580 or newer)", queried("driver_version")
+    yield "cores", len(os.sched_getaffinity(0))
+    yield "host memory that can be had, GiB", available_bytes() / 2**30
+    yield "disk free for models and runs, GiB", shutil.disk_usage(setting.scratch).free / 2**30
+    yield from ((name, os.environ[name]) for name in VARIABLES if name in os.environ)
+    if setting.cards:
+        yield from cards()
+    yield from speeds(setting)
+
+
+def cards() -> Iterator[tuple[str, Value]]:
+    import torch
+
+    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+    yield "cards", torch.cuda.device_count()
+    for number in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        yield f"card {number}", f"{card.name}, compute capability {card.major}.{card.minor}"
+        yield f"card {number}: memory, GiB", total / 2**30
+        yield f"card {number}: in use before anything ran, GiB", (total - free) / 2**30
+        yield f"card {number}: power limit", queried("power.limit", number)
+    for other in range(1, torch.cuda.device_count()):
+        yield f"card 0 reads card {other} directly", torch.cuda.can_device_access_peer(0, other)
+
+
+def queried(field: str, number: int = 0) -> str:
+    """A field of nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown: there is no nvidia-smi"
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    lines = found.stdout.strip().splitlines()
+    return lines[min(number, len(lines) - 1)] if found.returncode == 0 and lines else "unknown: nvidia-smi failed"
+
+
+def speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """The bounds of what training and syncing can reach here."""
+    import torch
+
+    device, side, size = setting.device, *((256, 2**20) if setting.tiny else (8192, 2**31))
+    matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    yield f"bf16 matrix product of {side}, TFLOP/s", 2 * side**3 / seconds_of(lambda: matrix @ matrix) / 1e12
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    yield "copy on the device, GB/s", size / seconds_of(lambda: target.copy_(source)) / 1e9
+    if setting.cards:
+        for kind, pinned in (("pinned", True), ("pageable", False)):
+            host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=pinned)
+            seconds = seconds_of(partial(host.copy_, target[: size // 4]))
+            yield f"copy from the device to {kind} memory, GB/s", len(host) / seconds / 1e9

@@ -1,0 +1,264 @@
+"""Attention, the vision towers, and the log-probability head, each alone at a real model's sizes."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.timing import peak_gib, seconds_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+NEW_SHAPES = 16
+
+
+def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """First as dsreason sets the process, then with torch's own choice of cuDNN allowed and not."""
+    import torch
+
+    from dsreason.runtime.world import init_world, shutdown
+
+    init_world()
+    yield from kernels_of("as dsreason sets it", setting)
+    yield from decoding("as dsreason sets it", setting)
+    yield from nonfinite_gradients("as dsreason sets it", setting)
+    if setting.cards:
+        for allowed in (True, False):
+            how = f"cuDNN {'allowed' if allowed else 'off'}"
+            torch.backends.cuda.enable_cudnn_sdp(allowed)
+            yield from kernels_of(how, setting)
+            yield from decoding(how, setting)
+            yield from nonfinite_gradients(how, setting)
+    shutdown()
+
+
+def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+    """The kernel and the time of forward and backward, with and without a mask; what a length not seen before costs."""
+    import torch
+    from torch.nn.attention import SDPBackend
+    from torch.nn.functional import scaled_dot_product_attention
+
+    rows, heads, length = (2, 2, 64) if setting.tiny else (4, 16, 2048)
+    for masked in (False, True):
+        name = f"{how}: {'padded' if masked else 'whole'} rows"
+
+        def run(length: int, masked: bool = masked) -> None:
+            query, mask = attention_input(setting, rows, heads, length, masked)
+            found = scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=not masked)
+            found.backward(found.detach())
+
+        query, mask = attention_input(setting, rows, heads, length, masked)
+        number = torch._fused_sdp_choice(query, query, query, mask, 0.0, not masked)
+        yield f"{name} kernel", SDPBackend(number).name
+        yield f"{name}, forward and backward, ms", 1e3 * seconds_of(lambda run=run: run(length))
+        lengths = range(length + 1, length + 1 + NEW_SHAPES)
+        first = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
+        again = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
+        yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - again) / NEW_SHAPES
+
+
+def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
+    """Random queries `[rows, heads, length, 128]` and, `masked`, a causal mask with padding at the end of the second row."""
+    import torch
+
+    query = torch.randn(rows, heads, length, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+    if not masked:
+        return query, None
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=setting.device).tril()
+    mask[1, :, :, length - 9 :] = False
+    return query, mask
+
+
+def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+    """As `generate` of transformers does it: one query, and one more key at every token."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    first, last = (32, 40) if setting.tiny else (700, 764)
+    query, keys = (torch.randn(8, 16, length, 128, device=setting.device, dtype=torch.bfloat16) for length in (1, last))
+
+    def run() -> None:
+        for length in range(first, last):
+            scaled_dot_product_attention(query, keys[:, :, :length], keys[:, :, :length])
+
+    yield f"{how}: decoding, ms a token", 1e3 * seconds_of(run, times=1, warm_up=False) / (last - first)
+
+
+def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+    """Queries and keys that agree in one strong channel, as Qwen2.5's do: with a mask, cuDNN's backward pass gives NaN
+    where a row's scores are far below zero and the length is 64 above a multiple of 128."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    for length in (192, 128) if setting.tiny else (704, 1088, 640):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, 1, length, 128, device=setting.device) for _ in range(3))
+        query, key = 0.1 * query, 0.1 * key
+        query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(128)  # every score is about -120
+        leaves = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=setting.device).tril()
+        found = scaled_dot_product_attention(*leaves, attn_mask=mask)
+        found.backward(torch.randn_like(found))
+        count = sum(int((~leaf.grad.isfinite()).sum()) for leaf in leaves)
+        yield f"{how}: length {length} non-finite gradients", count
+
+
+# ---------------------------------------------------------------- vision
+
+
+def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """Each tower on one clip: as transformers computes it, and two ways with fewer calls of a kernel."""
+    import torch
+
+    register()
+    for family, names in (
+        ("qwen2_5_vl", ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel")),
+        ("qwen3_vl", ("Qwen3VLVisionConfig", "Qwen3VLVisionModel")),
+    ):
+        tower = build_tower(family, *names, setting)
+        grid = torch.tensor([[2, 16, 20] if setting.tiny else [30, 20, 28]], device=setting.device)
+        patch = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
+        pixels = torch.randn(int(grid.prod()), patch, device=setting.device, dtype=tower.dtype)
+        yield from towers_of(family, tower, pixels, grid)
+        yield from patch_embedding(family, tower, pixels)
+
+
+def towers_of(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
+    """Differences are relative, the larger of output's and gradient's."""
+    plain = tower_run(tower, "sdpa", pixels, grid)()
+    for name, implementation in (
+        ("as it is", "sdpa"),
+        ("windows of one size together", "flash_windows_together"),
+        ("one call for all windows", "flash_one_call"),
+    ):
+        if implementation == "flash_one_call" and not pixels.is_cuda:
+            continue  # torch has that kernel on GPUs only
+        run = tower_run(tower, implementation, pixels, grid)
+        try:
+            pairs = zip(run(), plain, strict=True)
+            yield f"{family} {name}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
+            yield f"{family} {name}: forward and backward, s", seconds_of(run)
+        except Exception as error:  # noqa: BLE001 (an experiment, beside which the others are to be measured)
+            yield f"{family} {name}: failed", f"{type(error).__name__}: {error}"[:500]
+
+
+def build_tower(family: str, config_name: str, model_name: str, setting: Setting) -> nn.Module:
+    import torch
+
+    place = f"transformers.models.{family}"
+    config_class = getattr(importlib.import_module(f"{place}.configuration_{family}"), config_name)
+    model_class = getattr(importlib.import_module(f"{place}.modeling_{family}"), model_name)
+    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
+    config = config_class(**(sizes if setting.tiny else {}))
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if setting.cards else torch.float32
+    return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setting.device)
+
+
+def tower_run(
+    tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Forward and backward; gives the output and the gradient of the first block's matrix, both float32."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        for module in tower.modules():  # `set_attn_implementation` looks for a kernel of that name on the hub
+            if hasattr(module, "config"):
+                module.config._attn_implementation = implementation
+        tower.zero_grad()
+        output = tower(pixels, grid_thw=grid).pooler_output
+        output.float().square().mean().backward()
+        return output.detach().float(), tower.blocks[0].attn.qkv.weight.grad.detach().float()
+
+    return run
+
+
+def register() -> None:
+    """Two attention functions for transformers; by `flash` in their names the towers know to make one call a layer."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("flash_windows_together", windows_together)
+    AttentionInterface.register("flash_one_call", one_call)
+
+
+def windows_together(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Windows of one size are the rows of one batch: a call for each size, not for each window. `[1, heads, T, D]` in."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    sizes = cu_seq_lens_q.diff()
+    of_token = sizes.repeat_interleave(sizes)
+    output = torch.empty_like(query)
+    for size in sizes.unique().tolist():
+        tokens = (of_token == size).nonzero().squeeze(1)
+        rows = [tensor[0][:, tokens].unflatten(1, (-1, size)).transpose(0, 1) for tensor in (query, key, value)]
+        found = scaled_dot_product_attention(*rows, scale=given["scaling"])
+        output = output.index_copy(2, tokens, found.transpose(0, 1).flatten(1, 2)[None])
+    return output.transpose(1, 2), None
+
+
+def one_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """torch's attention over sequences of any length, which scales by 1 / √D as the towers do. `[1, heads, T, D]` in."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    ends, longest = cu_seq_lens_q.int(), int(cu_seq_lens_q.diff().max())
+    return varlen_attn(*rows, ends, ends, longest, longest)[None], None
+
+
+def patch_embedding(family: str, tower: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:
+    """The first layer as the convolution that it is written as, and as the matrix product that it amounts to."""
+    convolution = tower.patch_embed.proj
+    cubes, matrix = pixels.view(-1, *convolution.weight.shape[1:]), convolution.weight.flatten(1)
+    yield f"{family} patches by convolution, s", seconds_of(lambda: convolution(cubes))
+    yield f"{family} patches by matrix product, s", seconds_of(lambda: pixels @ matrix.T)
+
+
+# ---------------------------------------------------------------- head
+
+
+def head(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """Forward and backward of log-probabilities with entropy; `own choice` is what a training run does."""
+    import torch
+
+    from dsreason.models.logprobs import token_logprobs_and_entropy
+
+    tokens, width, vocabulary = (64, 32, 1000) if setting.tiny else (8192, 4096, 151_936)
+    hidden, weight = (
+        (scale * torch.randn(count, width, device=setting.device, dtype=torch.bfloat16)).requires_grad_()
+        for count, scale in ((tokens, 1.0), (vocabulary, 0.02))
+    )
+    targets = torch.randint(vocabulary, (tokens,), device=setting.device)
+    chunks = {"own choice": None} | {
+        f"2^{bits} logits at a time": max(1, 2**bits // vocabulary)
+        for bits in ((12, 13) if setting.tiny else range(25, 29))
+    }
+    for name, chunk in chunks.items():
+
+        def run(chunk: int | None = chunk) -> None:
+            hidden.grad = weight.grad = None
+            logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, chunk_size=chunk)
+            (logprobs.sum() + entropy.sum()).backward()
+
+        yield f"{name}: forward and backward, s", seconds_of(run)
+        yield f"{name}: peak, GiB", peak_gib(run)

@@ -1,0 +1,127 @@
+"""What the parts work on: random models of real sizes, rows with media, and run configurations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_report.parts import Setting, SkipPart
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"head_size": 64, "num_key_value_heads": 1, "vocabulary_size": 1024},
+    # 0.6e9, 1.9e9 and 7.4e9 parameters; of the shapes of Qwen3-VL with 2 and 8 billion.
+    "0.5B": {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072},
+    "2B": {"hidden_size": 2048, "num_layers": 28, "intermediate_size": 6144},
+    "7B": {"hidden_size": 4096, "num_layers": 32, "intermediate_size": 12288, "tie_embeddings": False},
+}
+REAL = {"head_size": 128, "num_key_value_heads": 8, "vocabulary_size": 151_936}
+TOWER = {"vision_hidden_size": 1024, "vision_depth": 24}
+DEVICE_GIB = {"0.5B": 20, "2B": 60, "7B": 70}
+"""Of a card on which policy and engine of a size fit side by side."""
+
+REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
+QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Describe what you see.")
+ANSWER = "The ball moves to the left, and the square is green."
+
+
+def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+    """A folder with random weights; made once in a call, on the device that trains."""
+    from dsreason.models.tiny import build_tiny
+    from dsreason.train.preflight import DTYPES
+
+    size = "tiny" if setting.tiny else size
+    folder = setting.scratch / "models" / f"{family}-{size}-{precision}"
+    if not (folder / "config.json").is_file():
+        sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
+        build_tiny(family, folder, dtype=DTYPES[precision], device=setting.device, **sizes)
+    return folder
+
+
+def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+    """For parts whose question has nothing to do with size."""
+    return random_model(replace(setting, tiny=True), "tiny", family, precision)
+
+
+def largest_size(setting: Setting) -> str:
+    """Of 2 and 0.5 billion parameters, what fits on the card. SkipPart where neither does."""
+    return "2B" if setting.tiny or card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
+
+
+def check_fits(setting: Setting, size: str) -> str:
+    """The size. SkipPart where it does not fit on the card."""
+    if not setting.tiny and card_gib() < DEVICE_GIB[size]:
+        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB, and this one has {card_gib():.0f}")
+    return size
+
+
+def card_gib() -> float:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def write_rows(setting: Setting, count: int) -> Path:
+    """A JSONL in whose rows text alone, a picture and a clip take turns; answers of 1 to 40 sentences, mostly few."""
+    import numpy as np
+    from PIL import Image
+
+    from dsreason.data.builtin import write_clip
+
+    folder = setting.scratch / f"rows-{count}"
+    path = folder / "rows.jsonl"
+    if path.is_file():
+        return path
+    folder.mkdir()
+    frames, height, width = (4, 64, 64) if setting.tiny else (16, 240, 320)
+    random, rows = np.random.default_rng(0), []
+    for number in range(count):
+        sentences = int(np.ceil(random.lognormal(1.0, 0.9)).clip(1, 4 if setting.tiny else 40))
+        answer = " ".join([ANSWER] * sentences)
+        row = {"id": str(number), "question": QUESTIONS[number % 3], "answer": answer}
+        clip = np.zeros((frames, height, width, 3), np.uint8)
+        clip[:] = random.integers(0, 200, 3)
+        for i, frame in enumerate(clip):
+            frame[20:50, 3 * i : 3 * i + 30] = 255 - number % 50
+        if number % 3 == 1:
+            Image.fromarray(clip[0]).save(folder / f"{number}.png")
+            row["image"] = f"{number}.png"
+        elif number % 3 == 2:
+            write_clip(folder / f"{number}.mp4", clip)
+            row["video"] = f"{number}.mp4"
+        rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
+    """What SFT and GRPO runs of the report share: no validation by answers, no checkpoint before the end, no export.
+
+    `train.max_steps` is more than any of them takes.
+    """
+    return {
+        "deepspeed": "zero3.json",
+        "model": {"path": str(model), "max_length": 2048},
+        "data": {"adapter": "jsonl", "path": str(rows), "workers": 4, "vision": {"fps": 4.0}},
+        "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
+        "train": {"precision": precision, "epochs": 1000, "max_steps": 10_000},
+        "validation": {"before_training": False, "generate": False},
+        "checkpoint": {"every": 0, "export": "none"},
+    }
+
+
+def grpo_settings(
+    setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
+) -> dict[str, Any]:
+    """A GRPO run without KL, rewarded for vowels; on a card with room, vLLM has 4 tenths of it."""
+    rows, reward = write_rows(setting, 24), setting.scratch / "rewards.py"
+    reward.write_text(REWARD)
+    settings = run_settings(model, rows, precision=precision)
+    settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setting.tiny else 16384}
+    return settings | {
+        "grpo": {"prompts_per_step": prompts, "num_generations": generations, "kl_coef": 0.0},
+        "rollout": {"gpu_memory_utilization": 0.4, "max_completion_length": length},
+        "reward": {"functions": {f"{reward}:vowels": 1.0}},
+    }

@@ -1,0 +1,197 @@
+"""The parts of the report: what each measures, how long it may take, and the goals that its measurements have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+Value = float | int | str | bool
+
+
+class SkipPart(Exception):
+    """A part raises it where the machine is not made for it, with the reason."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the measurements whose names match `pattern` should be: `Goal("* wake + sync, s", "<=", 2.0)`."""
+
+    pattern: str
+    relation: Literal["<=", ">=", "==", "!="]
+    bound: Value
+    on_cpu: bool = False
+    """Whether it counts in a run without a GPU too."""
+
+    def __str__(self) -> str:
+        return f"{self.relation} {shown(self.bound)}"
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+    def is_met(self, value: Value) -> bool:
+        if self.relation in ("==", "!="):
+            return (value == self.bound) == (self.relation == "==")
+        if isinstance(value, str) or math.isnan(value):
+            return False
+        return value <= float(self.bound) if self.relation == "<=" else value >= float(self.bound)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part; its function is `<module>.<name>(setting)` and yields names and values."""
+
+    name: str
+    module: str
+    seconds: int
+    """How long it may take."""
+    about: str
+    goals: tuple[Goal, ...] = ()
+    cards: int = 1
+    """How many it needs."""
+
+
+def shown(value: Value) -> str:
+    """Four significant digits, `yes` and `no`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+HAND_OVER_GOALS = (Goal("given back by sleep / taken by wake, sync and generate", ">=", 0.9),)
+POISON_GOALS = (Goal("same answers after *", "==", True, on_cpu=True),)
+
+ENVIRONMENT, KERNELS, TRAINING, ENGINES, RUNS = (
+    f"{__package__}.{name}" for name in ("environment", "kernels", "training", "engines", "runs")
+)
+
+# In this order; a size that may bring the machine down comes last.
+PARTS = (
+    Part(
+        "environment",
+        ENVIRONMENT,
+        30,
+        "versions, driver, cards, links between them, and what the card does without dsreason",
+    ),
+    Part(
+        "zero",
+        TRAINING,
+        110,
+        "one forward, backward and step with each DeepSpeed file, both families",
+        (Goal("*: ran", "==", True, on_cpu=True), Goal("*: buffers elsewhere", "==", 0, on_cpu=True)),
+    ),
+    Part(
+        "attention",
+        KERNELS,
+        45,
+        "attention kernels that are chosen, their time, and gradients that are no number",
+        (
+            Goal("as dsreason sets it: * kernel", "!=", "CUDNN_ATTENTION"),
+            Goal("as dsreason sets it: * non-finite gradients", "==", 0, on_cpu=True),
+        ),
+    ),
+    Part(
+        "vision",
+        KERNELS,
+        55,
+        "the vision towers as they are, with windows of one size together, with one call for all; experiments",
+        (Goal("* windows of one size together: difference", "<=", 0.05, on_cpu=True),),
+    ),
+    Part("head", KERNELS, 30, "log-probabilities and entropy by chunk size"),
+    Part(
+        "parity_bf16",
+        RUNS,
+        100,
+        "log-probabilities of trainer and engine in bf16, both families, text, image and video",
+        (Goal("*: mismatch/kl*", "<=", 1e-2, on_cpu=True),),
+    ),
+    Part(
+        "parity_fp32",
+        RUNS,
+        100,
+        "the same in fp32",
+        (Goal("*: mismatch/root_mean_square_logprob*", "<=", 1e-5, on_cpu=True),),
+    ),
+    Part(
+        "ledger_05b",
+        ENGINES,
+        65,
+        "seconds and GiB of each phase of a rollout, 0.5 billion parameters",
+        HAND_OVER_GOALS,
+    ),
+    Part(
+        "ledger_2b",
+        ENGINES,
+        100,
+        "the same, 2 billion",
+        (*HAND_OVER_GOALS, Goal("wake + sync, s", "<=", 2.0)),
+    ),
+    Part("sync", ENGINES, 90, "weights into the engine by bucket size, against a device copy of the same bytes"),
+    Part(
+        "state_poison_qwen2_5_vl",
+        ENGINES,
+        60,
+        "what sleep loses and nobody writes again: what vLLM wakes with is NaN",
+        POISON_GOALS,
+    ),
+    Part("state_poison_qwen3_vl", ENGINES, 60, "the same, the other family", POISON_GOALS),
+    Part("sft", TRAINING, 90, "tokens/s, model FLOPs utilization, and padding of SFT"),
+    Part(
+        "grpo",
+        RUNS,
+        140,
+        "a GRPO step split by phase",
+        (Goal("mismatch/kl", "<=", 1e-2, on_cpu=True),),
+    ),
+    Part(
+        "checkpoint",
+        TRAINING,
+        100,
+        "how long training waits for a checkpoint; SIGTERM and resume",
+        (
+            Goal("stall / save that training waits for", "<=", 0.1),
+            Goal("resumed after the step it was stopped at", "==", True, on_cpu=True),
+        ),
+    ),
+    Part(
+        "leaks",
+        RUNS,
+        95,
+        "memory over 20 GRPO steps, and a quiet end",
+        (
+            Goal("allocated after step 12 above steps 2 to 8, MiB", "<=", 8.0),
+            Goal("device after step 12 above steps 2 to 8, MiB", "<=", 256.0),
+            Goal("lines with a CUDA error", "==", 0, on_cpu=True),
+        ),
+    ),
+    Part("processor", ENGINES, 80, "media processing and generation with and without vLLM's processor cache"),
+    Part("cards_sft", RUNS, 90, "SFT on all cards", cards=2),
+    Part("cards_grpo", RUNS, 140, "GRPO on all cards", cards=2),
+    Part("cards_grpo_tp2", RUNS, 140, "the same, with two cards a copy of vLLM's model", cards=2),
+    Part(
+        "ledger_7b",
+        ENGINES,
+        150,
+        "the ledger with 7 billion parameters, zero3_offload, where it fits",
+        HAND_OVER_GOALS,
+    ),
+)
+BY_NAME = {part.name: part for part in PARTS}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part is given."""
+
+    scratch: Path
+    """A folder that all parts of one call share, for models and runs."""
+    cards: int
+    """GPUs; 0: everything runs on the CPU."""
+    tiny: bool
+    """Sizes with which the script itself is tried; they say nothing about speed."""
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.cards else "cpu"

@@ -1,0 +1,149 @@
+"""What the parts have found, as one JSON and one Markdown file that can be sent to others."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_report.environment import queried
+from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, shown
+from benchmarks.gpu_report.runner import Ended, limit_of
+from dsreason.config.secrets import hide_secrets
+from dsreason.runtime.failures import write_whole
+from dsreason.runtime.record import git_state
+
+JSON_FILE, MARKDOWN_FILE = "gpu-report.json", "gpu-report.md"
+GOOD = ("ok", "measured", "skipped")
+PATH = re.compile(r"(?<![\w:/.…-])(?:/[\w.@+~=-]+){2,}")
+
+Record = dict[str, Any]
+"""One part's: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
+
+
+def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
+    """What is kept of a part; texts without secrets, paths and the machine's name."""
+    git = git_state()
+    rows = judged(part, ended.measured, on_gpu=bool(setting.cards)) if ended.how == "done" else unjudged(ended.measured)
+    return {
+        "verdict": verdict_of(ended, rows),
+        "reason": hide_machine(ended.reason),
+        "seconds": round(ended.seconds, 1),
+        "limit": limit_of(part, setting),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git["commit"][:12] + ("" if not git["dirty"] else ", changed") if git else "",
+        "device": queried("name") if setting.cards else "cpu",
+        "tiny": setting.tiny,
+        "measurements": [{key: cleaned(value) for key, value in row.items()} for row in rows],
+        "log": hide_machine(ended.log),
+    }
+
+
+def unjudged(measured: dict[str, Value]) -> list[Record]:
+    return [{"name": name, "value": value, "goal": None, "ok": None} for name, value in measured.items()]
+
+
+def judged(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Record]:
+    """Every measurement with its goal, and every goal that nothing was measured for."""
+    goals = [goal for goal in part.goals if on_gpu or goal.on_cpu]
+    rows = unjudged(measured)
+    for row in rows:
+        if goal := next((goal for goal in goals if goal.matches(row["name"])), None):
+            row |= {"goal": str(goal), "ok": goal.is_met(row["value"])}
+    unmeasured = [goal for goal in goals if not any(goal.matches(name) for name in measured)]
+    return rows + [
+        {"name": goal.pattern, "value": "not measured", "goal": str(goal), "ok": False} for goal in unmeasured
+    ]
+
+
+def verdict_of(ended: Ended, rows: list[Record]) -> str:
+    """`ok`, `missed` (a goal), `measured` (there is no goal), `skipped`, `timed out` or `failed`."""
+    if ended.how != "done":
+        return ended.how
+    found = [row["ok"] for row in rows if row["ok"] is not None]
+    return "measured" if not found else "ok" if all(found) else "missed"
+
+
+def hide_machine(text: str) -> str:
+    """Without secrets, the machine's name, and the folders that files lie in."""
+    text = PATH.sub(shortened, hide_secrets(text))
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", text)
+
+
+def shortened(path: re.Match[str]) -> str:
+    """At most the last two parts of a path, and never the first two, which may be a person's folder."""
+    parts = path.group().split("/")[3:]
+    return "/".join(["…", *parts[-2:]])
+
+
+def cleaned(value: Any) -> Any:
+    return hide_machine(value) if isinstance(value, str) else value
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """Of the calls before."""
+    file = folder / JSON_FILE
+    return json.loads(file.read_text())["parts"] if file.is_file() else {}
+
+
+def write_report(folder: Path, records: dict[str, Record]) -> None:
+    """Both files, whole at any time."""
+    ordered = {part.name: records[part.name] for part in PARTS if part.name in records}
+    write_whole(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / MARKDOWN_FILE, markdown(ordered))
+
+
+def markdown(records: dict[str, Record]) -> str:
+    lines = ["# dsreason on a GPU", ""]
+    if any(record["device"] == "cpu" for record in records.values()):
+        lines += [
+            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, and no speed.",
+            "",
+        ]
+    lines += table(("part", "verdict", "seconds", "device", "what"), map(summary, records.items()))
+    for part in PARTS:
+        if part.name in records:
+            lines += [
+                "",
+                f"## {part.name}",
+                "",
+                part.about[0].upper() + part.about[1:] + ".",
+                *details(records[part.name]),
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(item: tuple[str, Record]) -> tuple[str, ...]:
+    name, record = item
+    missed = [row["name"] for row in record["measurements"] if row["ok"] is False]
+    what = record["reason"] or ", ".join(missed)
+    device = record["device"] + (", tiny" if record["tiny"] else "")
+    return f"[{name}](#{name})", f"**{record['verdict']}**", f"{record['seconds']} of {record['limit']}", device, what
+
+
+def details(record: Record) -> list[str]:
+    ended = f"{record['verdict']}: {record['reason']}" if record["reason"] else record["verdict"]
+    lines = ["", f"{ended} ({record['when']}, commit {record['commit'] or 'unknown'})", ""]
+    rows = (
+        (
+            row["name"],
+            shown(row["value"]),
+            row["goal"] or "",
+            "" if row["ok"] is None else "ok" if row["ok"] else "**no**",
+        )
+        for row in record["measurements"]
+    )
+    if record["measurements"]:
+        lines += table(("measurement", "value", "goal", ""), rows)
+    if record["log"]:
+        lines += ["", "```", record["log"].replace("```", "'''"), "```"]
+    return lines
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    cells = [head, ("---",) * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells]

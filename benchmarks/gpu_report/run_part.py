@@ -1,0 +1,37 @@
+"""One part in a process of its own: writes each measurement as it is made, so that a killed part loses none of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+from dsreason.runtime import launch
+
+
+def main(task: str) -> None:
+    launch.end_with_parent()
+    launch.prepare_environment()
+    given = json.loads(task)
+    setting = Setting(Path(given["scratch"]), given["cards"], given["tiny"])
+    measure = getattr(importlib.import_module(given["module"]), given["part"])
+    with Path(given["results"]).open("a", buffering=1) as file:
+        try:
+            for name, value in measure(setting):
+                file.write(json.dumps({"name": name, "value": as_json(value)}) + "\n")
+        except SkipPart as skip:
+            file.write(json.dumps({"skipped": str(skip)}) + "\n")
+        else:
+            file.write(json.dumps({"done": True}) + "\n")
+
+
+def as_json(value: Value) -> Value:
+    """JSON has no infinities and no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,177 @@
+"""GRPO as it runs: the agreement of trainer and engine, a step by phase, leaks, and several cards."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_report.commands import Run, Running, read_metrics
+from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model, tiny_model
+from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
+from dsreason.runtime import launch
+
+if TYPE_CHECKING:
+    from dsreason.train.build_grpo import GRPORun
+
+LEAK_STEPS = 20
+PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
+
+
+# ---------------------------------------------------------------- parity and leaks: the command, on tiny models
+
+
+def parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
+    """Two steps of `dsreason grpo` each; its self-test stops it where weights are lost."""
+    for family in FAMILIES:
+        run = tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
+        yield f"{family}: from start to the first step, s", run.seconds_to_first_step
+        for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
+            value = max(step[key] for step in run.steps if key in step)
+            yield f"{family}: {key}", value
+            if key.startswith("mismatch/kl"):  # by k3: half of the squared difference, where that is small
+                yield f"{family}: {key.replace('kl', 'root_mean_square_logprob')}", math.sqrt(2 * value)
+
+
+parity_bf16 = partial(parity, precision="bf16")
+parity_fp32 = partial(parity, precision="fp32")
+
+
+def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
+    run = tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=LEAK_STEPS)
+    for name in ("allocated", "device"):
+        held = [step[f"memory/train/{name}_gib"] for step in run.steps if f"memory/train/{name}_gib" in step]
+        if held:  # a CPU has no count by the driver
+            yield f"{name} after step 12 above steps 2 to 8, MiB", 1024 * (max(held[12:]) - max(held[2:8]))
+    yield "lines with a CUDA error", sum("CUDA Error" in line for line in run.output.splitlines())
+    yield "step, s", sum(step["time/rollout"] + step["time/train"] for step in run.steps[2:]) / (LEAK_STEPS - 2)
+    yield "from start to end, s", run.seconds
+
+
+def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
+    tiny = replace(setting, tiny=True)
+    model = tiny_model(setting, family, precision)
+    settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
+    settings["train"]["max_steps"] = steps
+    settings["rollout"]["gpu_memory_utilization"] = 0.3
+    return Running("grpo", settings, setting.scratch / name).finish()
+
+
+# ---------------------------------------------------------------- a step, with a model of a real size
+
+
+def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
+    output = setting.scratch / "grpo"
+    yield from grpo_steps(real_grpo(setting), output, 2 if setting.tiny else 5)
+    yield from split(read_metrics(output))
+
+
+def real_grpo(setting: Setting) -> dict[str, Any]:
+    prompts, generations, length = (2, 2, 8) if setting.tiny else (16, 8, 256)
+    model = random_model(setting, largest_size(setting))
+    return grpo_settings(setting, model, prompts=prompts, generations=generations, length=length)
+
+
+def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
+    """The start and the first steps of `dsreason grpo`, without the checkpoint at its end. Every rank of a job calls it."""
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.train.build_grpo import build_grpo
+    from dsreason.train.engine_check import check_engine
+
+    started = time.perf_counter()
+    with build_grpo(GRPOConfig.model_validate(settings), output, None) as run:
+        yield "policy and engine built, s", time.perf_counter() - started
+        started = time.perf_counter()
+        check_engine(run)
+        yield "self-test, s", time.perf_counter() - started
+        for _ in range(steps):
+            take_step(run)
+
+
+def take_step(run: GRPORun) -> None:
+    """As the loop of `dsreason grpo` does."""
+    from dsreason.train.grpo import finish_step, grpo_step, optimizer_steps, sample
+
+    started = time.perf_counter()
+    rollouts = sample(run)
+    sampled = time.perf_counter()
+    for part in optimizer_steps(run, rollouts):
+        metrics = grpo_step(run, part)
+        now = time.perf_counter()
+        finish_step(run, part, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
+
+
+def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
+    """Means over the steps after the first; `other` is what no phase has."""
+    steps = [line for line in lines if "train/loss" in line]
+    late = steps[1:]
+    mean = {
+        name: sum(step[name] for step in late) / len(late) for name in late[0] if all(name in step for step in late)
+    }
+    yield "first step, s", steps[0]["time/rollout"] + steps[0]["time/train"]
+    whole = mean["time/rollout"] + mean["time/train"]
+    yield "step, s", whole
+    known = {phase: mean[f"memory/{phase}/seconds"] for phase in PHASES}
+    for phase, seconds in known.items():
+        yield f"{phase}, s", seconds
+        yield f"{phase}, share of a step", seconds / whole
+    yield "other, share of a step", 1 - sum(known.values()) / whole
+    yield "waiting for prompts, s", mean["time/data"]
+    yield "waiting for rewards, s", mean["time/reward"]
+    yield from ((name, mean[name]) for name in ("rollout/tokens_per_second", "perf/tokens_per_second", "mismatch/kl"))
+    for name in ("memory/train/peak_gib", "memory/generate/device_gib", "memory/sleep/device_gib"):
+        if name in mean:
+            yield name, mean[name]
+
+
+# ---------------------------------------------------------------- several cards
+
+
+def cards_sft(setting: Setting) -> Iterator[tuple[str, Value]]:
+    ranks = setting.cards or 2
+    settings = sft_settings(setting, largest_size(setting))
+    settings["train"]["global_batch_size"] *= ranks
+    yield "cards", ranks
+    yield from speeds(on_ranks("sft", settings, setting, ranks, 4 if setting.tiny else 10))
+
+
+def cards_grpo(setting: Setting, *, tensor_parallel_size: int = 1) -> Iterator[tuple[str, Value]]:
+    ranks = setting.cards or 2
+    ranks -= ranks % tensor_parallel_size
+    settings = real_grpo(setting)
+    settings["grpo"]["prompts_per_step"] *= ranks
+    settings["rollout"]["tensor_parallel_size"] = tensor_parallel_size
+    yield "cards", ranks
+    yield from split(on_ranks("grpo", settings, setting, ranks, 2 if setting.tiny else 4))
+
+
+cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
+
+
+def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int) -> list[dict[str, Any]]:
+    """The metrics of the first steps of a job of `ranks` processes on this machine."""
+    folder = Path(tempfile.mkdtemp(dir=setting.scratch))
+    task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
+    arguments = ["-m", "benchmarks.gpu_report.runs", task]
+    launch.start_ranks(lambda attempt: arguments, ranks=ranks, log_dir=folder / "logs")
+    return read_metrics(folder / "run")
+
+
+def rank(task: str) -> None:
+    launch.enter_rank()
+    given = json.loads(task)
+    steps = {"sft": sft_steps, "grpo": grpo_steps}[given["command"]]
+    for _ in steps(given["settings"], Path(given["output"]), given["steps"]):
+        pass
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1])

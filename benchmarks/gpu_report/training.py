@@ -1,0 +1,176 @@
+"""The policy under DeepSpeed: a first step with each file, the speed of SFT, and checkpoints."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_report.commands import Run, Running, read_metrics
+from benchmarks.gpu_report.materials import FAMILIES, largest_size, random_model, run_settings, tiny_model, write_rows
+from benchmarks.gpu_report.parts import Setting, Value
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from dsreason.data.chat import Encoder
+    from dsreason.data.loader import StepBatches
+
+DEEPSPEED_FILES = ("zero2.json", "zero3.json", "zero3_offload.json")
+STOPPED = 75
+"""Exit code of a run that a signal has stopped."""
+
+
+def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """On a clip, with a tiny model; a file that fails does not keep the others from being tried."""
+    from dsreason.runtime.world import init_world, shutdown
+
+    init_world()
+    for file in DEEPSPEED_FILES:
+        for family in FAMILIES:
+            try:
+                yield from first_step(f"{file} {family}", file, family, setting)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is what this part is to find)
+                yield f"{file} {family}: ran", f"{type(error).__name__}: {error}"[:500]
+    shutdown()
+
+
+def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.schema import SFTConfig
+    from dsreason.runtime.engine import engine_grad_norm
+    from dsreason.train.build import build_policy_engine
+    from dsreason.train.preflight import build_encoder
+
+    model = tiny_model(setting, family)
+    config, started = SFTConfig(), time.perf_counter()
+    policy = build_policy_engine(config, resolve_deepspeed(file, config, device=setting.device, world_size=1), model)
+    yield f"{name}: built, s", time.perf_counter() - started
+    yield f"{name}: buffers elsewhere", sum(buffer.device != policy.device for buffer in policy.module.buffers())
+    started = time.perf_counter()
+    train_on_a_clip(policy, build_encoder(config, model))
+    norm = engine_grad_norm(policy)
+    yield f"{name}: ran", norm > 0 and norm != float("inf")
+    yield f"{name}: step, s", time.perf_counter() - started
+
+
+def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
+    """One step on the smallest clip; makes the optimizer's moments."""
+    from dataclasses import replace
+
+    import torch
+
+    from dsreason.data.collate import collate
+
+    clip = encoder.dummy("video")
+    clip = replace(clip, id="0", loss_mask=torch.arange(len(clip)) > 0)
+    logprobs = policy(collate([clip], pad_id=0).to(policy.device))
+    policy.set_gradient_accumulation_boundary(True)
+    policy.backward(-logprobs.mean(), scale_wrt_gas=False)
+    policy.step()
+
+
+# ---------------------------------------------------------------- SFT
+
+
+def sft(setting: Setting) -> Iterator[tuple[str, Value]]:
+    output = setting.scratch / "sft"
+    yield from sft_steps(sft_settings(setting, largest_size(setting)), output, 4 if setting.tiny else 10)
+    yield from speeds(read_metrics(output))
+
+
+def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
+    model, rows = random_model(setting, size), write_rows(setting, 24 if setting.tiny else 192)
+    settings = run_settings(model, rows)
+    settings["train"] |= {
+        "global_batch_size": 8 if setting.tiny else 64,
+        "max_tokens_per_micro_batch": 4096 if setting.tiny else 16384,
+    }
+    return settings
+
+
+def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
+    """The first steps of `dsreason sft`, without the checkpoint at its end. Every rank of a job calls it."""
+    from dsreason.config.schema import SFTConfig
+    from dsreason.train.build import build_sft
+    from dsreason.train.sft import finish_step, sft_step
+
+    config = SFTConfig.model_validate(settings)
+    with build_sft(config, output, None) as run:
+        yield "parameters, billions", count_parameters(run.engine) / 1e9
+        for number, batches in enumerate(islice(run.loader, steps)):
+            started = time.perf_counter()
+            with run.memory.phase("train"):
+                metrics = sft_step(run.engine, batches, lr=config.optim.lr, world=run.world)
+            finish_step(run, batches, metrics, seconds=time.perf_counter() - started)
+            if number == 0:
+                yield "micro-batches a step", len(batches.micro_batches)
+                yield "padding, share of tokens", padding(batches)
+
+
+def padding(batches: StepBatches) -> float:
+    masks = [batch.attention_mask for batch in batches.micro_batches]
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def count_parameters(engine: DeepSpeedEngine) -> int:
+    from dsreason.runtime.engine import full_shape
+
+    return sum(full_shape(parameter).numel() for parameter in engine.module.parameters())
+
+
+def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
+    """Of the later half of the steps of an SFT run."""
+    steps = [line for line in lines if "train/loss" in line]
+    yield "steps", len(steps)
+    yield "first step, s", steps[0]["time/train"]
+    late = steps[len(steps) // 2 :]
+    for name in ("perf/tokens_per_second", "perf/mfu", "time/data", "time/train", "memory/train/peak_gib"):
+        if name in late[0]:  # the FLOPs of a CPU, or of an unknown card, are not known
+            yield name, sum(line[name] for line in late) / len(late)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def checkpoint(setting: Setting) -> Iterator[tuple[str, Value]]:
+    yield from stall(setting)
+    yield from stop_and_resume(setting)
+
+
+def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
+    from benchmarks.checkpoint_stall import measure, medians
+    from dsreason.runtime.world import init_world, shutdown
+
+    found, size = measure(setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 2, init_world())
+    shutdown()
+    middle = medians(found)
+    yield "checkpoint, GiB", size / 2**30
+    yield "first stall, memory for the copy included, s", found["stall"][0]
+    yield from ((f"{name}, s", seconds) for name, seconds in middle.items())
+    yield "stall / save that training waits for", middle["stall"] / middle["waited"]
+    yield "step while a checkpoint is written / alone", middle["step meanwhile"] / middle["step alone"]
+
+
+def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """SIGTERM after the third step of a tiny run, and the same command again."""
+    model = tiny_model(setting)
+    settings = run_settings(model, write_rows(setting, 24))
+    settings["train"] |= {"global_batch_size": 4}
+    running = Running("sft", settings, setting.scratch / "stopped")
+    running.wait_for_steps(3)
+    running.stop(signal.SIGTERM)
+    stopped = running.finish(expected=STOPPED)
+    yield "from SIGTERM to the end, s", stopped.seconds
+    settings["train"]["max_steps"] = last_step(stopped) + 2
+    again = Running("sft", settings, setting.scratch / "stopped", resume=True).finish()
+    steps = [line["step"] for line in again.steps]
+    yield "resumed after the step it was stopped at", steps == list(range(1, last_step(stopped) + 3))
+    yield "resumed run, from start to end, s", again.seconds
+
+
+def last_step(run: Run) -> int:
+    return max(line["step"] for line in run.steps)

@@ -1,0 +1,39 @@
+"""Parts of a report that go wrong, each in its own way; run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+from benchmarks.gpu_report.parts import Setting, SkipPart, Value
+
+
+def works(setting: Setting) -> Iterator[tuple[str, Value]]:
+    yield "speed", 2.0
+    yield "name", "card"
+
+
+def hangs(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """It leaves a process in a session of its own, as a rank is."""
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    yield "speed", 1.0
+    yield "child", child.pid
+    time.sleep(300)
+
+
+def crashes(setting: Setting) -> Iterator[tuple[str, Value]]:
+    yield "speed", 1.0
+    raise RuntimeError(f"nothing in {setting.scratch / 'deep' / 'folder'}")
+
+
+def dies(setting: Setting) -> Iterator[tuple[str, Value]]:
+    yield "speed", float("inf")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def skips(setting: Setting) -> Iterator[tuple[str, Value]]:
+    yield "speed", 1.0
+    raise SkipPart("needs a card of 70 GiB, and this one has 24")

@@ -1,0 +1,227 @@
+"""The report's runner and writer: what hangs is killed, what crashes is told, and no call loses what another has found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.gpu_report import __main__ as command
+from benchmarks.gpu_report import materials, runner
+from benchmarks.gpu_report.parts import PARTS, Goal, Part, Setting, SkipPart
+from benchmarks.gpu_report.report import hide_machine, read_records, record_of, write_report
+from benchmarks.gpu_report.runner import Ended, run_part
+
+BROKEN = "tests.unit.benchmarks.broken_parts"
+ROOT = Path(__file__).parents[3]
+CARD = Setting(Path(), cards=1, tiny=False)
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return Setting(tmp_path, cards=0, tiny=True)
+
+
+def part(name: str, seconds: int = 60, goals: tuple[Goal, ...] = ()) -> Part:
+    return Part(name, BROKEN, seconds, "a part for tests", goals)
+
+
+def test_a_part_that_works_is_measured(setting: Setting, tmp_path: Path) -> None:
+    ended = run_part(part("works"), setting, tmp_path)
+    assert (ended.how, ended.measured) == ("done", {"speed": 2.0, "name": "card"})
+
+
+def test_a_part_that_hangs_is_killed_with_its_ranks_and_keeps_what_it_measured(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "limit_of", lambda part, setting: 5)
+    ended = run_part(part("hangs"), setting, tmp_path)
+    assert (ended.how, ended.measured["speed"]) == ("timed out", 1.0)
+    assert 5 <= ended.seconds < 15
+    child = int(ended.measured["child"])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "measured", "reason"),
+    [
+        ("crashes", "failed", {"speed": 1.0}, "exit code 1"),
+        ("dies", "failed", {"speed": "inf"}, "killed by SIGKILL"),
+        ("skips", "skipped", {"speed": 1.0}, "needs a card of 70 GiB, and this one has 24"),
+        ("is_missing", "failed", {}, "exit code 1"),
+    ],
+)
+def test_a_part_that_fails_says_how(
+    name: str, how: str, measured: dict[str, Any], reason: str, setting: Setting, tmp_path: Path
+) -> None:
+    ended = run_part(part(name), setting, tmp_path)
+    assert (ended.how, ended.measured, ended.reason) == (how, measured, reason)
+    assert ("RuntimeError: nothing in" in ended.log) == (name == "crashes")
+
+
+GOALS = (Goal("speed", ">=", 1.5), Goal("* lost", "==", 0), Goal("here too", "<=", 1.0, on_cpu=True))
+
+
+@pytest.mark.parametrize(
+    ("measured", "cards", "verdict", "missed"),
+    [
+        ({"speed": 2.0, "a lost": 0, "b lost": 0, "here too": 1.0}, 1, "ok", []),
+        ({"speed": 1.0, "a lost": 0, "b lost": 2, "here too": 1.0}, 1, "missed", ["speed", "b lost"]),
+        ({"speed": "nan", "a lost": 0, "here too": 1.0}, 1, "missed", ["speed"]),
+        ({"speed": 2.0, "here too": 1.0}, 1, "missed", ["* lost"]),
+        ({"speed": 0.1, "a lost": 9, "here too": 1.0}, 0, "ok", []),
+        ({"speed": 0.1, "here too": 1.1}, 0, "missed", ["here too"]),
+    ],
+)
+def test_a_verdict_compares_each_measurement_with_its_goal(
+    measured: dict[str, Any], cards: int, verdict: str, missed: list[str]
+) -> None:
+    ended = Ended("done", 1.0, measured)
+    record = record_of(part("works", goals=GOALS), ended, replace(CARD, cards=cards))
+    assert record["verdict"] == verdict
+    assert [row["name"] for row in record["measurements"] if row["ok"] is False] == missed
+
+
+def test_a_part_without_goals_is_measured_and_an_ended_one_is_not_judged() -> None:
+    assert record_of(part("works"), Ended("done", 1.0, {"speed": 2.0}), CARD)["verdict"] == "measured"
+    late = record_of(part("works", goals=GOALS), Ended("timed out", 60.0, {"speed": 0.1}, "killed"), CARD)
+    assert (late["verdict"], late["measurements"][0]["ok"]) == ("timed out", None)
+
+
+def test_reports_of_several_calls_merge_and_the_newer_result_counts(tmp_path: Path) -> None:
+    head, sync = (next(part for part in PARTS if part.name == name) for name in ("head", "sync"))
+    write_report(tmp_path, {"sync": record_of(sync, Ended("failed", 1.0, {}, "exit code 1"), CARD)})
+    records = read_records(tmp_path)
+    write_report(tmp_path, records | {"head": record_of(head, Ended("done", 2.0, {"a|b, s": 0.12345}), CARD)})
+    records = read_records(tmp_path)
+    assert {name: record["verdict"] for name, record in records.items()} == {"head": "measured", "sync": "failed"}
+    text = (tmp_path / "gpu-report.md").read_text()
+    assert text.index("## head") < text.index("## sync")
+    assert "| a\\|b, s | 0.1235 |  |  |" in text
+    write_report(tmp_path, records | {"sync": record_of(sync, Ended("done", 1.0, {"GB/s": 5.0}), CARD)})
+    assert read_records(tmp_path)["sync"]["verdict"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("in /tmp/x/y/model.py, line 3", "in …/y/model.py, line 3"),
+        ("no /" + "home/anna, no /" + "home/anna/run.toml", "no …, no …/run.toml"),
+        ("tcp://anna:29500 and annabel", "tcp://<host>:29500 and annabel"),
+        ("at 5 GB/s of a/b", "at 5 GB/s of a/b"),
+        ("token=hf_abcdefghijklmnop", "token=<HF_TOKEN>"),
+    ],
+)
+def test_no_folder_secret_or_name_of_the_machine_is_kept(
+    text: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    monkeypatch.setattr(socket, "gethostname", lambda: "anna")
+    assert hide_machine(text) == shown
+
+
+def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
+    place = str(tmp_path / "model")
+    ended = Ended("failed", 1.0, {"file": f"in {place}"}, f"cannot open {place}", f"Traceback\n{place}: gone")
+    record = record_of(part("works"), ended, CARD)
+    assert tmp_path.name in str(ended)
+    assert str(tmp_path) not in json.dumps(record)
+    assert (record["reason"][:13], record["log"][-12:]) == ("cannot open …", "/model: gone")
+
+
+def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    found = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
+    assert found.exit_code == 2
+    assert "'attenton' is no part; did you mean 'attention'?" in " ".join(found.output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        ("sync, environment", ["environment", "sync"]),
+        ("ledger", ["ledger_05b", "ledger_2b", "ledger_7b"]),
+        ("", [part.name for part in PARTS]),
+    ],
+)
+def test_parts_are_chosen_by_name_or_group_in_the_tables_order(names: str, chosen: list[str]) -> None:
+    assert [part.name for part in command.chosen(names)] == chosen
+
+
+def test_all_parts_of_one_card_take_25_minutes_at_most_or_three_calls_of_ten() -> None:
+    assert sum(part.seconds for part in PARTS if part.cards == 1) <= 25 * 60
+    calls = re.findall(r'PARTS="(.*)"', command.__doc__ or "")
+    assert len(calls) == 3
+    assert all(sum(part.seconds for part in command.chosen(parts)) <= 600 for parts in calls)
+    named = {part.name for parts in calls for part in command.chosen(parts)}
+    assert named == {part.name for part in PARTS if part.cards == 1}
+
+
+@pytest.mark.parametrize(("gib", "size"), [(79.0, "2B"), (24.0, "0.5B"), (15.7, None)])
+def test_the_size_of_a_model_is_that_which_fits_on_the_card(
+    gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(materials, "card_gib", lambda: gib)
+    if size is not None:
+        assert materials.largest_size(CARD) == size
+        return
+    with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB, and this one has 16"):
+        materials.largest_size(CARD)
+
+
+def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(part: Part, setting: Setting, logs: Path, tick: Any) -> Ended:
+        seen.append(list(read_records(tmp_path)))
+        return Ended("failed", 1.0, {}, "exit code 1") if part.name == "head" else Ended("done", 1.0, {"speed": 1.0})
+
+    monkeypatch.setattr(command, "run_part", run)
+    found = CliRunner().invoke(command.app, ["--parts", "head sync leaks", "--out", str(tmp_path)])
+    assert found.exit_code == 1
+    assert seen == [[], ["head"], ["head", "sync"]]
+
+
+def test_a_stopped_report_leaves_no_part_running_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    arguments = ["--parts", "environment vision", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu_report", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (tmp_path / "logs" / "vision.log").exists():
+        time.sleep(0.05)
+    (child,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    assert not child.is_running()
+    assert list(json.loads((tmp_path / "gpu-report.json").read_text())["parts"]) == ["environment"]
+
+
+@pytest.mark.parametrize(
+    ("given", "commands"),
+    [
+        (["PYTHON=python3", "PARTS=head sync"], ['python3 -m benchmarks.gpu_report --parts "head sync"']),
+        (["PYTHON=python3", "OUT=folder"], ['python3 -m benchmarks.gpu_report --parts "" --out "folder"']),
+    ],
+)
+def test_make_with_an_interpreter_installs_nothing(given: list[str], commands: list[str]) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("OUT", "PARTS", "PYTHON", "MAKEFLAGS")}
+    found = subprocess.run(["make", "-n", "gpu-report", *given], cwd=ROOT, env=kept, capture_output=True, text=True)
+    assert [line.strip() for line in found.stdout.splitlines()] == commands
