@@ -24,7 +24,8 @@ def outputs(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Features of every medium, deepstack's included, and the gradients of a sum that weighs each differently."""
     found = model.model.get_image_features(*media_of(model))
     features = [torch.cat(found.pooler_output)]
-    features += [torch.cat(layer) for layer in getattr(found, "deepstack_features", None) or []]
+    deepstack = getattr(found, "deepstack_features", None) or []
+    features += [layer if isinstance(layer, Tensor) else torch.cat(layer) for layer in deepstack]  # whole before 5.19
     model.zero_grad()
     sum((rows * torch.arange(len(rows))[:, None]).sum() for rows in features).backward()
     return features, [p.grad.clone() for p in model.model.visual.parameters()]
