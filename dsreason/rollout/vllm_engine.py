@@ -30,6 +30,7 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.transformers_engine import stop_token_ids
 from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
+from dsreason.rollout.vllm_versions import keep_video_times
 from dsreason.rollout.weight_sync import (
     Sending,
     changed,
@@ -113,6 +114,7 @@ class VLLMEngine:
         on_cuda = self.world.device.type == "cuda"
         from vllm import LLM
 
+        keep_video_times()
         memory: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
         return LLM(
             str(path),

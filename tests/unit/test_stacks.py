@@ -61,7 +61,9 @@ def test_the_oldest_versions_are_the_lowest_that_are_claimed(extra: str) -> None
     [("newest", ".venv/", ""), ("oldest", ".venv-oldest/", ""), ("latest", "", 'newest or oldest, not "latest"')],
 )
 def test_a_stack_has_an_environment_of_its_own(stack: str, environment: str, says: str) -> None:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # this may run under make
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # this may run under make
     command = ["make", "-n", "unit", f"STACK={stack}"]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True)
     assert f"{environment}bin/python -m pytest tests/unit" in done.stdout or says
