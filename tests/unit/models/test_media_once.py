@@ -32,7 +32,8 @@ def outputs(model: torch.nn.Module, pixels: Tensor, numbers: tuple[int, ...]) ->
     with media_once.showing(model.model.visual, {"image": numbers}):
         found = model.model.get_image_features(pixels, torch.tensor([GRIDS[number] for number in NUMBERS]))
     features = [torch.cat(found.pooler_output)]
-    features += [torch.cat(layer) for layer in getattr(found, "deepstack_features", None) or []]
+    deepstack = getattr(found, "deepstack_features", None) or []
+    features += [layer if isinstance(layer, Tensor) else torch.cat(layer) for layer in deepstack]  # whole before 5.19
     model.zero_grad()
     sum((rows * torch.arange(len(rows))[:, None]).sum() for rows in features).backward()
     return features, [p.grad.clone() for p in model.model.visual.parameters()]

@@ -73,7 +73,8 @@ except Exception as error:
 
 
 def run_program(mode: str, folder: Path) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", PROGRAM, mode, str(folder)]
+    quiet = ["-W", "ignore::DeprecationWarning"]  # from 3.12 on, Python warns of a fork beside threads
+    command = [sys.executable, *quiet, "-c", PROGRAM, mode, str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr, (folder / "logs" / "rank_0.log").read_text()
 

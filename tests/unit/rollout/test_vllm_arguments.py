@@ -11,9 +11,8 @@ import torch
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
-from dsreason.rollout.engine_options import check_engine_options
-from dsreason.rollout.engine_options import engine_arguments as known_arguments
-from dsreason.rollout.vllm_engine import VLLMEngine, engine_arguments
+from dsreason.rollout.vllm_arguments import check_engine_options, engine_arguments, known_arguments
+from dsreason.rollout.vllm_engine import VLLMEngine
 from dsreason.runtime.world import World
 from dsreason.train.build_grpo import completions_together
 

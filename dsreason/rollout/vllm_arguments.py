@@ -1,0 +1,91 @@
+"""The arguments of vLLM's engine: those that we set, and those that a person may add."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsreason.config.problems import nearest
+from dsreason.errors import ConfigError
+from dsreason.runtime.world import World
+
+MAX_SEQUENCES = 256
+"""Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
+MEDIA_BYTES_PER_TOKEN = 32 * 1024
+"""Of a processed medium in float32; Qwen3-VL's, the largest, take 24 KiB."""
+
+
+def engine_arguments(
+    world: World,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    tensor_parallel_size: int,
+    sleep_mode: bool,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    max_num_seqs: int,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Those of vLLM's `LLM` beside the model. vLLM's own budgets are those of a server, and cost gigabytes."""
+    on_cuda = world.device.type == "cuda"
+    arguments = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": tensor_parallel_size,
+        "seed": world.rank // tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": min(max_num_seqs, MAX_SEQUENCES),
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "enforce_eager": enforce_eager or not on_cuda,
+        "logprobs_mode": "processed_logprobs",
+        # Room for the media of two prompts: the completions of one are asked for after each other.
+        "mm_processor_cache_gb": max(1.0, 2 * max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
+        "use_tqdm_on_load": False,
+        "trust_remote_code": trust_remote_code,
+    }
+    if on_cuda:
+        return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": gpu_memory_utilization}
+    # Without chunked prefill: on a CPU vLLM cannot rewind a request's random stream, as it does after each part of a
+    # prompt but the last.
+    return arguments | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(BATCHED_TOKENS, max_model_len)}
+
+
+def check_engine_options(options: Iterable[str], key: str) -> None:
+    """ConfigError for options under our `key` that the installed vLLM does not have."""
+    options = list(options)
+    if not options:
+        return
+    known = known_arguments()
+    problems = []
+    for name in sorted(set(options) - known):
+        near = nearest(name, known)
+        problems.append(
+            f"{key}.{name}: is no argument of this vLLM; " + (f"did you mean {near}?" if near else "remove it")
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def known_arguments() -> set[str]:
+    """The public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds, and a device."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        raise ConfigError("engine_options are vLLM's, and vLLM is not installed; install it, or remove them")
+    source = (Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    (arguments,) = (
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
+    names = {
+        field.target.id
+        for field in arguments.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    return {name for name in names if not name.startswith("_")}

@@ -1,0 +1,40 @@
+"""What differs between the supported versions of vLLM and of the libraries below it; all other code is the same for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsreason.data.chat import video_metadata
+
+
+def keep_video_times() -> None:
+    """vLLM 0.26 drops the times of Qwen2.5-VL's videos and takes 24 frames a second for granted; 0.32 reads them itself.
+
+    The positions of a video's tokens, and of all that follow, depend on them.
+    """
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLMultiModalProcessor, Qwen2_5_VLProcessingInfo
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser
+
+    if "get_data_parser" in vars(Qwen2_5_VLProcessingInfo):
+        return
+    call = Qwen2_5_VLMultiModalProcessor._call_hf_processor
+
+    class Parser(Qwen2VLMultiModalDataParser):
+        def _parse_video_data(self, data: Any) -> Any:
+            # Those that vLLM makes up to measure memory have no times.
+            self.video_needs_metadata = isinstance(data, list) and all(isinstance(video, tuple) for video in data)
+            return super()._parse_video_data(data)
+
+    def get_data_parser(self: Any) -> Parser:
+        merge_size = self.get_hf_config().vision_config.spatial_merge_size
+        return Parser(merge_size, expected_hidden_size=self._get_expected_hidden_size())
+
+    def call_with_times(self: Any, prompt: str, mm_data: dict[str, Any], mm_kwargs: Any, tok_kwargs: Any) -> Any:
+        videos = mm_data.get("videos")
+        if videos and isinstance(videos[0], tuple):
+            times = [video_metadata(metadata) for _, metadata in videos]
+            mm_data = {**mm_data, "videos": [frames for frames, _ in videos], "video_metadata": times}
+        return call(self, prompt, mm_data, mm_kwargs, tok_kwargs)
+
+    Qwen2_5_VLProcessingInfo.get_data_parser = get_data_parser
+    Qwen2_5_VLMultiModalProcessor._call_hf_processor = call_with_times

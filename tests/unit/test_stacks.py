@@ -1,0 +1,70 @@
+"""The two sets of locked versions, the newest and the oldest, are the ends of what pyproject.toml claims."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "launch" / "requirements"
+
+
+def claimed(extra: str) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"][extra]]
+
+
+def locked(file: Path) -> dict[str, set[Version]]:
+    """Of each package, the versions for all Pythons."""
+    found: dict[str, set[Version]] = {}
+    for line in file.read_text().splitlines():
+        name, equals, rest = line.partition("==")
+        if equals and not line.startswith((" ", "#")):
+            found.setdefault(canonicalize_name(name), set()).add(Version(rest.split()[0]))
+    return found
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+@pytest.mark.parametrize("folder", [REQUIREMENTS, REQUIREMENTS / "oldest"], ids=["newest", "oldest"])
+def test_what_is_locked_is_what_is_claimed(folder: Path, extra: str) -> None:
+    versions = locked(folder / f"{extra}.txt")
+    wrong = {
+        str(requirement): version
+        for requirement in claimed(extra)
+        for version in versions[canonicalize_name(requirement.name)]
+        if version not in requirement.specifier
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_the_oldest_versions_are_the_lowest_that_are_claimed(extra: str) -> None:
+    versions = locked(REQUIREMENTS / "oldest" / f"{extra}.txt")
+    lowest = {
+        requirement.name: {Version(bound.version) for bound in requirement.specifier if bound.operator == ">="}
+        for requirement in claimed(extra)
+    }
+    assert {name: versions[canonicalize_name(name)] for name in lowest} == lowest
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("stack", "environment", "says"),
+    [("newest", ".venv/", ""), ("oldest", ".venv-oldest/", ""), ("latest", "", 'newest or oldest, not "latest"')],
+)
+def test_a_stack_has_an_environment_of_its_own(stack: str, environment: str, says: str) -> None:
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # this may run under make
+    command = ["make", "-n", "unit", f"STACK={stack}"]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True)
+    assert f"{environment}bin/python -m pytest tests/unit" in done.stdout or says
+    assert says in done.stderr and (done.returncode == 0) == (not says)
