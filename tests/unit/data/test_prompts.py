@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +23,13 @@ from tests.integration.rows import write_mixed_rows
 from tests.unit.data.test_loader import gathering
 
 WORLD = 2
+FORKING = threading.Lock()
+
+
+def fork_alone(fork: Any = os.fork) -> int:
+    """Ranks are threads here, and filelock refuses a fork beside another."""
+    with FORKING:
+        return fork()
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def batches(settings: GRPOConfig, count: int, *, world_size: int = WORLD, **opti
         place = {"exchange": exchange, "rank": rank, "world_size": world_size}
         return list(islice(PromptLoader(training, encoder, order, settings, **place, **options), count))
 
-    with ThreadPoolExecutor(world_size) as pool:
+    with mock.patch("os.fork", fork_alone), ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one_rank, range(world_size), gathering(world_size)))
 
 
