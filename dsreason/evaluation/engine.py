@@ -75,8 +75,8 @@ class EngineAnswerer:
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
     def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
-        """Questions a worker decodes beyond those that are asked for: together what is asked at a time."""
-        return max(1, min(self.engine.max_num_seqs, max(map(len, batches))) // self.workers)
+        """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
+        return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
 
     def _anyone(self, flag: bool) -> bool:
         return any(gather_objects(flag)) if self.together else flag

@@ -47,6 +47,10 @@ class SleepState:
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
     """On the CPU; None: zeros."""
 
+    @property
+    def gib(self) -> float:
+        return sum(held.nbytes for part in self.memory.values() for held in part) / 2**30
+
     def remember(self) -> None:
         self.contents = {
             tag: [held.to("cpu", copy=True) if held.any() else None for held in memory]
@@ -72,7 +76,10 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     memory: dict[str, list[Tensor]] = {}
     for tensor in all_tensors():
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a wrapper that torch's compiler has left: no memory of its own
+            continue
         if address in seen or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         seen.add(address)

@@ -125,6 +125,7 @@ class VLLMEngine:
             self.places = find_places(self.model, list(self.expected))
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
             self.state = find_sleep_state(runner, vllm_pools())
+            log.info("asleep, vLLM loses %.2f GiB beside weights, keys and values: the host keeps it", self.state.gib)
             self.weights_awake = self.cache_awake = True
             if loaded_version is None:
                 self._sleep()
@@ -240,7 +241,9 @@ class VLLMEngine:
                 ended: list[RequestOutput] = []
                 with undisturbed(self.world):
                     for number, (request, given) in islice(waiting, self.max_num_seqs - len(running)):
-                        running[str(self.llm.request_counter.counter)] = number  # the name that vLLM gives it
+                        running[str(self.llm.request_counter.counter)] = (
+                            number  # as outputs call it; enqueue returns another
+                        )
                         params = self._params(request.sampling, request.seed)
                         self.llm.enqueue([given], [params], use_tqdm=False)
                     while running and not ended:
@@ -274,10 +277,11 @@ class VLLMEngine:
         """Ends the engine and its process groups, and leaves the trainer's. Safe to call twice."""
         if self.llm is None:
             return
-        release(self.llm)
-        self.llm = self.model = None
+        llm, self.llm, self.model, self.version = self.llm, None, None, None
+        # What lies in vLLM's pools must be gone before the pools are.
         self.places, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
-        self.version = None
+        release(llm)
+        del llm
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -123,8 +123,8 @@ def map_pools() -> None:
     if (allocator := CuMemAllocator.instance) is None:  # as on a CPU
         return
     asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep]
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    if asleep and sum(data.handle[1] for data in asleep) <= free:
-        with suppress(RuntimeError):  # another process may have taken it
+    with suppress(RuntimeError):  # another process may have taken it, or an error of the GPU is what ends the engine
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if asleep and sum(data.handle[1] for data in asleep) <= free:
             allocator.wake_up(tags=sorted({data.tag for data in asleep}))

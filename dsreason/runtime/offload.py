@@ -52,7 +52,7 @@ class StateOffload:
 
     def offload(self) -> None:
         """Afterwards the tensors have no memory at all: only weights may be read until `reload`."""
-        if not self.is_active or self.away:
+        if not self.is_active or self.away or self.dropped:
             return
         self.engine.empty_partition_cache()
         moving, dropped = self.moving(), self._on_device(self.gradients())

@@ -129,12 +129,16 @@ struct Call {
   std::unordered_map<c10::StorageImpl*, c10::Storage> aliases;  // storage of the stand-in -> the same for the CPU
   std::unordered_map<c10::StorageImpl*, c10::Storage> origins;  // and back
   std::vector<std::pair<Tensor, Tensor>> moved;                 // argument, its alias
-  std::vector<Tensor> plain;                                    // arguments of the CPU that are no single numbers
+  std::vector<Tensor> plain;                                    // arguments of the CPU
+  std::vector<Tensor> wrong;                                    // those of them that must not be there
   c10::optional<c10::Device> target;
 
-  Tensor to_cpu(const Tensor& tensor) {
+  Tensor to_cpu(const Tensor& tensor, bool may_be_plain) {
     if (!on_stand_in(tensor)) {
-      if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) plain.push_back(tensor);
+      if (tensor.defined() && tensor.device().is_cpu()) {
+        plain.push_back(tensor);
+        if (!may_be_plain) wrong.push_back(tensor);
+      }
       return tensor;
     }
     auto storage = tensor.storage();
@@ -175,18 +179,18 @@ struct Call {
   }
 };
 
-// Operations that take tensors of both devices on a GPU too.
-bool may_mix(const std::string& name) {
-  static const std::set<std::string> names = {
-      "aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::index", "aten::_unsafe_index", "aten::index_put_",
-      "aten::index_put", "aten::_index_put_impl_", "aten::_foreach_copy_"};
-  return names.count(name) > 0;
+// What a GPU takes from the CPU too: what it copies, what it indexes by, and single numbers, but none in a row of tensors.
+bool may_be_on_cpu(const std::string& operation, const std::string& argument, const Tensor& tensor) {
+  static const std::set<std::string> copying = {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_foreach_copy_"};
+  static const std::set<std::string> joining = {"aten::cat", "aten::stack"};
+  if (copying.count(operation) || argument == "indices") return true;
+  return tensor.defined() && tensor.dim() == 0 && !joining.count(operation);
 }
 
 void report(const std::string& name, const Call& call) {
   pybind11::gil_scoped_acquire lock;
   std::string shapes;
-  for (auto& tensor : call.plain) shapes += (shapes.empty() ? "" : ", ") + c10::str(tensor.sizes());
+  for (auto& tensor : call.wrong) shapes += (shapes.empty() ? "" : ", ") + c10::str(tensor.sizes());
   pybind11::reinterpret_borrow<pybind11::object>(on_mixed)(name, shapes);
 }
 
@@ -220,10 +224,12 @@ void compute(const c10::OperatorHandle& operation, Stack* stack) {
     } else if (value.isBool() && argument.name() == "pin_memory") {
       value = IValue(false);
     } else {
-      change_tensors(value, [&](const Tensor& tensor) { return call.to_cpu(tensor); });
+      change_tensors(value, [&](const Tensor& tensor) {
+        return call.to_cpu(tensor, may_be_on_cpu(name, argument.name(), tensor));
+      });
     }
   }
-  if (!call.moved.empty() && !call.plain.empty() && !may_mix(name)) report(name, call);
+  if (!call.moved.empty() && !call.wrong.empty()) report(name, call);
   operation.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (auto& value : *stack) change_tensors(value, [&](const Tensor& tensor) { return call.from_cpu(tensor); });
   call.write_back();

@@ -139,6 +139,7 @@ def _told_of_the_device() -> dict[str, Any]:
         "is_bf16_supported": True,
         "device_count": 1,
         "current_device": 0,
+        "is_current_stream_capturing": False,
         "get_device_name": properties.name,
         "get_device_properties": properties,
         "get_device_capability": (9, 0),

@@ -37,6 +37,40 @@ def counted(scenario: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     return found, list(mixed)
 
 
+def refused() -> dict[str, bool]:
+    """By expression, whether it is refused: `here` is on the device of this process, `cpu` on the CPU, six values each."""
+    import torch
+
+    cpu, place = torch.arange(6.0), torch.tensor([1, 4])
+    values = {"here": cpu.to("cuda"), "at": place.to("cuda"), "cpu": cpu, "place": place, "torch": torch}
+    expressions = (
+        *("here + 1", "here * cpu[2]", "here[place]", "here[at]", "here.to('cpu') + cpu", "here.cpu()[place]"),
+        *("here.index_put((place,), cpu[2])", "here.clone().copy_(cpu)", "torch.cat([here, here])"),
+        *(
+            "here + cpu",
+            "cpu + here",
+            "cpu[at]",
+            "here.index_put((at,), cpu[:2])",
+            "cpu.clone().index_put_((place,), here[:2])",
+        ),
+        *(
+            "torch.cat([here, cpu])",
+            "torch.stack([here[0], cpu[0]])",
+            "torch.where(here > 1, here, cpu)",
+            "here.gather(0, place)",
+        ),
+        *("torch.nn.functional.linear(here, cpu)", "torch.isin(here, cpu)", "here.clone().add_(cpu)"),
+    )
+    found = {}
+    for expression in expressions:
+        try:
+            eval(expression, values)
+            found[expression] = False
+        except RuntimeError:
+            found[expression] = True
+    return found
+
+
 def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
     """The error that the scenario ends with when a fault is planted."""
     from unittest import mock

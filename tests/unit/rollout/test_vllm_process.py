@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from dsreason.rollout import vllm_engine
+from dsreason.rollout.sleep_state import SleepState
+from dsreason.rollout.vllm_engine import VLLMEngine
 from dsreason.rollout.vllm_process import map_pools, undisturbed
 from dsreason.runtime.world import World
 
@@ -52,14 +55,34 @@ def test_sleeping_pools_get_memory_again_before_they_are_freed_where_it_fits(fre
     assert calls.mock_calls == expected
 
 
-def test_pools_that_cannot_be_mapped_after_all_are_freed_as_they_are() -> None:
+@pytest.mark.parametrize("failing", ["wake_up", "empty_cache"])
+def test_pools_that_cannot_be_mapped_after_all_are_freed_as_they_are(failing: str) -> None:
+    """And an error of the GPU that ends the engine is not hidden behind a second one."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     data = {0: SimpleNamespace(tag="weights", is_asleep=True, handle=(0, 1, 0, 0))}
-    allocator = SimpleNamespace(pointer_to_data=data, wake_up=mock.Mock(side_effect=RuntimeError("CUDA Error")))
+    calls = mock.Mock()
+    getattr(calls, failing).side_effect = RuntimeError("CUDA Error")
     with (
-        mock.patch.object(CuMemAllocator, "instance", allocator),
-        mock.patch("torch.cuda.empty_cache"),
+        mock.patch.object(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=data, wake_up=calls.wake_up)),
+        mock.patch("torch.cuda.empty_cache", calls.empty_cache),
         mock.patch("torch.cuda.mem_get_info", lambda: (2, 80)),
     ):
         map_pools()
+    assert getattr(calls, failing).called
+
+
+def test_nothing_of_ours_lies_in_the_pools_when_they_are_freed() -> None:
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.llm, engine.model, engine.version, engine.world = object(), object(), 3, WORLD
+    engine.places, engine.sent, engine.buffers = [object()], {"w": torch.ones(1)}, {"b": torch.ones(1)}
+    engine.state = SleepState({"weights": [torch.ones(1)]})
+    seen: list[object] = []
+
+    def release(llm: object) -> None:
+        seen.extend([llm, engine.llm, engine.model, engine.places, engine.state.memory])
+
+    with mock.patch.object(vllm_engine, "release", release):
+        engine.shutdown()
+        engine.shutdown()
+    assert seen[0] is not None and seen[1:] == [None, None, [], {}]
