@@ -231,13 +231,16 @@ def spoiling(llm: LLM, found: SleepState, byte: int) -> Iterator[None]:
 
 
 def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
-    """Greedy completions of a round of wake, sync, generate and sleep."""
+    """Greedy completions of a round of wake, sync, generate and sleep.
+
+    Text comes first and alone: what a picture leaves in a batch would hide what lay there.
+    """
     from dsreason.runtime.engine import full_parameters
 
     engine = run.sampler.rollout
     engine.wake()
     engine.sync(full_parameters(run.sampler.policy), version)
-    completions = run.generate(engine, version)
+    completions = [one for prompt in run.prompts for one in replace(run, prompts=[prompt]).generate(engine, version)]
     engine.sleep()
     return [(one.ids, [round(value, 3) for value in one.logprobs]) for one in completions]
 

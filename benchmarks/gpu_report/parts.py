@@ -75,7 +75,7 @@ PARTS = (
     Part(
         "environment",
         ENVIRONMENT,
-        20,
+        30,
         "versions, driver, cards, links between them, and what the card does without dsreason",
     ),
     Part(
@@ -131,7 +131,7 @@ PARTS = (
         "the same, 2 billion",
         (*HAND_OVER_GOALS, Goal("wake + sync, s", "<=", 2.0)),
     ),
-    Part("sync", ENGINES, 80, "weights into the engine by bucket size, against a device copy of the same bytes"),
+    Part("sync", ENGINES, 75, "weights into the engine by bucket size, against a device copy of the same bytes"),
     Part(
         "state_poison_qwen2_5_vl",
         ENGINES,
@@ -151,7 +151,7 @@ PARTS = (
     Part(
         "checkpoint",
         TRAINING,
-        90,
+        85,
         "how long training waits for a checkpoint; SIGTERM and resume",
         (
             Goal("stall / save that training waits for", "<=", 0.1),
