@@ -25,12 +25,13 @@ def report(parts: str, out: Path, *, minutes: int = 10) -> subprocess.CompletedP
 
 
 def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(tmp_path: Path) -> None:
-    for parts in ("environment head ledger_05b", "attention sft"):
+    for parts in ("environment zero head ledger_05b", "attention sft"):
         ended = report(parts, tmp_path)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]
     assert {name: record["verdict"] for name, record in records.items()} == {
         "environment": "measured",
+        "zero": "ok",
         "attention": "ok",
         "head": "measured",
         "ledger_05b": "measured",
