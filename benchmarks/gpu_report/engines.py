@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from benchmarks.gpu_report.materials import (
     check_fits,
@@ -25,11 +25,11 @@ from benchmarks.gpu_report.timing import seconds_of, synchronize
 from benchmarks.gpu_report.training import count_parameters, train_on_a_clip
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm import LLM
 
     from dsreason.data.chat import EncodedPrompt, Encoder
     from dsreason.rollout.protocol import Completion
+    from dsreason.rollout.sleep_state import SleepState
     from dsreason.rollout.vllm_engine import VLLMEngine
     from dsreason.train.sampler import Sampler
 
@@ -175,52 +175,72 @@ def device_copy(size: int, device: str) -> float:
 
 # ---------------------------------------------------------------- what sleep loses
 
+GARBAGE = (255, 127)
+"""Of which every byte is: floats that are no numbers and negative integers, then numbers too large for sums and indices."""
+
 
 def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
-    """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then the worst that can be."""
+    """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then garbage."""
+    from dsreason.rollout.sleep_state import DROPPED
+
     with opened(replace(setting, tiny=True), tiny_model(setting, family), train=False) as run:
         engine = run.sampler.rollout
         before = answers(run, 1)
         fill_free_memory(setting)
         yield "same answers after others have used the memory", answers(run, 2) == before
-        with spoiling(engine):
-            engine.wake()
-            seen = not_zero(engine)
-            yield "tensors in vLLM's pool beside weights", len(seen)
-            yield "of these, not zero again when the weights are awake", sum(seen.values())
-            yield from ((f"not zero again: {text}", True) for text, dirty in seen.items() if dirty)
-            yield "same answers after all of them were spoilt", answers(run, 3) == before
-
-
-@contextmanager
-def spoiling(engine: VLLMEngine) -> Iterator[None]:
-    """As soon as vLLM has mapped memory for its weights, everything else that lies there is made as bad as can be."""
-    wake_up = engine.llm.wake_up
-
-    def spoilt(tags: list[str]) -> None:
-        wake_up(tags=tags)
-        for tensor in beside_weights(engine) if "weights" in tags else ():
-            spoil(tensor)
-
-    engine.llm.wake_up = spoilt
-    try:
-        yield
-    finally:
-        engine.llm.wake_up = wake_up
+        found = look_again(engine)
+        for tag in DROPPED:
+            size = sum(part.nbytes for part in found.memory.get(tag, []))
+            yield f"{tag}: bytes that vLLM does not write back", size
+        yield "tensors that dsreason does not write back either", count_unknown(found, engine.state)
+        for version, byte in enumerate(GARBAGE, start=3):
+            with spoiling(engine.llm, found, byte):
+                yield f"same answers after memory full of {byte}", answers(run, version) == before
 
 
 state_poison_qwen2_5_vl = partial(state_poison, family="qwen2_5_vl")
 state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
 
 
+def look_again(engine: VLLMEngine) -> SleepState:
+    """What vLLM's pools hold now that it has worked. Nothing on a CPU, which has no pools."""
+    from dsreason.rollout.sleep_state import find_sleep_state, vllm_pools
+
+    (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
+    return find_sleep_state(runner, vllm_pools())
+
+
+def count_unknown(found: SleepState, known: SleepState) -> int:
+    places = {part.data_ptr() for memory in known.memory.values() for part in memory}
+    return sum(part.data_ptr() not in places for memory in found.memory.values() for part in memory)
+
+
+@contextmanager
+def spoiling(llm: LLM, found: SleepState, byte: int) -> Iterator[None]:
+    """Inside, a pool's memory is full of garbage as soon as vLLM has mapped it again, before anything is written back."""
+    wake_up = llm.wake_up
+
+    def spoilt(tags: list[str]) -> None:
+        wake_up(tags=tags)
+        for tag in tags:
+            for part in found.memory.get(tag, []):
+                part.fill_(byte)
+
+    with mock.patch.object(llm, "wake_up", spoilt):
+        yield
+
+
 def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
-    """Greedy completions of a round of wake, sync, generate and sleep."""
+    """Greedy completions of a round of wake, sync, generate and sleep.
+
+    Text comes first and alone: what a picture leaves in a batch would hide what lay there.
+    """
     from dsreason.runtime.engine import full_parameters
 
     engine = run.sampler.rollout
     engine.wake()
     engine.sync(full_parameters(run.sampler.policy), version)
-    completions = run.generate(engine, version)
+    completions = [one for prompt in run.prompts for one in replace(run, prompts=[prompt]).generate(engine, version)]
     engine.sleep()
     return [(one.ids, [round(value, 3) for value in one.logprobs]) for one in completions]
 
@@ -237,54 +257,6 @@ def fill_free_memory(setting: Setting) -> None:
     synchronize()
     del junk
     torch.cuda.empty_cache()
-
-
-def beside_weights(engine: VLLMEngine) -> list[Tensor]:
-    """Tensors in the memory that vLLM maps for its weights which are no parameter or buffer of the model. None on a CPU."""
-    if engine.world.device.type != "cuda":
-        return []
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    pieces = CuMemAllocator.get_instance().pointer_to_data.items()
-    ranges = [(start, start + data.handle[1]) for start, data in pieces if data.tag == "weights"]
-    return tensors_within(ranges, [*engine.model.parameters(), *engine.model.buffers()])
-
-
-def tensors_within(ranges: list[tuple[int, int]], known: list[Tensor]) -> list[Tensor]:
-    """All tensors of the process whose memory lies in one of the address ranges, but those in the memory of known ones."""
-    import torch
-
-    gc.unfreeze()  # vLLM freezes what there is at its start, and frozen objects are not listed
-    # Of the very class: those that torch.compile keeps have no memory.
-    tensors = (item for item in gc.get_objects() if type(item) is torch.Tensor and item.layout == torch.strided)
-    found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
-    places = {tensor.untyped_storage().data_ptr() for tensor in known}
-    mapped = [found[at] for at in found if any(start <= at < end for start, end in ranges)]
-    return [tensor for tensor in mapped if tensor.untyped_storage().data_ptr() not in places]
-
-
-def not_zero(engine: VLLMEngine) -> dict[str, bool]:
-    """Of each such tensor, whether it holds anything but zeros: what sleep left there, or what nobody has cleared."""
-    return {
-        f"{i}, {described(tensor)}": bool(tensor.count_nonzero()) for i, tensor in enumerate(beside_weights(engine))
-    }
-
-
-def described(tensor: Tensor) -> str:
-    holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"list", "frame", "set"}
-    return f"{tuple(tensor.shape)} {tensor.dtype}, held by {', '.join(sorted(holders))}"
-
-
-def spoil(tensor: Tensor) -> None:
-    """NaN, True, or a number that no index should be."""
-    import torch
-
-    if tensor.is_floating_point():
-        worst = torch.nan
-    else:
-        worst = 1 if tensor.dtype == torch.bool else min(2**20, torch.iinfo(tensor.dtype).max)
-    with torch.inference_mode():
-        tensor.fill_(worst)
 
 
 # ---------------------------------------------------------------- media

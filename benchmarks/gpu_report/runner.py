@@ -28,7 +28,8 @@ ENVIRONMENT = {
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A shell may have kept these from another job; every part is a job of its own."""
 LAST_LINES = 30
-GONE_WITHIN = 15
+GONE_WITHIN = 5
+"""Seconds that killed processes may take to end."""
 TICK = 0.2
 """Seconds between two looks at a part."""
 

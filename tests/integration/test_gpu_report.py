@@ -11,26 +11,30 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_report.parts import PARTS
+
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 
 
-def report(parts: str, out: Path) -> subprocess.CompletedProcess[str]:
+def report(parts: str, out: Path, *, minutes: int = 10) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--parts", parts, "--out", str(out)]
     kept = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=60 * minutes)
 
 
 def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(tmp_path: Path) -> None:
-    for parts in ("environment head", "attention sft"):
+    for parts in ("environment zero head ledger_05b", "attention sft"):
         ended = report(parts, tmp_path)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]
     assert {name: record["verdict"] for name, record in records.items()} == {
         "environment": "measured",
+        "zero": "ok",
         "attention": "ok",
         "head": "measured",
+        "ledger_05b": "measured",
         "sft": "measured",
     }
     assert all(record["device"] == "cpu" and record["tiny"] for record in records.values())
@@ -41,3 +45,12 @@ def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(
     for file in ("gpu-report.json", "gpu-report.md"):
         text = (tmp_path / file).read_text()
         assert not any(secret in text for secret in (str(ROOT), str(tmp_path), str(Path.home()), socket.gethostname()))
+
+
+@pytest.mark.long
+def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
+    ended = report("", tmp_path, minutes=60)
+    records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]
+    assert set(records) == {part.name for part in PARTS}, ended.stdout + ended.stderr
+    broken = {name: record for name, record in records.items() if record["verdict"] in ("failed", "timed out")}
+    assert not broken

@@ -161,11 +161,16 @@ def test_parts_are_chosen_by_name_or_group_in_the_tables_order(names: str, chose
     assert [part.name for part in command.chosen(names)] == chosen
 
 
+def longest(parts: list[Part]) -> int:
+    """Seconds, where every part is killed at its limit."""
+    return sum(part.seconds + runner.GONE_WITHIN for part in parts)
+
+
 def test_all_parts_of_one_card_take_25_minutes_at_most_or_three_calls_of_ten() -> None:
-    assert sum(part.seconds for part in PARTS if part.cards == 1) <= 25 * 60
+    assert longest([part for part in PARTS if part.cards == 1]) <= 25 * 60
     calls = re.findall(r'PARTS="(.*)"', command.__doc__ or "")
     assert len(calls) == 3
-    assert all(sum(part.seconds for part in command.chosen(parts)) <= 600 for parts in calls)
+    assert all(longest(command.chosen(parts)) <= 600 for parts in calls)
     named = {part.name for parts in calls for part in command.chosen(parts)}
     assert named == {part.name for part in PARTS if part.cards == 1}
 

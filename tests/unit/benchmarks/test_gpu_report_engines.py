@@ -1,34 +1,40 @@
-"""What the report's look into vLLM's memory relies on, tried on host memory."""
+"""What the report's look into vLLM's memory and at the driver relies on, tried without either."""
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu_report.engines import spoil, tensors_within
+from benchmarks.gpu_report.engines import count_unknown, spoiling
 from benchmarks.gpu_report.environment import queried
+from dsreason.rollout.sleep_state import SleepState
 
 
-def test_tensors_in_an_address_range_are_found_frozen_ones_too_but_not_the_weights() -> None:
-    weight, state, elsewhere = (torch.zeros(1000) for _ in range(3))
-    part = weight[10:20]
-    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (weight, state)]
-    gc.freeze()
-    found = tensors_within(ranges, [weight])
-    assert [tensor is state for tensor in found] == [True]
-    assert part.shape == (10,) and elsewhere.shape == (1000,)
+def test_a_pool_that_wakes_is_full_of_garbage_until_its_state_is_written_back() -> None:
+    kept, forgotten, cached = (torch.full((4,), value, dtype=torch.uint8) for value in (1, 2, 3))
+    known = SleepState({"weights": [kept]})
+    found = SleepState({"weights": [kept, forgotten], "kv_cache": [cached]})
+    woken: list[str] = []
+    llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
+    known.remember()
+    with spoiling(llm, found, 127):
+        llm.wake_up(tags=["weights"])
+        assert [part.tolist() for part in (kept, forgotten, cached)] == [[127] * 4, [127] * 4, [3] * 4]
+        known.write_back("weights")
+        llm.wake_up(tags=["kv_cache"])
+    llm.wake_up(tags=["weights"])
+    assert [part.tolist() for part in (kept, forgotten, cached)] == [[1] * 4, [127] * 4, [127] * 4]
+    assert woken == ["weights", "kv_cache", "weights"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "worst"), [(torch.bfloat16, "nan"), (torch.int32, "1048576"), (torch.int8, "127"), (torch.bool, "True")]
-)
-def test_a_spoilt_tensor_holds_what_no_kernel_should_read(dtype: torch.dtype, worst: str) -> None:
-    tensor = torch.zeros(3, dtype=dtype)
-    spoil(tensor)
-    assert [str(value) for value in tensor.tolist()] == [worst] * 3
+def test_tensors_that_the_engine_does_not_write_back_are_counted() -> None:
+    kept, forgotten, cached = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
+    found = SleepState({"weights": [kept, forgotten], "kv_cache": [cached]})
+    assert count_unknown(found, SleepState({"weights": [kept[:]]})) == 2
+    assert count_unknown(found, found) == 0
 
 
 def test_a_field_of_nvidia_smi_is_read_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
