@@ -155,7 +155,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     seen["norm"] = step()
     seen["second"] = look()
     offload.offload()
-    seen["moved"] = len(offload.away)
+    seen["moved"] = len(offload.away) + len(offload.dropped)
     offload.reload()
     with reference.in_place():
         seen["reference"] = look()
