@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from tests.integration.rows import write_mixed_rows
 from tests.stand_in import scenarios
-from tests.stand_in.device import build
 
 pytestmark = pytest.mark.integration
 
@@ -111,13 +110,18 @@ class Devices(NamedTuple):
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
-    library, spawn = build(tmp_path_factory.mktemp("stand_in")), mp.get_context("spawn")
+    def process(folder: Path | None) -> ProcessPoolExecutor:
+        given = (None if folder is None else str(folder),)
+        return ProcessPoolExecutor(1, mp_context=mp.get_context("spawn"), initializer=scenarios.start, initargs=given)
 
-    def process(library: str | None) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, mp_context=spawn, initializer=scenarios.start, initargs=(library,))
-
-    with process(str(library)) as stand_in, process(None) as cpu:
+    with process(tmp_path_factory.mktemp("stand_in")) as stand_in, process(None) as cpu:
         yield Devices(stand_in, cpu)
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def model(request: pytest.FixtureRequest) -> str:
+    """Of either family, within this file: the session's `tiny` would start the processes anew for each."""
+    return str(request.getfixturevalue(f"tiny_{request.param}"))
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +149,8 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devic
 
 
 @pytest.mark.parametrize("deepspeed", ["zero2.json", "zero3.json", "zero3_offload.json"])
-def test_the_policy_in_its_engine_computes_on_the_device_alone(tiny: Path, devices: Devices, deepspeed: str) -> None:
-    expected, found = devices.on_both(scenarios.policy, str(tiny), "eager", deepspeed)
+def test_the_policy_in_its_engine_computes_on_the_device_alone(model: str, devices: Devices, deepspeed: str) -> None:
+    expected, found = devices.on_both(scenarios.policy, model, "eager", deepspeed)
     assert found.pop("device") == "cuda" and expected.pop("device") == "cpu"
     assert found.pop("moved") > 0 and expected.pop("moved") == 0
     assert found.pop("buffers") == ["cuda torch.float32"] and expected.pop("buffers") == ["cpu torch.float32"]
@@ -155,23 +159,23 @@ def test_the_policy_in_its_engine_computes_on_the_device_alone(tiny: Path, devic
     assert found == expected
 
 
-def test_the_policy_with_sdpa_does_as_well(tiny: Path, devices: Devices) -> None:
-    expected = devices.on_stand_in(scenarios.policy, str(tiny), "eager")
-    assert close(devices.on_stand_in(scenarios.policy, str(tiny), "sdpa"), expected)
+def test_the_policy_with_sdpa_does_as_well(model: str, devices: Devices) -> None:
+    expected = devices.on_stand_in(scenarios.policy, model, "eager")
+    assert close(devices.on_stand_in(scenarios.policy, model, "sdpa"), expected)
 
 
-def test_drawing_does(tiny: Path, devices: Devices) -> None:
-    expected, found = devices.on_both(scenarios.drawing, str(tiny), "eager")
+def test_drawing_does(model: str, devices: Devices) -> None:
+    expected, found = devices.on_both(scenarios.drawing, model, "eager")
     assert found == expected
-    assert close(devices.on_stand_in(scenarios.drawing, str(tiny), "sdpa"), expected)
+    assert close(devices.on_stand_in(scenarios.drawing, model, "sdpa"), expected)
 
 
-def test_the_update_of_grpo_does(tiny: Path, devices: Devices, rows: Path) -> None:
-    expected, found = devices.on_both(scenarios.update, str(tiny), "eager", str(rows), ALGORITHMS)
+def test_the_update_of_grpo_does(model: str, devices: Devices, rows: Path) -> None:
+    expected, found = devices.on_both(scenarios.update, model, "eager", str(rows), ALGORITHMS)
     assert found == expected
     # The corrections of the last two mask what the made-up engine's log-probabilities are too far from.
     assert min(metrics["norm"] for metrics in found[:4]) > 1e-4
-    assert close(devices.on_stand_in(scenarios.update, str(tiny), "sdpa", str(rows), ALGORITHMS), expected)
+    assert close(devices.on_stand_in(scenarios.update, model, "sdpa", str(rows), ALGORITHMS), expected)
 
 
 def test_every_objective_does(devices: Devices) -> None:
@@ -182,10 +186,10 @@ def test_every_objective_does(devices: Devices) -> None:
 
 @pytest.mark.parametrize("command", ["sft", "grpo"])
 def test_whole_runs_do_with_checkpoint_and_export(
-    tiny: Path, devices: Devices, rows: Path, tmp_path: Path, command: str
+    model: str, devices: Devices, rows: Path, tmp_path: Path, command: str
 ) -> None:
-    (tmp_path / "sft.toml").write_text(SFT.format(model=tiny, rows=rows))
-    (tmp_path / "grpo.toml").write_text(GRPO.format(model=tiny, rows=rows))
+    (tmp_path / "sft.toml").write_text(SFT.format(model=model, rows=rows))
+    (tmp_path / "grpo.toml").write_text(GRPO.format(model=model, rows=rows))
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def measured(lines: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -212,10 +216,10 @@ def test_whole_runs_do_with_checkpoint_and_export(
     ],
 )
 def test_a_planted_fault_is_refused_with_its_file_and_line(
-    tiny: Path, devices: Devices, rows: Path, fault: str, scenario: Callable[..., Any], file: str, line: str
+    model: str, devices: Devices, rows: Path, fault: str, scenario: Callable[..., Any], file: str, line: str
 ) -> None:
     args = (str(rows), ALGORITHMS[:1]) if scenario is scenarios.update else ()
-    error = devices.stand_in.submit(scenarios.plant, fault, scenario, str(tiny), "eager", *args).result()
+    error = devices.stand_in.submit(scenarios.plant, fault, scenario, model, "eager", *args).result()
     place, _, text = error.partition(": ")
     name, _, number = place.rpartition(":")
     assert file in name and line in linecache.getline(name, int(number))

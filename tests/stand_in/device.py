@@ -1,4 +1,4 @@
-"""Turns this process into one with a GPU that is none: `install(build())` before anything asks torch for its devices.
+"""Turns this process into one with a GPU that is none: call `install` before anything asks torch for its devices.
 
 Tensors say `cuda:0`, lie in host memory and are computed by the CPU's kernels; an operation between them and tensors of the
 CPU is refused, or noted, with the line of Python that asked for it. What `torch.cuda` tells of streams, events and memory
@@ -8,7 +8,6 @@ is made up. NCCL's place takes gloo, for tensors of the stand-in only.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,20 +30,14 @@ class MixedDevicesError(RuntimeError):
     """What a GPU answers with "Expected all tensors to be on the same device"."""
 
 
-def build(folder: Path) -> Path:
-    """Compile the device, some ten seconds; returns the library for `install`."""
+def install(folder: Path) -> None:
+    """From now on this process has a device `cuda:0`. There is no way back.
+
+    The device is compiled in `folder`, once, which takes some ten seconds.
+    """
     from torch.utils.cpp_extension import load
 
-    load(NAME, [str(SOURCE)], extra_cflags=["-O0"], build_directory=str(folder), is_python_module=False)
-    return folder / f"{NAME}.so"
-
-
-def install(library: Path) -> None:
-    """From now on this process has a device `cuda:0`. There is no way back."""
-    spec = importlib.util.spec_from_file_location(NAME, library)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.when_mixed(_when_mixed)
+    load(NAME, [str(SOURCE)], extra_cflags=["-O0"], build_directory=str(folder)).when_mixed(_when_mixed)
     for name, value in _told_of_the_device().items():
         setattr(torch.cuda, name, value)
     torch.cuda._lazy_init = lambda: None

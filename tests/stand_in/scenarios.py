@@ -12,17 +12,17 @@ from typing import Any
 TEMPERATURE = 0.9
 
 
-def start(library: str | None) -> None:
-    """First thing in a process: with a `library`, it has the stand-in for a GPU."""
+def start(folder: str | None) -> None:
+    """First thing in a process: with a `folder` to compile it in, it has the stand-in for a GPU."""
     import sys
 
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["DS_ACCELERATOR"] = "cuda" if library else "cpu"
-    if library:
+    os.environ["DS_ACCELERATOR"] = "cuda" if folder else "cpu"
+    if folder:
         from tests.stand_in import device
 
-        device.install(Path(library))
+        device.install(Path(folder))
     import torch
 
     torch.set_num_threads(1)
