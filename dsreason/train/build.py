@@ -99,9 +99,9 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         progress = open_progress(rank=world.rank, total_steps=order.num_steps, first_step=state.step)
         stack.enter_context(progress)
         writer = open_writer(run, engine, stack)
+        batch_tokens = validation_tokens(config, model_path, world)
         rollout = build_rollout(
-            *(config, model_path, encoder, world, config.validation.micro_batch_size),
-            batch_tokens=validation_tokens(config, model_path, world),
+            config, model_path, encoder, world, config.validation.micro_batch_size, batch_tokens=batch_tokens
         )
         yield SFTRun(
             config=config,
