@@ -16,6 +16,7 @@ else
 $(error STACK is newest or oldest, not "$(STACK)")
 endif
 PY := $(VENV)/bin/python
+UNIT = $(PY) -m pytest tests/unit -n logical
 TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
 UV = PATH="$$PATH$$(printf ':%s' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin)" $(shell command -v uv || echo $(TOOLS)/bin/uv)
@@ -28,7 +29,7 @@ unexport UV_DEFAULT_INDEX
 endif
 COMPILE = $(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --no-emit-index-url --no-header -q
 
-.PHONY: help setup demo test test-all unit integration gpu gpu-report check fix build requirements clean
+.PHONY: help setup demo test test-all test-rest unit integration gpu gpu-report check fix build requirements clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,14 +52,19 @@ $(TOOLS)/bin/uv:
 demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about ten minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
-test: setup ## Run the tests (more than an hour on 2 cores).
-	$(PY) -m pytest
+test: setup ## Run the short suite, real ranks and engines included.
+	$(UNIT)
+	$(PY) -m pytest tests/integration tests/gpu
 
-test-all: setup ## Run the tests that show the same again over a longer road as well.
-	$(PY) -m pytest --all
+test-all: setup ## Run the whole suite.
+	$(UNIT) --all
+	$(PY) -m pytest tests/integration tests/gpu --all
 
-unit: setup ## Run the fast tests.
-	$(PY) -m pytest tests/unit
+test-rest: setup ## Run what the whole suite has beside the short one.
+	$(PY) -m pytest -m long --all
+
+unit: setup ## Run the fast tests, on all cores.
+	$(UNIT)
 
 integration: setup ## Run the tests with real ranks and engines.
 	$(PY) -m pytest tests/integration

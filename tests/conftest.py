@@ -24,9 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        left_out = [item for item in items if "long" in item.keywords]
+        left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if "long" not in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:
