@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.config.secrets import secret_variables
+
 
 def pytest_configure() -> None:
     """What a test starts, in whichever folder, finds the packages that this process finds."""
@@ -27,6 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> None:
+    """A test that sets as many variables as the one before it is not shown that one's secrets."""
+    secret_variables.cache_clear()
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:

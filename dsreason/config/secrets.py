@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -58,15 +59,19 @@ TALKATIVE = (
 
 def hide_secrets(text: str) -> str:
     """The text with the names of secret variables in place of their values, and without `user:password@`."""
-    for name, value in secret_variables():
+    for name, value in secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, shown in PATTERNS.items():
         text = pattern.sub(shown, text)
     return without_credentials(text)
 
 
-def secret_variables() -> list[tuple[str, str]]:
-    """Name and value of every variable that holds a secret; the longest first, of which another may be a part."""
+@lru_cache(maxsize=1)
+def secret_variables(count: int) -> list[tuple[str, str]]:
+    """Name and value of every variable that holds a secret; the longest first, of which another may be a part.
+
+    The environment is looked through once, and again when it has another `count` of variables: user code may load keys.
+    """
     values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
     found = {name: value for name, value in values.items() if len(value) >= SHORTEST}
     for name, value in os.environ.items():

@@ -45,6 +45,12 @@ def test_the_value_of_a_variable_whose_name_says_secret_is_hidden(
     assert hide_secrets("with sentinel in it") == (f"with <{name}> in it" if shown else "with sentinel in it")
 
 
+def test_a_key_that_is_loaded_later_is_hidden_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hide_secrets("with sentinel in it") == "with sentinel in it"
+    monkeypatch.setenv("OPENAI_API_KEY", "sentinel")
+    assert hide_secrets("with sentinel in it") == "with <OPENAI_API_KEY> in it"
+
+
 @pytest.mark.parametrize("value", ["1", "true", "disable", "/etc/keys/mine.pem"])
 def test_a_word_or_path_in_such_a_variable_is_left(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MY_KEY", value)
