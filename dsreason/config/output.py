@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dsreason.config.atomic import write_file
 from dsreason.config.load import dump_config
 from dsreason.config.lock import check_not_in_use
 from dsreason.config.secrets import hidden
@@ -71,9 +72,7 @@ def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) 
     """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"config": dump_config(config), **hidden(dict(facts))}
-    partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(json.dumps(document, indent=2) + "\n")
-    partial.rename(folder / CONFIG_FILE)
+    write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:

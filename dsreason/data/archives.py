@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import lzma
 import os
@@ -10,13 +9,13 @@ import re
 import shutil
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dsreason.config.atomic import build_once, write_file
 from dsreason.config.cache import cache_dir
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 
@@ -74,11 +73,7 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
     if not file.is_file():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-                partial = Path(scratch) / name
-                partial.write_bytes(content)
-                partial.chmod(0o644)  # the cache may be shared
-                partial.rename(file)
+            write_file(file, content)
         except OSError as error:
             raise cache_error(file, error) from error
     return file
@@ -100,19 +95,15 @@ def unpack(archive: Path) -> Path:
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = media_cache() / "archives" / f"{archive.name.split('.')[0]}-{key}"
+
+    def extract_anew(partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        extract(archive, partial)
+
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = (folder.parent / f"{folder.name}.lock").open("w")
+        return build_once(folder, extract_anew)
     except OSError as error:
         raise cache_error(folder, error) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            extract(archive, partial)
-            partial.rename(folder)
-    return folder
 
 
 def extract(archive: Path, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import av
 from av.video.frame import PictureType, VideoFrame
 
+from dsreason.config.atomic import draft_of
 from dsreason.data.clip_rules import Cut
 from dsreason.data.media import load_image, opened_video, packet_times
 from dsreason.errors import ConfigError, DataError
@@ -40,21 +40,18 @@ def cut_clip(cut: Cut, target: Path) -> None:
     """
     if ENCODER not in av.codecs_available:
         raise ConfigError(f"PyAV was built without {ENCODER}; install the wheel from the package index")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        if cut.source.is_dir():
-            encode(image_frames(cut), IMAGE_FPS, partial)
-        else:
+        with draft_of(target) as draft:
+            if cut.source.is_dir():
+                encode(image_frames(cut), IMAGE_FPS, draft)
+                return
             wanted = frames_of_cut(cut)
             try:
-                encode(decoded_frames(cut.source, wanted), wanted.fps, partial)
+                encode(decoded_frames(cut.source, wanted), wanted.fps, draft)
             except UnusableTimes:
-                encode(counted_frames(cut.source, wanted), wanted.fps, partial)
-        os.replace(partial, target)
+                encode(counted_frames(cut.source, wanted), wanted.fps, draft)
     except av.FFmpegError as error:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class UnusableTimes(Exception):

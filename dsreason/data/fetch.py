@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsreason.config.atomic import write_file
 from dsreason.config.problems import nearest
 from dsreason.data.archives import extract
 from dsreason.data.hub import Counter, RemoteFile, download, hub_errors, list_files, size_of
@@ -220,9 +221,7 @@ def read_record(folder: Path) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: dict[str, str]) -> None:
-    partial = folder / f"{RECORD}.partial"
-    partial.write_text(json.dumps(record, indent=2))
-    os.replace(partial, folder / RECORD)
+    write_file(folder / RECORD, json.dumps(record, indent=2))
 
 
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:

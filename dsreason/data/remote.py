@@ -7,7 +7,6 @@ changed.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import shutil
@@ -18,6 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 
 from dsreason.config.address import S3Address, is_s3, parse_s3
+from dsreason.config.atomic import build_once
 from dsreason.config.cache import cache_dir
 from dsreason.config.s3 import S3Object, find_object, list_objects, read_into
 from dsreason.config.secrets import without_credentials
@@ -29,7 +29,6 @@ PARALLEL = 8
 """Files of a folder fetched at the same time."""
 REMEMBERED = 200_000
 """Objects of which a process knows where their copies are."""
-PARTIAL = ".partial"
 SHOWN_BYTES = 100_000_000
 """From this size on, a fetch is logged."""
 
@@ -86,10 +85,9 @@ def _copy_of(text: str) -> Path:
             raise DataError(f"{address}: there is no such object, or no bucket {address.bucket}") from None
         raise
     folder = _folder(address, source.version)
-    with _building(folder) as partial:
-        if partial is not None:
-            _fetch(source, partial / PurePosixPath(address.key).name)
-    return folder / PurePosixPath(address.key).name
+    name = PurePosixPath(address.key).name
+    with _kept(folder):
+        return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
 
 
 def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
@@ -108,10 +106,8 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
         ):
             raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
     folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
-    with _building(folder) as partial:
-        if partial is not None:
-            _fetch_all(address, chosen, partial)
-    return folder
+    with _kept(folder):
+        return build_once(folder, lambda partial: _fetch_all(address, chosen, partial))
 
 
 def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path) -> None:
@@ -127,24 +123,9 @@ def _folder(address: S3Address, version: str) -> Path:
 
 
 @contextmanager
-def _building(folder: Path) -> Iterator[Path | None]:
-    """A folder to put files into, which gets its name when they are complete; None where it has been built already.
-
-    Others wait. There are 256 locks for all folders: one for each would leave as many files behind.
-    """
-    locks = cache_dir() / "s3" / ".locks"
+def _kept(folder: Path) -> Iterator[None]:
     try:
-        if not folder.is_dir():
-            locks.mkdir(parents=True, exist_ok=True)
-            with (locks / folder.name[:2]).open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not folder.is_dir():
-                    partial = folder.with_name(f"{folder.name}{PARTIAL}")
-                    partial.mkdir(parents=True, exist_ok=True)
-                    yield partial
-                    partial.rename(folder)
-                    return
-        yield None
+        yield
     except OSError as error:
         raise StorageError(
             f"{folder}: the copy cannot be kept: {error}; make room, or set DSREASON_CACHE to another folder"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from dsreason.config.atomic import write_file
 from dsreason.errors import DataError
 from dsreason.evaluation.identity import question_id, question_key
 from dsreason.evaluation.types import Kind, Result
@@ -85,11 +85,9 @@ def make_folder(folder: Path) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write a file, completely or not at all. What UTF-8 cannot hold becomes "?"."""
-    partial = file.with_name(f"{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(partial, file)
+        write_file(file, text.encode(errors="replace"))
     except OSError as error:
         raise DataError(f"{file}: cannot be written ({error.strerror}); choose another folder or free it") from error
 

@@ -21,6 +21,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 from pydantic import TypeAdapter, ValidationError
 
+from dsreason.config.atomic import draft_of
 from dsreason.errors import CheckpointError
 from dsreason.runtime.checkpoint_folder import (
     SAVING,
@@ -36,7 +37,6 @@ from dsreason.runtime.checkpoint_folder import (
     read_checkpoint,
     rng_file,
     write_json,
-    write_whole,
 )
 from dsreason.runtime.engine import full_shape
 from dsreason.runtime.rng import load_rng_state, take_rng_state
@@ -82,12 +82,16 @@ def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
-    write_rng_state, file = take_rng_state(world.device), partial / rng_file(world.rank)
-    writes = [lambda: write_whole(file, write_rng_state)]
-    if world.keeps_folder:
-        described = describe(engine, state, world)
-        writes.insert(0, lambda: write_whole(partial / STATE_FILE, lambda path: write_json(path, described)))
-    return writes
+    write_rng_state = take_rng_state(world.device)
+
+    def write_random_numbers() -> None:
+        with draft_of(partial / rng_file(world.rank), durable=True) as draft:
+            write_rng_state(draft)
+
+    if not world.keeps_folder:
+        return [write_random_numbers]
+    described = describe(engine, state, world)
+    return [lambda: write_json(partial / STATE_FILE, described), write_random_numbers]
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:

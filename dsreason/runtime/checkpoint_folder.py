@@ -12,10 +12,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dsreason.config.atomic import flush, write_file
 from dsreason.errors import CheckpointError, SaveError
 
 MARKER = "COMPLETE"
@@ -121,7 +122,7 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
     with as_save_error(final):
         files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
         sizes = {path.name: path.stat().st_size for path in files}
-        write_whole(partial / MARKER, lambda path: write_json(path, {"files": sizes}))
+        write_json(partial / MARKER, {"files": sizes})
         give_name(partial, final)
 
 
@@ -222,26 +223,8 @@ def as_save_error(path: Path) -> Iterator[None]:
         raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
 
 
-def write_whole(file: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written under another name, and named when the disk has it."""
-    draft = file.with_name(f".{file.name}")
-    write(draft)
-    flush(draft)
-    draft.rename(file)
-    flush(file.parent)
-
-
-def flush(path: Path) -> None:
-    """Wait until the disk has it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(value, indent=1) + "\n", durable=True)
 
 
 def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:

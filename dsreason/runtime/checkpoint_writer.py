@@ -23,9 +23,10 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
+from dsreason.config.atomic import flush
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.runtime.checkpoint import TrainerState, begin, own_files
-from dsreason.runtime.checkpoint_folder import delete_folder, finish, flush, prune_checkpoints
+from dsreason.runtime.checkpoint_folder import delete_folder, finish, prune_checkpoints
 from dsreason.runtime.host_memory import StagedCopy
 from dsreason.runtime.memory import GIB, available_bytes
 from dsreason.runtime.world import World, barrier, gather_objects, once_a_folder

@@ -18,6 +18,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsreason.config.atomic import write_file
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 
@@ -132,7 +133,7 @@ def leave_failure(failure: Failure) -> None:
 def write_once(file: Path, text: str) -> None:
     with suppress(OSError):  # nor may a full disk hide the error
         if not file.exists():
-            write_whole(file, text)
+            write_file(file, text)
 
 
 def leave_place(place: str) -> None:
@@ -146,13 +147,6 @@ def place_of_rank(file: Path) -> mmap:
     file.write_bytes(bytes(PLACE_BYTES))
     with file.open("r+b") as opened:
         return mmap(opened.fileno(), PLACE_BYTES)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Complete or not at all: the rank may be killed at any moment."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(file)
 
 
 def last_line(log: Path) -> str:

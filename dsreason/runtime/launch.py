@@ -27,6 +27,7 @@ from typing import Literal
 
 import psutil
 
+from dsreason.config.atomic import write_file
 from dsreason.config.lock import start_time
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import ConfigError, DsReasonError, Stopped
@@ -43,7 +44,6 @@ from dsreason.runtime.failures import (
     leave_failure,
     left_failures,
     with_last_words,
-    write_whole,
 )
 from dsreason.runtime.launchers import end_with_launchers
 
@@ -194,7 +194,7 @@ def leave_mark(failure: Failure) -> None:
     """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
     if not failure.restarts and started_by_torchrun():
         with suppress(OSError):  # a full disk may be what is to be mended
-            write_whole(shared_file("final"), json.dumps(asdict(failure)))
+            write_file(shared_file("final"), json.dumps(asdict(failure)))
 
 
 def end_as_before() -> None:

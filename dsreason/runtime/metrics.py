@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from dsreason.config.atomic import write_file
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
 
@@ -182,10 +183,7 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file in one move: a crash leaves the old or the new one, never half of it."""
-    draft = path.with_suffix(".jsonl.tmp")
-    draft.write_bytes(b"".join(map(encode_line, entries)))
-    draft.replace(path)
+    write_file(path, b"".join(map(encode_line, entries)))
 
 
 def check_wandb(config: MonitorConfig) -> None:

@@ -24,6 +24,7 @@ from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
 
 from dsreason.config.address import HubAddress, S3Address, parse_target
+from dsreason.config.atomic import write_file
 from dsreason.config.schema import CheckpointConfig
 from dsreason.config.secrets import hide_secrets
 from dsreason.errors import DsReasonError, StorageError
@@ -187,10 +188,8 @@ def read_record(run: Path) -> dict[str, dict[str, int]]:
 
 
 def write_record(run: Path, target: str, uploaded: dict[str, int]) -> None:
-    draft = run / f".{RECORD}"
     try:
-        draft.write_text(json.dumps(read_record(run) | {target: uploaded}, indent=1) + "\n")
-        draft.replace(run / RECORD)
+        write_file(run / RECORD, json.dumps(read_record(run) | {target: uploaded}, indent=1) + "\n")
     except OSError as error:
         log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
 
