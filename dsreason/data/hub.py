@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -12,19 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-from huggingface_hub import HfApi, get_token, hf_hub_url
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+from dsreason.config.hub import HUB_ERRORS, hub, hub_error
 from dsreason.data.archives import SUFFIXES
 from dsreason.data.processes import Advance
 from dsreason.errors import DataError
@@ -154,43 +146,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hub() -> str:
-    """Its address; `HF_ENDPOINT` names a mirror."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
 @contextmanager
 def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     """What the Hub's library raises, as one DataError that says what to do."""
-    page = f"{hub()}/datasets/{repo}"
-    token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (it is not set)"
     try:
         yield
-    except GatedRepoError as error:
-        raise DataError(
-            f"{repo}: is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account "
-            f"({'the present one has no access' if get_token() else 'it is not set'})"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise DataError(f"{repo}: no such data set on the Hub, or a private one; check the name and {token}") from error
-    except RevisionNotFoundError as error:
-        raise DataError(
-            f"{repo}: no revision {revision!r}; look at {page}/tree/main for branches and commits"
-        ) from error
-    except HFValidationError as error:
-        raise DataError(f"{repo}: is not the name of a repository ({error}); write owner/name") from error
-    except OfflineModeIsEnabled as error:
-        raise DataError(f"{repo}: HF_HUB_OFFLINE is set, so nothing is fetched; unset it") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = f"check {token}" if status in (401, 403) else "try again later"
-        raise DataError(f"{repo}: the Hub answered {status} ({first_line(error)}); {advice}") from error
-    except (HTTPError, OSError, ValueError) as error:
-        raise DataError(
-            f"{repo}: cannot be fetched: {first_line(error)}; check the connection and the disk, and run the same "
-            "command again: it continues"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    except HUB_ERRORS as error:
+        told = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        again = ", and run the same command again: it continues" if told.passing else ""
+        raise DataError(f"{told}{again}") from error

@@ -10,18 +10,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
 from dsreason.config.address import is_s3
+from dsreason.config.hub import HUB_ERRORS, hub, hub_error
 from dsreason.config.schema import ModelConfig
 from dsreason.config.secrets import without_credentials
 from dsreason.data.remote import local_folder
@@ -108,24 +101,11 @@ def model_files(config: ModelConfig) -> list[str]:
 
 
 def download(config: ModelConfig) -> Path:
-    files = model_files(config)
-    where = f"model.path {config.path}" + (f" at revision {config.revision}" if config.revision else "")
     try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{where}: the hub asks you to accept its terms and to log in (`hf auth login`)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"{where}: the hub has the model, not this revision") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(f"{where}: neither a local folder nor a model on the hub that you may read") from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{where}: no local folder, not in the hub's cache, and the hub cannot be reached"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{where}: no local folder, and the download failed: {error}") from error
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=model_files(config)))
+    except HUB_ERRORS as error:
+        where, page = f"model.path {config.path}: no local folder", f"{hub()}/{config.path}"
+        raise CheckpointError(str(hub_error(error, where, page=page, revision=config.revision))) from error
 
 
 def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:

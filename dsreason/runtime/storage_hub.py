@@ -10,23 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
 from dsreason.config.address import HubAddress
+from dsreason.config.hub import ADVICE, HUB_ERRORS, hub_error
 from dsreason.config.retries import persist
-from dsreason.config.secrets import hide_secrets, quiet_libraries
+from dsreason.config.secrets import quiet_libraries
 from dsreason.errors import StorageError
 from dsreason.runtime.package import Advance, Package, Sent
 from dsreason.runtime.storage_s3 import sha256_of
 
 ATTEMPTS = 2
 """Of a whole upload: the library has already tried each request again."""
-ADVICE = {
-    401: "the token in HF_TOKEN is missing, wrong or expired: make one that may write, in the settings of your account",
-    403: "the token in HF_TOKEN may not write there: it needs the right to write, and you that of the account",
-    404: "no such repository or branch that this token may see: correct the name",
-    429: "too many requests: try again later",
-}
 
 
 @dataclass(frozen=True)
@@ -108,22 +102,5 @@ def hub_errors(address: HubAddress) -> Iterator[None]:
     """What the library raises, as a StorageError. Without its cause: those texts hold signed addresses."""
     try:
         yield
-    except OfflineModeIsEnabled:
-        raise StorageError(f"{address}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it") from None
-    except HfHubHTTPError as error:
-        raise refused(address, error) from None
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise StorageError(f"{address}: {first_line(error)}", passing=not isinstance(error, ValueError)) from None
-
-
-def refused(address: HubAddress, error: HfHubHTTPError) -> StorageError:
-    status = error.response.status_code
-    told = (error.server_message or "").strip()
-    text = f"{address}: the Hub answers {status}" + (f" ({hide_secrets(told.splitlines()[0])})" if told else "")
-    passing = status == 429 or status >= 500
-    reason = ADVICE.get(status, "it has a failure: try again later" if passing else "check the name")
-    return StorageError(f"{text}; {reason}", status=status, passing=passing)
-
-
-def first_line(error: Exception) -> str:
-    return hide_secrets((str(error).strip() or type(error).__name__).splitlines()[0])
+    except HUB_ERRORS as error:
+        raise hub_error(error, str(address)) from None

@@ -126,7 +126,7 @@ def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None
 
 def test_a_download_that_was_cut_is_continued_by_the_next_call(hub: Hub, tmp_path: Path) -> None:
     hub.cut_at, hub.refuse = 5000, 403
-    with pytest.raises(DataError, match="the Hub answered 403"):
+    with pytest.raises(DataError, match="the Hub answers 403"):
         fetch(plan(tmp_path, patterns=["*.tar.gz"]))
     assert not (tmp_path / "benchmark/robovqa").exists()
     hub.refuse = None
@@ -205,7 +205,7 @@ def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"repo": "nvidia/Cosmos-Reason1-Bench"}, "no such data set on the Hub, or a private one"),
+        ({"repo": "nvidia/Cosmos-Reason1-Bench"}, "no such repository on the Hub, or a private one"),
         ({"repo": "a/b/c"}, "is not the name of a repository"),
         ({"revision": "v9"}, "no revision 'v9'"),
         ({"datasets": ["robovqa", "av"]}, "has no data set av; it has agibot, robovqa"),
@@ -226,7 +226,7 @@ def test_a_path_that_leads_out_is_refused(hub: Hub, tmp_path: Path) -> None:
 
 def test_no_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(DataError, match=r"cannot be fetched: .*check the connection"):
+    with pytest.raises(DataError, match=r"check the connection.*run the same command again"):
         plan(tmp_path)
 
 
