@@ -1,7 +1,6 @@
-"""S3 through s3fs: keys, region and AWS_ENDPOINT_URL from the environment, refusals that may pass waited out, errors named.
+"""S3 through boto3: keys, region and AWS_ENDPOINT_URL from the environment, refusals that may pass waited out, errors named.
 
-s3fs and botocore would each try again by their own rules, so that one lost request became thirty; here both try once, and
-`persist` decides.
+boto3 would try again in silence, and not after damage that only an ETag shows; here it tries once, and `persist` decides.
 """
 
 from __future__ import annotations
@@ -10,24 +9,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from dsreason.config.address import S3Address
 from dsreason.config.retries import persist
 from dsreason.config.secrets import hide_secrets, quiet_libraries, without_credentials
 from dsreason.errors import StorageError
 
-if TYPE_CHECKING:
-    from s3fs import S3FileSystem  # type: ignore[import-untyped]
-
 Answer: TypeAlias = Mapping[str, Any]
 
 CONNECT_LIMIT_S = 10
 READ_LIMIT_S = 60
 """Without a byte from the server."""
-REQUEST_LIMIT_S = 300
-"""Of one request with its content, at most a part of a file: a server that stops reading would hold it for ever."""
 READ_BYTES = 32 * 1024**2
 """Asked for at once: what a cut connection costs."""
 PASSING_CODES = (
@@ -43,40 +38,38 @@ PASSING_CODES = (
 
 @dataclass(frozen=True)
 class S3Object:
-    """`version` changes whenever the content does: ETag, size and time of an object."""
-
     address: S3Address
     size: int
+    etag: str
     version: str
+    """Changes whenever the content does: ETag, size and time."""
 
 
-def connect() -> S3FileSystem:
-    """The connection of this process (fsspec keeps one of each kind, also after a fork)."""
-    import s3fs  # half a second, for those who need it
-
+def connect() -> Any:
+    """boto3's client in this process, of the environment as it is now."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     if without_credentials(endpoint) != endpoint:
         raise StorageError(
             "AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # botocore knows only the latter
+    return _client(os.getpid(), endpoint, region, READ_LIMIT_S)
+
+
+@lru_cache(maxsize=1)
+def _client(process: int, endpoint: str, region: str | None, read_limit: float) -> Any:
+    """Of one process: a fork must not write into its parent's connections."""
+    import boto3  # a quarter of a second, for those who need it
+    from botocore.config import Config
+
     quiet_libraries()
-    settings: dict[str, Any] = {
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "connect_timeout": CONNECT_LIMIT_S,
-        "read_timeout": READ_LIMIT_S,
-    }
+    settings: dict[str, Any] = {}
     if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
         # Many servers that speak S3 refuse the checksum headers that are AWS's default; uploads are compared by ETag.
         settings["request_checksum_calculation"] = "when_required"
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # botocore knows only the latter
-    files = s3fs.S3FileSystem(
-        endpoint_url=endpoint or None,
-        client_kwargs={"region_name": region} if region else {},
-        config_kwargs=settings,
-        use_listings_cache=False,
-    )
-    files.retries = 1
-    return files
+    once = {"total_max_attempts": 1, "mode": "standard"}
+    config = Config(retries=once, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
+    return boto3.session.Session().client("s3", region, endpoint_url=endpoint or None, config=config)
 
 
 def request(
@@ -99,7 +92,7 @@ def request(
 
     def once() -> Answer:
         with named_errors(address):
-            answer: Answer = connect().call_s3(method, Bucket=address.bucket, timeout=REQUEST_LIMIT_S, **parameters)
+            answer: Answer = getattr(connect(), method)(Bucket=address.bucket, **parameters)
         check(answer)
         return answer
 
@@ -108,9 +101,7 @@ def request(
 
 def find_object(address: S3Address) -> S3Object:
     found = request("head_object", address, Key=address.key)
-    return S3Object(
-        address, found["ContentLength"], _version(found["ETag"], found["ContentLength"], found["LastModified"])
-    )
+    return _object(address, found["ContentLength"], found)
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
@@ -123,8 +114,7 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
         for entry in page.get("Contents", []):
             key, size = entry["Key"], entry["Size"]
             if not key.endswith("/"):
-                version = _version(entry["ETag"], size, entry["LastModified"])
-                found[key.removeprefix(prefix)] = S3Object(S3Address(address.bucket, key), size, version)
+                found[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
         if not page.get("IsTruncated"):
             return found
         following = {"ContinuationToken": page["NextContinuationToken"]}
@@ -136,34 +126,26 @@ def read_into(source: S3Object, file: Path) -> None:
     Raises:
         StorageError: cannot be read, or was changed since `source` was made.
     """
-    path = f"{source.address.bucket}/{source.address.key}"
     with file.open("ab") as target:
-        # Asks for the object's ETag, and with each part for that version alone.
-        remote = persist(lambda: _open(path, source))
         while target.tell() < source.size:
-            target.write(persist(lambda: _read(remote, target.tell(), source)))
+            target.write(persist(lambda: _read(source, target.tell())))
 
 
-def _open(path: str, source: S3Object) -> Any:
+def _read(source: S3Object, start: int) -> bytes:
+    last = min(start + READ_BYTES, source.size) - 1
     with named_errors(source.address):
-        remote = connect().open(path, "rb", cache_type="none")
-    details = remote.details
-    if _version(details["ETag"], details["size"], details["LastModified"]) != source.version:
-        raise StorageError(f"{source.address}: was changed while it was read; start again")
-    return remote
-
-
-def _read(remote: Any, start: int, source: S3Object) -> bytes:
-    with named_errors(source.address):
-        remote.seek(start)
-        content = bytes(remote.read(READ_BYTES))
-    if len(content) != min(READ_BYTES, source.size - start):
+        answer = connect().get_object(
+            Bucket=source.address.bucket, Key=source.address.key, Range=f"bytes={start}-{last}", IfMatch=source.etag
+        )
+        content = bytes(answer["Body"].read())
+    if len(content) != last - start + 1:
         raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", passing=True)
     return content
 
 
-def _version(etag: str, size: int, modified: Any) -> str:
-    return f"{etag} {size} {int(modified.timestamp())}"
+def _object(address: S3Address, size: int, facts: Answer) -> S3Object:
+    etag = facts["ETag"]
+    return S3Object(address, size, etag, f"{etag} {size} {int(facts['LastModified'].timestamp())}")
 
 
 # ---------------------------------------------------------------- errors
@@ -171,18 +153,14 @@ def _version(etag: str, size: int, modified: Any) -> str:
 
 @contextmanager
 def named_errors(address: S3Address) -> Iterator[None]:
-    """What the libraries raise, as a StorageError. Without its cause: those texts may hold what nobody should see."""
-    from aiohttp import ClientError as HttpError
-    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+    """What boto3 raises, as a StorageError. Without its cause: those texts may hold what nobody should see."""
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
-    except (OSError, ValueError, BotoCoreError, ClientError, HttpError) as error:
-        refusal: BaseException | None = error  # s3fs puts one or two of its own in front of it
-        while refusal is not None and not isinstance(refusal, ClientError):
-            refusal = refusal.__cause__
-        if refusal is not None:
-            raise refused(address, refusal.response) from None
+    except ClientError as error:
+        raise refused(address, error.response) from None
+    except (OSError, ValueError, BotoCoreError) as error:
         raise unreached(address, error) from None
 
 

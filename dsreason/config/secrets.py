@@ -43,11 +43,8 @@ PATTERNS = {
 """Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 TALKATIVE = (
+    "boto3",
     "botocore",
-    "aiobotocore",
-    "s3fs",
-    "fsspec",
-    "aiohttp",
     "urllib3",
     "httpx",
     "httpx2",

@@ -284,15 +284,13 @@ def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
 
 
 def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from s3fs import S3FileSystem
-
-    S3FileSystem.clear_instance_cache()
+    s3._client.cache_clear()  # as in a new process
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         check_target("s3://bucket/run")
-    S3FileSystem.clear_instance_cache()
+    s3._client.cache_clear()
 
 
 def closed_port() -> int:
