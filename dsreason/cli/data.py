@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -52,17 +52,8 @@ class Dataset(StrEnum):
     robofail = "robofail"
 
 
-class CutDataset(StrEnum):
-    agibot = "agibot"
-    bridgev2 = "bridgev2"
-    holoassist = "holoassist"
-
-
-class Command(StrEnum):
-    sft = "sft"
-    grpo = "grpo"
-
-
+CutDataset = Literal["agibot", "bridgev2", "holoassist"]
+Command = Literal["sft", "grpo"]
 DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Processes; default: one per CPU core; 0 works in this one.")
@@ -120,7 +111,7 @@ def show_plan(plan: Plan, with_files: bool) -> None:
 
 
 def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
-    if name not in list(CutDataset):
+    if name not in get_args(CutDataset):
         return "the repository has no clips of it"
     return (
         "its clips are not on the Hub; get the raw videos and cut them: "
@@ -311,10 +302,10 @@ def load_run(config: Path | None, overrides: list[str] | None, command: Command 
     if command is None and config is not None:
         document = read_config(config)
         asked = [text.partition(".")[0] for text in overrides or ()]
-        command = Command.grpo if {"grpo", "reward", "rollout"} & {*document, *asked} else Command.sft
+        command = "grpo" if {"grpo", "reward", "rollout"} & {*document, *asked} else "sft"
     if config is None:
         typer.echo(f"no --config: the built-in recipe {RECIPE}", err=True)
-    schema: type[RunConfig] = GRPOConfig if command == Command.grpo else SFTConfig
+    schema: type[RunConfig] = GRPOConfig if command == "grpo" else SFTConfig
     return load_config(schema, config, overrides or (), default_recipe=RECIPE)
 
 

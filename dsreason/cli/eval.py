@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,11 +17,6 @@ from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
 
 RECIPE = "eval.toml"
-
-
-class AnswerType(StrEnum):
-    letter = "letter"
-    reasoning = "reasoning"
 
 
 def evaluate(
@@ -42,7 +36,7 @@ def evaluate(
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Adapter that reads --data, such as llava or builtin.")] = None,
     answer_type: Annotated[
-        AnswerType | None, typer.Option(help="Ask for the answer alone, or for thoughts first.")
+        Literal["letter", "reasoning"] | None, typer.Option(help="Ask for the answer alone, or for thoughts first.")
     ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="GPUs that hold one copy of the model together.")
@@ -65,7 +59,7 @@ def evaluate(
         check_complete(model or server, data or dataset or adapter)
     given = {
         "server.url": server,
-        "evaluation.answer_type": answer_type and answer_type.value,
+        "evaluation.answer_type": answer_type,
         "evaluation.limit": limit,
         "evaluation.parser": "compat" if compat else None,
         "evaluation.overwrite": overwrite or None,

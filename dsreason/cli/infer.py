@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
@@ -20,18 +19,6 @@ if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering
 
 THINK, THOUGHT = "<think>", "</think>"
-
-
-class Engine(StrEnum):
-    auto = "auto"
-    transformers = "transformers"
-    vllm = "vllm"
-
-
-class Dtype(StrEnum):
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
 
 
 def infer(
@@ -73,9 +60,12 @@ def infer(
     save_frames: Annotated[Path | None, typer.Option(help="Folder for the pictures that the model is shown.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, and nothing else.")] = False,
     engine: Annotated[
-        Engine, typer.Option(help="vllm streams nothing; auto: transformers, or vllm for many prompts on a GPU.")
-    ] = Engine.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: what the model's config.json says.")] = Dtype.auto,
+        Literal["auto", "transformers", "vllm"],
+        typer.Option(help="vllm streams nothing; auto: transformers, or vllm for many prompts on a GPU."),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"], typer.Option(help="Of the weights; auto: what the model's config.json says.")
+    ] = "auto",
 ) -> None:
     """Ask a model about images and videos. The answer is streamed to stdout, remarks go to stderr."""
     if launch.is_rank():
@@ -112,8 +102,8 @@ def infer(
             ),
             timestamps=timestamps,
             save_frames=save_frames,
-            engine=engine.value,
-            dtype=dtype.value,
+            engine=engine,
+            dtype=dtype,
         )
         for answering in run(settings, prompts, say):
             if as_json:
