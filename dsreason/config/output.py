@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsreason.config.atomic import write_file
+from dsreason.config.disk import existing_part
 from dsreason.config.load import dump_config
 from dsreason.config.lock import check_not_in_use
 from dsreason.config.secrets import hidden
@@ -135,7 +136,7 @@ def flat(section: Any, prefix: str = "") -> dict[str, Any]:
 
 def _check_writable(folder: Path) -> None:
     """Really create a file in the folder, or in the nearest one above it that exists."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_part(folder)
     if not existing.is_dir():
         raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another --output-dir")
     try:

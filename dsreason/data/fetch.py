@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.config.atomic import write_file
+from dsreason.config.disk import existing_part
 from dsreason.config.problems import nearest
 from dsreason.data.archives import extract
 from dsreason.data.hub import Counter, RemoteFile, download, hub_errors, list_files, size_of
@@ -234,8 +235,7 @@ def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
 
 
 def check_disk(plan: Plan) -> None:
-    existing = next(path for path in (plan.folder.absolute(), *plan.folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_part(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
         raise DataError(
             f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "

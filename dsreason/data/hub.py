@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -16,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
+from dsreason.config.disk import sha256_of
 from dsreason.config.hub import HUB_ERRORS, hub, hub_error
 from dsreason.data.archives import SUFFIXES
 from dsreason.data.processes import Advance
@@ -139,11 +139,6 @@ def is_passing(error: HTTPError) -> bool:
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

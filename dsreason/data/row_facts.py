@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from dsreason.config.disk import sha256_of
 from dsreason.data.chat import Encoder
 from dsreason.data.media import local_path, probe_image, probe_video
 from dsreason.data.messages import media_parts, shown_seconds, text_of
@@ -151,5 +152,4 @@ def medium_facts(use: MediumUse) -> MediumFacts:
 
 
 def content_hash(path: str) -> str:
-    with local_path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(local_path(path))

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
 from dsreason.config.address import HubAddress
+from dsreason.config.disk import sha256_of
 from dsreason.config.hub import ADVICE, HUB_ERRORS, hub_error
 from dsreason.config.retries import persist
 from dsreason.config.secrets import quiet_libraries
 from dsreason.errors import StorageError
 from dsreason.runtime.package import Advance, Package, Sent
-from dsreason.runtime.storage_s3 import sha256_of
 
 ATTEMPTS = 2
 """Of a whole upload: the library has already tried each request again."""

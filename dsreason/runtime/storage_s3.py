@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.address import S3Address
+from dsreason.config.disk import sha256_of
 from dsreason.config.s3 import Answer, request
 from dsreason.errors import StorageError
 from dsreason.runtime.package import Advance, Package, Sent
@@ -136,11 +137,6 @@ def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
             raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", passing=True)
 
     return check
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def md5(content: bytes) -> Any:
