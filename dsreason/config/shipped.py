@@ -8,8 +8,6 @@ from pathlib import Path
 from dsreason.config.problems import nearest
 from dsreason.errors import ConfigError
 
-KINDS = ("ds_configs", "launch/recipes")
-
 
 def shipped_root(package: Path | None = None) -> Path:
     """`dsreason/_shipped` of an installed wheel, else the root of the checkout."""

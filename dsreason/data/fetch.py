@@ -33,8 +33,6 @@ REPOSITORIES = {
     "rl": "nvidia/Cosmos-Reason1-RL-Dataset",
 }
 DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
-TO_BE_CUT = ("agibot", "bridgev2", "holoassist")
-"""Data sets whose clips are not on the Hub: `dsreason data clip` makes them from the raw videos."""
 
 RECORD, PARTIALS = ".fetched.json", ".partial"
 DOWNLOADS = 4

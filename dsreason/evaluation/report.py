@@ -70,11 +70,6 @@ class Card:
     sheet: Sheet | None
 
 
-def score_run(folder: Path, *, frames: int | None = None) -> Summary:
-    """Score `<results_dir>/<model>/<answer_type>` and write its three reports; see `write_report`."""
-    return write_report(find_run(folder), frames=frames).summary
-
-
 def write_reports(
     results_dir: Path,
     dataset: Sequence[str] | None = None,

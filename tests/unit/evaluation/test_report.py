@@ -16,8 +16,9 @@ from PIL import Image
 
 from dsreason.errors import DataError
 from dsreason.evaluation import pictures
-from dsreason.evaluation.report import question_text, read_settings, score_run, write_reports
-from dsreason.evaluation.results import write_results
+from dsreason.evaluation.report import question_text, read_settings, write_report, write_reports
+from dsreason.evaluation.results import find_run, write_results
+from dsreason.evaluation.score import Summary
 from tests.unit.data.videos import read_number, write_video
 from tests.unit.evaluation.made_results import made
 
@@ -62,6 +63,10 @@ def folder(tmp_path: Path) -> Path:
     write_results(folder, "av", "3", [gone])
     (folder / "run.json").write_text(json.dumps({"model": "big", "sampling": {"temperature": 0.6, "seed": None}}))
     return folder
+
+
+def score_run(folder: Path, frames: int | None = None) -> Summary:
+    return write_report(find_run(folder), frames=frames).summary
 
 
 def page(folder: Path) -> Page:
