@@ -1,4 +1,4 @@
-"""Files and folders that get their name when they are complete: who is killed on the way leaves nothing under it."""
+"""Files and folders that get their name only when they are complete: a process that is killed leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 
 @contextmanager
@@ -17,7 +16,7 @@ def draft_of(file: Path, *, durable: bool = False) -> Iterator[Path]:
     Args:
         durable: wait until the disk has the content, and then its name: a power cut leaves the old file or the new one.
     """
-    draft = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")
+    draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
         yield draft
         if durable:

@@ -37,6 +37,8 @@ class Server:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = self.lengths
         self.headers: dict[str, str] = {}
+        self.drip = 0.0
+        """Seconds between the bytes of an answer."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,7 +51,9 @@ class Server:
                 for name, value in {"Content-Length": str(len(data)), **outer.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data)
+                for piece in [data[i : i + 1] for i in range(len(data))] if outer.drip else [data]:
+                    time.sleep(outer.drip)
+                    self.wfile.write(piece)
 
             def log_message(self, *args: object) -> None: ...
 
@@ -121,6 +125,12 @@ def test_a_slow_server_is_given_up(server):
     server.answer = lambda body: (time.sleep(1), (200, {}))[1]
     with pytest.raises(RewardError, match=r"no answer within 0.2 s \(2 attempts\)"):
         remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
+
+
+def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
+    server.drip = 0.05
+    with pytest.raises(RewardError, match=r"no answer within 0.2 s \(1 attempts\)"):
+        remote(server, time_limit=0.2, retries=0).score(["x"], SAMPLES[:1])
 
 
 @pytest.mark.parametrize(
