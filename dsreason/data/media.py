@@ -199,7 +199,9 @@ def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if frames.shape[-3:-1] == size:
         return frames
     channels_first = torch.from_numpy(frames).movedim(-1, -3)
-    resized = tvf.resize(channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    resized: torch.Tensor = tvf.resize(
+        channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True
+    )
     return resized.movedim(-3, -1).contiguous().numpy()
 
 

@@ -64,7 +64,7 @@ class StepOrder:
             if extra:
                 rows.append(np.sort(random.choice(numbers, size=extra, replace=False)))
             first += count
-        order = np.concatenate(rows)
+        order: np.ndarray = np.concatenate(rows)
         if self.shuffle:
             random.shuffle(order)
         return order

@@ -228,11 +228,11 @@ def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3
 
 def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in ("text", "image", "video"):
+        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
     if kind == "text":
         check_text(part.get("text"))
         return part
-    if kind not in ("image", "video"):
-        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
     for key in part.keys() - PART_SETTINGS - {"type", kind}:
         if part[key] is not None:
             meant = nearest(key, PART_SETTINGS)
@@ -302,8 +302,10 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     """DataError for media that are neither below `media_root` or the folder of the data, nor unpacked or downloaded by us."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
-    ours = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
-    places = [root, *map(os.path.abspath, [*ours, folder] if data_path and folder.is_dir() else ours)]
+    ours: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
+    if data_path and folder.is_dir():
+        ours.append(folder)
+    places = [root, *(os.path.abspath(place) for place in ours)]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
