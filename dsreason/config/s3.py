@@ -19,7 +19,7 @@ from dsreason.config.secrets import hide_secrets, quiet_libraries, without_crede
 from dsreason.errors import StorageError
 
 if TYPE_CHECKING:
-    from s3fs import S3FileSystem  # type: ignore[import-untyped]
+    from s3fs import S3FileSystem
 
 Answer: TypeAlias = Mapping[str, Any]
 
@@ -173,7 +173,7 @@ def _version(etag: str, size: int, modified: Any) -> str:
 def named_errors(address: S3Address) -> Iterator[None]:
     """What the libraries raise, as a StorageError. Without its cause: those texts may hold what nobody should see."""
     from aiohttp import ClientError as HttpError
-    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
