@@ -98,10 +98,12 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype
     """Of the weights."""
-    max_num_seqs: int
-    """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
     reads_pixels: bool
     """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
 
     @property
     def keeps_weights(self) -> bool:
