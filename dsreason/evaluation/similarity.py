@@ -25,7 +25,7 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+        from rouge_score.rouge_scorer import RougeScorer
         from sacrebleu import BLEU
 
         self._bleu = BLEU(effective_order=True)
