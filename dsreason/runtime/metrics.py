@@ -110,7 +110,8 @@ class MetricsWriter:
         if self.wandb is not None:
             import wandb
 
-            self.wandb.log({"step": step, name: wandb.Histogram(values)})
+            shown = wandb.Histogram(values)  # type: ignore[arg-type]  # it takes arrays, too
+            self.wandb.log({"step": step, name: shown})
 
     def close(self) -> None:
         self.lines.close()
