@@ -7,8 +7,9 @@ reverse, so that they show the same single frames; start positions are spread ov
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-Frames = np.ndarray
+Frames = NDArray[np.uint8]
 """uint8 [frames, height, width, 3]; a picture has one frame."""
 
 COLOURS = {"red": (255, 30, 30), "green": (30, 255, 30), "blue": (40, 40, 255), "yellow": (255, 255, 30)}
@@ -32,7 +33,7 @@ SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind to size: about the same area, so that many shapes are also much colour."""
 
 
-def shape_mask(kind: str, size: int) -> np.ndarray:
+def shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
     """Bool [size, size]: the pixels of a shape."""
     y, x = np.mgrid[:size, :size]
     mask = np.ones((size, size), bool)
@@ -43,12 +44,12 @@ def shape_mask(kind: str, size: int) -> np.ndarray:
     return mask
 
 
-def paint(frame: np.ndarray, kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
+def paint(frame: NDArray[np.uint8], kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
     """Draw a shape whose upper left corner is at (x, y) into `frame` [height, width, 3]."""
     frame[y : y + size, x : x + size][shape_mask(kind, size)] = rgb
 
 
-def paint_ball(frame: np.ndarray, x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
+def paint_ball(frame: NDArray[np.uint8], x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
     paint(frame, "circle", rgb, BALL, x, y)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -24,7 +25,7 @@ from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
 
-Medium = Image.Image | tuple[np.ndarray, dict[str, Any]]
+Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import constants
+from numpy.typing import NDArray
 
 from dsreason.config.address import S3Address, is_s3
 from dsreason.config.cache import cache_dir
@@ -99,7 +100,7 @@ class Source:
 class SampleDataset(Sequence[Sample]):
     """Samples by number. Reading one raises a DataError that names file and row where it cannot be used."""
 
-    def __init__(self, parts: Sequence[tuple[Source, np.ndarray]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Source, NDArray[np.int64]]]) -> None:
         self.parts = list(parts)
         self.ends = np.cumsum([len(rows) for _, rows in self.parts], dtype=np.int64)
 
@@ -120,7 +121,7 @@ class SampleDataset(Sequence[Sample]):
         """(number of rows, weight) of each source, as `StepOrder` takes them."""
         return [(len(rows), source.weight) for source, rows in self.parts]
 
-    def select(self, indices: np.ndarray) -> SampleDataset:
+    def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""
         starts = [0, *self.ends[:-1]]
         chosen = [
@@ -152,7 +153,7 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
 
-def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, np.ndarray]:
+def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, NDArray[np.int64]]:
     check_place("data.path", config.path)
     check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
