@@ -76,10 +76,10 @@ gpu: setup ## Run the tests that need a GPU.
 gpu-report: $(if $(PYTHON),,setup) ## Measure what a GPU shows of dsreason, at most 25 minutes: outputs/gpu-report.
 	$(or $(PYTHON),$(PY)) -m benchmarks.gpu_report --parts "$(PARTS)" $(if $(OUT),--out "$(OUT)")
 
-check: setup ## Format, lint, types of the torch-free rooms.
+check: setup ## Format, lint, types.
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy dsreason/config dsreason/cli
+	$(PY) -m mypy dsreason data_adapters
 
 fix: setup ## Format and mend what ruff can mend.
 	$(PY) -m ruff check --fix .

@@ -21,7 +21,7 @@ import numpy as np
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import Rows, option_lines, options_field, own_letter, read_rows, text_field
-from dsreason.data.types import Sample
+from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 REQUEST = "Answer with the option's letter from the given choices directly."
@@ -47,7 +47,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         answer = letter
         lines.append(REQUEST)
     content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.data.rows import option_lines, options_field, text_field
-from dsreason.data.types import Sample
+from dsreason.data.types import Message, Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
@@ -20,7 +20,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
     answer = text_field(row, "answer")
     content = [*media_parts(row), {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     known = {"id", "image", "video", "question", "options", "answer", "system"}

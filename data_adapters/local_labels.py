@@ -12,7 +12,7 @@ from typing import Any
 
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import only_train
-from dsreason.data.types import Sample
+from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 LABEL = ".label.json"
@@ -45,7 +45,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         raise DataError(f"{label} needs one video named {row['id']}.*, found {videos}")
     answer = label_text(label)
     content = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Sample(id=row["id"], messages=messages, answer=answer)
 
 

@@ -125,7 +125,7 @@ def write_weights(
     if len(shards) == 1:
         (output / "shard_1").rename(output / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (output / f"shard_{number}").rename(output / file)
@@ -171,7 +171,7 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def export_engine(

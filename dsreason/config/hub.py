@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from huggingface_hub import get_token
-from huggingface_hub.errors import (  # type: ignore[attr-defined]
+from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,

@@ -159,7 +159,7 @@ class TarMember(tarfile.TarInfo):
     """A header; a damaged one is an error, where tarfile would take it for the end of the archive."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> TarMember:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
         try:
             member = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:

@@ -7,8 +7,9 @@ reverse, so that they show the same single frames; start positions are spread ov
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-Frames = np.ndarray
+Frames = NDArray[np.uint8]
 """uint8 [frames, height, width, 3]; a picture has one frame."""
 
 COLOURS = {"red": (255, 30, 30), "green": (30, 255, 30), "blue": (40, 40, 255), "yellow": (255, 255, 30)}
@@ -32,22 +33,23 @@ SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind to size: about the same area, so that many shapes are also much colour."""
 
 
-def shape_mask(kind: str, size: int) -> np.ndarray:
+def shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
     """Bool [size, size]: the pixels of a shape."""
     y, x = np.mgrid[:size, :size]
+    mask = np.ones((size, size), bool)
     if kind == "circle":
-        return (x - (size - 1) / 2) ** 2 + (y - (size - 1) / 2) ** 2 <= (size / 2) ** 2
+        mask = (x - (size - 1) / 2) ** 2 + (y - (size - 1) / 2) ** 2 <= (size / 2) ** 2
     if kind == "triangle":
-        return np.abs(x - (size - 1) / 2) <= (y + 1) / 2
-    return np.ones((size, size), bool)
+        mask = np.abs(x - (size - 1) / 2) <= (y + 1) / 2
+    return mask
 
 
-def paint(frame: np.ndarray, kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
+def paint(frame: NDArray[np.uint8], kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
     """Draw a shape whose upper left corner is at (x, y) into `frame` [height, width, 3]."""
     frame[y : y + size, x : x + size][shape_mask(kind, size)] = rgb
 
 
-def paint_ball(frame: np.ndarray, x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
+def paint_ball(frame: NDArray[np.uint8], x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
     paint(frame, "circle", rgb, BALL, x, y)
 
 
@@ -89,7 +91,7 @@ def several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
 def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
     """A clip of one ball that moves in a direction at constant speed."""
     frames = empty(CLIP_FRAMES)
-    along, across = rng.integers(0, SIDE - BALL - TRAVEL + 1), rng.integers(0, SIDE - BALL + 1)
+    along, across = int(rng.integers(0, SIDE - BALL - TRAVEL + 1)), int(rng.integers(0, SIDE - BALL + 1))
     for frame, step in zip(frames, steps(TRAVEL), strict=True):
         x, y = (along + step, across) if direction in ("left", "right") else (across, along + step)
         paint_ball(frame, x, y)
@@ -100,8 +102,8 @@ def falling_ball(rng: np.random.Generator, colour: str) -> Frames:
     """A clip of a red and a blue ball side by side: the one of that colour falls, ever faster, the other stays."""
     frames = empty(CLIP_FRAMES)
     half = SIDE // 2
-    still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half]))
-    still_y, falling_y = rng.integers(0, SIDE - BALL + 1), rng.integers(0, SIDE - BALL - SHORT_TRAVEL + 1)
+    still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half])).tolist()
+    still_y, falling_y = int(rng.integers(0, SIDE - BALL + 1)), int(rng.integers(0, SIDE - BALL - SHORT_TRAVEL + 1))
     for frame, step in zip(frames, steps(SHORT_TRAVEL, power=2), strict=True):
         paint_ball(frame, still_x, still_y, COLOURS["blue" if colour == "red" else "red"])
         paint_ball(frame, falling_x, falling_y + step, COLOURS[colour])
@@ -112,9 +114,9 @@ def two_balls(rng: np.random.Generator, collide: str) -> Frames:
     """A clip of a red ball left of a blue one that come closer (and stop short of each other) or move apart."""
     height, width = LANE
     frames = empty(CLIP_FRAMES, height, width)
-    y = rng.integers(0, height - BALL + 1)
-    gap = rng.integers(BALL + APPROACH + 1, width - BALL + 1)  # between the balls' left edges, at the widest
-    left = rng.integers(0, width - BALL - gap + 1)
+    y = int(rng.integers(0, height - BALL + 1))
+    gap = int(rng.integers(BALL + APPROACH + 1, width - BALL + 1))  # between the balls' left edges, at the widest
+    left = int(rng.integers(0, width - BALL - gap + 1))
     for frame, step in zip(frames, steps(APPROACH // 2), strict=True):
         paint_ball(frame, left + step, y, COLOURS["red"])
         paint_ball(frame, left + gap - step, y, COLOURS["blue"])

@@ -8,12 +8,13 @@ with resizing and frame sampling off, so that the same decoded media and the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -21,10 +22,10 @@ from transformers.video_utils import VideoMetadata
 
 from dsreason.data import media, vision
 from dsreason.data.render import Segment, render_prompt, render_training
-from dsreason.data.types import EncodedSample, Message, Sample
+from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
 
-Medium = Image.Image | tuple[np.ndarray, dict[str, Any]]
+Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -44,12 +45,12 @@ class SampleTooLong(DataError):
 class PlannedMedium:
     """A medium as it will be, known from its header. `size` is the (height, width) it is resized to."""
 
-    kind: Literal["image", "video"]
+    kind: MediaKind
     path: str
     size: tuple[int, int]
     grid: tuple[int, int, int]  # patches: time, height, width
     indices: tuple[int, ...] = ()
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a video
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Encoder:
         ids, _ = self._expand(sample, render_training(self.processor, sample), planned)
         return len(ids)
 
-    def dummy(self, kind: Literal["image", "video"]) -> EncodedSample:
+    def dummy(self, kind: MediaKind) -> EncodedSample:
         """The smallest medium that the vision tower takes, black, between its start and end tokens; not trained."""
         side = self._limits(kind).factor
         sample = Sample(id=f"dummy {kind}", messages=[])
@@ -154,7 +155,8 @@ class Encoder:
     def _group_tokens(self, medium: PlannedMedium) -> int:
         """Of an image, or of one frame group of a video."""
         _, height, width = medium.grid
-        return height * width // self.processor.image_processor.merge_size**2
+        merge: int = self.processor.image_processor.merge_size
+        return height * width // merge**2
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
         path = _path_of(part)
@@ -177,7 +179,7 @@ class Encoder:
         metadata = _metadata(info.num_frames, chosen, info.fps)
         return PlannedMedium("video", path, size, self._grid(count, size), chosen.indices, metadata)
 
-    def _limits(self, kind: Literal["image", "video"]) -> vision.PixelLimits:
+    def _limits(self, kind: MediaKind) -> vision.PixelLimits:
         processor = self.processor.image_processor if kind == "image" else self.processor.video_processor
         return vision.PixelLimits(
             factor=processor.patch_size * processor.merge_size,
@@ -196,8 +198,9 @@ class Encoder:
 
     # ------------------------------------------------------------ tokens
 
-    def _placeholder(self, kind: Literal["image", "video"]) -> str:
-        return self.processor.image_token if kind == "image" else self.processor.video_token
+    def _placeholder(self, kind: MediaKind) -> str:
+        token: str = self.processor.image_token if kind == "image" else self.processor.video_token
+        return token
 
     def _expand(
         self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
@@ -309,14 +312,15 @@ class Encoder:
         """
         video = self.processor.video_processor
         channels_apart = patches.view(len(patches), 3, -1, video.patch_size)
-        return video.rescale_and_normalize(
+        normalised: Tensor = video.rescale_and_normalize(
             channels_apart,
             video.do_rescale,
             video.rescale_factor,
             video.do_normalize,
             video.image_mean,
             video.image_std,
-        ).flatten(1)
+        )
+        return normalised.flatten(1)
 
 
 def prompt_messages(sample: Sample) -> list[Message]:
@@ -327,7 +331,7 @@ def prompt_messages(sample: Sample) -> list[Message]:
 
 def _load_medium(medium: PlannedMedium) -> Medium:
     if medium.kind == "video":
-        return media.load_video(medium.path, medium.indices, size=medium.size), dict(medium.metadata or {})
+        return media.load_video(medium.path, medium.indices, size=medium.size), dict(medium.metadata)
     image = media.load_image(medium.path)
     height, width = medium.size
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)

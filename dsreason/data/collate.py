@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsreason.data.types import Batch, EncodedSample
+from dsreason.data.types import Batch, EncodedSample, MediaKind
 
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import av
 from av.video.frame import PictureType, VideoFrame
@@ -19,7 +20,7 @@ from dsreason.data.clip_rules import Cut
 from dsreason.data.media import load_image, opened_video, packet_times
 from dsreason.errors import ConfigError, DataError
 
-ENCODER = "libx264"
+ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Hardly to be told from the original."""
 IMAGE_FPS = Fraction(30)
@@ -179,20 +180,27 @@ def image_number(file: Path) -> tuple[int, str]:
 
 
 def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
-    """All frames, the first one shown at 0."""
+    """All frames, the first one shown at 0. DataError where one has no time."""
     first = next(frames)
+    origin, unit = time_of(first)
     with av.open(str(target), "w", format="mp4") as container:
         stream = container.add_stream(ENCODER, rate=fps, options=OPTIONS)
         stream.width, stream.height = first.width // 2 * 2, first.height // 2 * 2
         stream.pix_fmt = "yuv420p"
-        stream.codec_context.time_base = stream.time_base = first.time_base
+        stream.codec_context.time_base = stream.time_base = unit
         stream.codec_context.thread_count = 1  # clips are cut side by side
         if first.rotation:
             stream.set_display_rotation(first.rotation)
-        origin = first.pts
         for frame in chain([first], frames):
             shown = frame.reformat(stream.width, stream.height, format="yuv420p")
-            shown.pts, shown.time_base, shown.duration = frame.pts - origin, first.time_base, frame.duration
+            shown.pts, shown.time_base, shown.duration = time_of(frame)[0] - origin, unit, frame.duration
             shown.pict_type = PictureType.NONE  # the encoder chooses its key frames itself
             container.mux(stream.encode(shown))
         container.mux(stream.encode())
+
+
+def time_of(frame: VideoFrame) -> tuple[int, Fraction]:
+    """Its time stamp, and the seconds that one of it counts."""
+    if frame.pts is None or frame.time_base is None:
+        raise DataError("a frame has no time, so that the clip cannot keep it; convert the raw video first")
+    return frame.pts, frame.time_base

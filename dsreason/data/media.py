@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import av
@@ -17,6 +18,7 @@ import torch
 from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
@@ -171,7 +173,7 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
 
 def load_video(
     path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None, backend: str | None = None
-) -> np.ndarray:
+) -> NDArray[np.uint8]:
     """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
     `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
@@ -194,12 +196,14 @@ def load_video(
     return stacked if len(wanted) == len(indices) else stacked[[row_of[index] for index in indices]]
 
 
-def resize_frames(frames: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation; unchanged when it has that size."""
     if frames.shape[-3:-1] == size:
         return frames
     channels_first = torch.from_numpy(frames).movedim(-1, -3)
-    resized = tvf.resize(channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    resized: torch.Tensor = tvf.resize(
+        channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True
+    )
     return resized.movedim(-3, -1).contiguous().numpy()
 
 
@@ -281,13 +285,13 @@ def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
     return average
 
 
-def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     frames = _frames_by_time(file, wanted, size)
     return frames if len(frames) == len(wanted) else _frames_by_count(file, wanted, size)
 
 
-def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
-    frames: list[np.ndarray] = []
+def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    frames: list[NDArray[np.uint8]] = []
     count = 0
     chosen = set(wanted)
     with opened_video(file) as (container, stream):
@@ -304,9 +308,9 @@ def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None
     )
 
 
-def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     """As `_frames_by_count`, without decoding all others; fewer than `wanted` where the file's times do not allow it."""
-    frames: list[np.ndarray] = []
+    frames: list[NDArray[np.uint8]] = []
     with opened_video(file) as (container, stream):
         _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
         if wanted[-1] >= len(times):
@@ -335,8 +339,8 @@ def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -
         yield from packet.decode()
 
 
-def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> np.ndarray:
-    array = frame.to_ndarray(format="rgb24")
+def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    array: NDArray[Any] = frame.to_ndarray(format="rgb24")
     if turns := _quarter_turns(frame):
         array = np.ascontiguousarray(np.rot90(array, turns))
     return array if size is None else resize_frames(array, size)
@@ -351,7 +355,7 @@ def _rotated_size(frame: VideoFrame) -> tuple[int, int]:
     return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
-def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[np.ndarray]:
+def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     if importlib.util.find_spec("torchcodec") is None:
         raise ConfigError(f"video backend torchcodec is not installed; install it or unset {BACKEND_VARIABLE}")
     try:

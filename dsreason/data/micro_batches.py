@@ -9,7 +9,7 @@ import torch
 
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, collate
-from dsreason.data.types import Batch, EncodedSample
+from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
 
 Exchange = Callable[[Any], list[Any]]
@@ -43,7 +43,7 @@ def align_micro_batches(groups: Sequence[Sequence[EncodedSample]], encoder: Enco
     return align_batches(batches, exchange([media_kinds(batch) for batch in batches]), encoder)
 
 
-def media_kinds(batch: Batch) -> list[str]:
+def media_kinds(batch: Batch) -> list[MediaKind]:
     return [kind for kind, key in GRIDS.items() if key in batch.mm_kwargs]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsreason.errors import DataError
 
@@ -54,7 +55,7 @@ class StepOrder:
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in positions]
 
-    def _make_epoch(self, epoch: int) -> np.ndarray:
+    def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
         random = np.random.default_rng((self.seed, epoch))
         rows, first = [], 0
         for count, weight in self.parts:
@@ -64,7 +65,7 @@ class StepOrder:
             if extra:
                 rows.append(np.sort(random.choice(numbers, size=extra, replace=False)))
             first += count
-        order = np.concatenate(rows)
+        order: NDArray[np.int64] = np.concatenate(rows)
         if self.shuffle:
             random.shuffle(order)
         return order

@@ -110,7 +110,8 @@ def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, conte
 
 def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], *, generate: bool) -> str:
     try:
-        return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        text: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        return text
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error

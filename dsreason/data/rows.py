@@ -229,9 +229,10 @@ def is_data_file(name: str) -> bool:
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
     """The text in a field of a row. KeyError where it is missing, DataError where it is something else."""
-    if not isinstance(row[field], str):
-        raise DataError(f"field {field!r} is {row[field]!r:.100}; it must be a text")
-    return row[field]
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"field {field!r} is {text!r:.100}; it must be a text")
+    return text
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import constants
+from numpy.typing import NDArray
 
 from dsreason.config.address import S3Address, is_s3
 from dsreason.config.cache import cache_dir
@@ -99,7 +100,7 @@ class Source:
 class SampleDataset(Sequence[Sample]):
     """Samples by number. Reading one raises a DataError that names file and row where it cannot be used."""
 
-    def __init__(self, parts: Sequence[tuple[Source, np.ndarray]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Source, NDArray[np.int64]]]) -> None:
         self.parts = list(parts)
         self.ends = np.cumsum([len(rows) for _, rows in self.parts], dtype=np.int64)
 
@@ -120,7 +121,7 @@ class SampleDataset(Sequence[Sample]):
         """(number of rows, weight) of each source, as `StepOrder` takes them."""
         return [(len(rows), source.weight) for source, rows in self.parts]
 
-    def select(self, indices: np.ndarray) -> SampleDataset:
+    def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""
         starts = [0, *self.ends[:-1]]
         chosen = [
@@ -152,7 +153,7 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
 
-def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, np.ndarray]:
+def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, NDArray[np.int64]]:
     check_place("data.path", config.path)
     check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
@@ -228,11 +229,11 @@ def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3
 
 def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in ("text", "image", "video"):
+        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
     if kind == "text":
         check_text(part.get("text"))
         return part
-    if kind not in ("image", "video"):
-        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
     for key in part.keys() - PART_SETTINGS - {"type", kind}:
         if part[key] is not None:
             meant = nearest(key, PART_SETTINGS)
@@ -302,8 +303,10 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     """DataError for media that are neither below `media_root` or the folder of the data, nor unpacked or downloaded by us."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
-    ours = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
-    places = [root, *map(os.path.abspath, [*ours, folder] if data_path and folder.is_dir() else ours)]
+    ours: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
+    if data_path and folder.is_dir():
+        ours.append(folder)
+    places = [root, *(os.path.abspath(place) for place in ours)]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from dsreason.data.chat import Medium, PlannedMedium
@@ -51,7 +52,9 @@ def frame_times(metadata: Mapping[str, Any]) -> list[float]:
     return [index / metadata["fps"] for index in metadata["frames_indices"]]
 
 
-def stamp(frames: np.ndarray, times: Sequence[float], *, border: int = 28, sections: int = 2) -> np.ndarray:
+def stamp(
+    frames: NDArray[np.uint8], times: Sequence[float], *, border: int = 28, sections: int = 2
+) -> NDArray[np.uint8]:
     """Frames [N, H, W, 3] uint8 with "12.50s" in white on a black border below: [N, H + border, W, 3].
 
     The model takes `sections` frames together, and would see their texts one above the other; so each has a section of the
@@ -68,7 +71,7 @@ def stamp(frames: np.ndarray, times: Sequence[float], *, border: int = 28, secti
     return stamped
 
 
-def _label(text: str, width: int, height: int) -> np.ndarray:
+def _label(text: str, width: int, height: int) -> NDArray[np.uint8]:
     """White text on black in the middle of [height, width, 3], as large as it fits, up to `FONT_SIZE`."""
     font = ImageFont.load_default(FONT_SIZE)
     if (length := font.getlength(text)) > width:

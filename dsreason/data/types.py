@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
 Message = dict[str, Any]
 """OpenAI-style: `{"role": "user", "content": str | [part, ...]}`."""
+MediaKind = Literal["image", "video"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ class Batch:
             pinned = device.type == "cuda" and tensor.device.type == "cpu"
             return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
-        names = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
-        moved = {name: move(getattr(self, name)) for name in names}
-        return replace(self, **moved, mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()})
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            attention_mask=move(self.attention_mask),
+            loss_mask=move(self.loss_mask),
+            position_ids=move(self.position_ids),
+            mm_token_type_ids=move(self.mm_token_type_ids),
+            mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()},
+        )

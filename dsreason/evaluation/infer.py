@@ -350,9 +350,10 @@ def _prompt_of(line: str, where: str) -> str:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON ({error})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str):
         raise ConfigError(f'{where}: is {line.strip()[:80]}; a line must be {{"prompt": "…"}}')
-    return row["prompt"]
+    return prompt
 
 
 # ---------------------------------------------------------------- the media, as they are shown

@@ -15,7 +15,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.answerers import Answering, open_answering
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.grading import Graded, Grader
-from dsreason.evaluation.parsing import parse
+from dsreason.evaluation.parsing import Parser, parse
 from dsreason.evaluation.questions import load_questions
 from dsreason.evaluation.results import dataset_files, make_folder, read_file, result_file, safe_name, write_results
 from dsreason.evaluation.sampling import sampling
@@ -205,8 +205,8 @@ class Evaluation:
         """What has to be asked, as many batches on ranks that ask together."""
         size = self.answering.batch_size
         if size is None:
-            missing = [question for question in questions if not question.problem and question.id not in kept]
-            return [missing] if self.answering.anyone(bool(missing)) else []
+            asked = [question for question in questions if not question.problem and question.id not in kept]
+            return [asked] if self.answering.anyone(bool(asked)) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
         missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
@@ -294,7 +294,7 @@ def answering_at_all(
             )
 
 
-def read(question: Question, text: str, answer_type: AnswerType, parser: str) -> bool:
+def read(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
     """Whether the parser finds an answer in a response."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 

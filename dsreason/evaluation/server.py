@@ -117,7 +117,10 @@ class ServerAnswerer:
             messages, fields = as_request(request.question.sample, self.config.video)
             drawn, more = sampling_fields(request)
             response = self.client.chat.completions.with_raw_response.create(
-                model=self.model, messages=messages, extra_body={**more, **fields}, **drawn
+                model=self.model,
+                messages=messages,  # type: ignore[arg-type]  # dictionaries of the form that openai's TypedDicts describe
+                extra_body={**more, **fields},
+                **drawn,
             )
             answer = Answer.model_validate_json(response.http_response.text)
         except ValidationError as error:

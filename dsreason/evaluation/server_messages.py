@@ -13,6 +13,7 @@ import mimetypes
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from dsreason.data import media, vision
@@ -104,7 +105,7 @@ def jpegs(part: Part) -> list[bytes]:
     indices, info = chosen_frames(part).indices, media.probe_video(part["video"])
     size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
-    frames: np.ndarray = media.load_video(part["video"], indices, size=None if fits else size)
+    frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
     return [encoded(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsreason.errors import ConfigError
 
@@ -25,7 +26,7 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+        from rouge_score.rouge_scorer import RougeScorer
         from sacrebleu import BLEU
 
         self._bleu = BLEU(effective_order=True)
@@ -68,6 +69,6 @@ class Similarity:
         return [float(units[one] @ units[other]) if one and other else 0.0 for one, other in pairs]
 
 
-def _unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _unit(vector: NDArray[Any]) -> NDArray[Any]:
     length = np.linalg.norm(vector.astype(np.float64))
     return vector / length if length else vector

@@ -77,8 +77,8 @@ def correction_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def kl_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    clamp = {} if config.kl_clamp is None else {"clamp": config.kl_clamp}
     if config.kl_estimator == "bias_corrected_k3":
-        return partial(bias_corrected_k3, **clamp)
+        return partial(bias_corrected_k3, clamp=config.kl_clamp)
+    clamp = {} if config.kl_clamp is None else {"clamp": config.kl_clamp}
     estimate = partial(KL_ESTIMATORS[config.kl_estimator], **clamp)
     return lambda logprobs, ref_logprobs, old_logprobs: estimate(logprobs, ref_logprobs)

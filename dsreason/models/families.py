@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsreason.errors import CheckpointError
 from dsreason.models import qwen2_5_vl, qwen3_vl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PositionIds(Protocol):
+    def __call__(self, mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config: Any) -> Tensor:
+        """`[T]` token types of one sample, its media and the model's configuration give positions `[3, T]`."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +29,9 @@ class Family:
     """As people call it."""
     model_type: str
     """As `config.json` calls it."""
-    position_ids: Callable[[Tensor, dict[str, Tensor], Any], Tensor]
-    """`(mm_token_type_ids [T], mm_kwargs, config) -> [3, T]`, one sample; a plain function, to be pickled."""
-    patch: Callable[[nn.Module], None]
+    position_ids: PositionIds
+    """A plain function, to be pickled."""
+    patch: Callable[[PreTrainedModel], None]
     """Makes a model's own `forward` and `generate` use the same positions, and its vision tower see a medium once."""
     vision_tower: str
     """Prefix of the vision tower's parameter names."""

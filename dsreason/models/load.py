@@ -6,7 +6,7 @@ import fnmatch
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +23,9 @@ from dsreason.errors import CheckpointError, DataError
 from dsreason.models.families import FAMILIES, family_of
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TINY = "tiny:"
 TINY_VERSION = 2
@@ -204,7 +207,7 @@ def load_model(
     attention: str = "auto",
     deepspeed: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> nn.Module:
+) -> PreTrainedModel:
     """The model with all its weights, on the CPU, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
 
     Under ZeRO-3 every rank maps the files and copies its own part of each parameter out of them, one parameter at a
@@ -219,7 +222,7 @@ def load_model(
     check_weights(model, weights)
     map_parameters(model, weights)
     fill_buffers(model)
-    if (deepspeed or {}).get("zero_optimization", {}).get("stage") == 3:
+    if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
         from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
         partition(model, dtype, deepspeed)
@@ -252,7 +255,7 @@ def check_depth(config: Any, weights: Weights) -> None:
             )
 
 
-def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> nn.Module:
+def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
     """The modules without memory behind their tensors; tied embeddings are one parameter already."""
     implementation = "sdpa" if attention == "auto" else attention
     try:
@@ -329,7 +332,7 @@ def map_parameters(model: nn.Module, weights: Weights) -> None:
     weights.read(list(empty), place)
 
 
-def fill_buffers(model: nn.Module) -> None:
+def fill_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no file holds (rotary frequencies), by transformers' own initialisation."""
     for module in model.modules():
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
@@ -347,7 +350,7 @@ def fill_buffers(model: nn.Module) -> None:
             raise TypeError(f"transformers does not initialise {', '.join(unfilled)} of {type(module).__name__}")
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each decoder layer and vision block in the backward pass.
 
     transformers also makes the embeddings' outputs require gradients, which only reentrant checkpointing needs; with a

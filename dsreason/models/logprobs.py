@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +38,7 @@ def token_logprobs(
         and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or default_chunk(weight)
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, False)[0]
+    return _token_logprobs(hidden, weight, targets, temperature, chunk, banned_ids, False)[0]
 
 
 def token_logprobs_and_entropy(
@@ -52,8 +55,7 @@ def token_logprobs_and_entropy(
     Both have gradients: d H / d logits = -p (log p + H). A token takes twice the memory, so chunks are half as large.
     """
     chunk = chunk_size or max(1, default_chunk(weight) // 2)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, banned_ids, True)
-    return logprobs, entropy
+    return _token_logprobs(hidden, weight, targets, temperature, chunk, banned_ids, True)
 
 
 def default_chunk(weight: Tensor) -> int:
@@ -64,7 +66,7 @@ def default_chunk(weight: Tensor) -> int:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -94,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         grad = torch.zeros_like(log_norm) if grad is None else grad
         need_hidden, need_weight = ctx.needs_input_grad[:2]
@@ -114,13 +116,16 @@ class _TokenLogprobs(torch.autograd.Function):
             if of_entropy is not None:
                 grad_logits.add_(of_entropy)
             scaled = grad_logits.to(weight.dtype)
-            if need_hidden:
+            if grad_hidden is not None:
                 grad_hidden[part] = scaled @ weight
-            if need_weight and weight.dtype == torch.float32:
+            if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(scaled.t(), hidden[part])
-            elif need_weight:
+            elif grad_weight is not None:
                 grad_weight += scaled.t() @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+
+
+_token_logprobs: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
@@ -137,7 +142,7 @@ class LogprobHead(nn.Linear):
     It stays the module that owns the weight, so ZeRO-3 gathers the weight around this call as around any layer's.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]  # a Linear that can do more
         self,
         hidden: Tensor,
         targets: Tensor | None = None,

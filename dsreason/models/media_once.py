@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class OnceForward:
@@ -38,13 +41,13 @@ class OnceForward:
         return output
 
 
-def install(vision_tower: nn.Module) -> None:
+def install(vision_tower: PreTrainedModel) -> None:
     """For this one vision tower, let a batch name the media that it shows again."""
     vision_tower.forward = OnceForward(vision_tower.forward)
 
 
 @contextmanager
-def showing(vision_tower: nn.Module, media_numbers: dict[str, Sequence[int]]) -> Iterator[None]:
+def showing(vision_tower: PreTrainedModel, media_numbers: Mapping[str, Sequence[int]]) -> Iterator[None]:
     """Around a model's forward: `Batch.media_numbers` of its batch. A model embeds its images before its videos."""
     once: OnceForward = vision_tower.forward
     once.coming = [media_numbers[kind] for kind in ("image", "video") if kind in media_numbers]

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsreason.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of `mm_token_type_ids`."""
@@ -126,6 +129,6 @@ def batch_positions(
     return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)
 
 
-def install(model: nn.Module, grid_rule: GridRule) -> None:
+def install(model: PreTrainedModel, grid_rule: GridRule) -> None:
     """Make `forward` and `generate` of this one model object use our positions where none are given."""
     model.model.get_rope_index = partial(batch_positions, grid_rule, model.config)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from dsreason.data.types import Batch
 from dsreason.models import media_once
 from dsreason.models.logprobs import LogprobHead
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Policy(nn.Module):
     """Wraps a Hugging Face vision-language model (`.model`)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         head = model.lm_head

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsreason.models import media_once
 from dsreason.models.mrope import Grids, install, merged_grids, sample_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VISION_TOWER = "model.visual"
 RENAMES: tuple[tuple[str, str], ...] = ()
@@ -34,6 +37,6 @@ def position_ids(mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config
     return sample_positions(mm_token_type_ids, grids(mm_kwargs, config))
 
 
-def patch(model: nn.Module) -> None:
+def patch(model: PreTrainedModel) -> None:
     install(model, grids)
     media_once.install(model.model.visual)

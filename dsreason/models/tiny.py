@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import (
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -32,8 +32,6 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
-
-TinyFamily = Literal["qwen2_5_vl", "qwen3_vl"]
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -109,7 +107,7 @@ TURNS_TEMPLATE = """\
 
 
 def build_tiny(
-    family: TinyFamily,
+    family: str,
     folder: Path,
     *,
     seed: int = 0,
@@ -143,7 +141,7 @@ def build_tiny(
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.video_processor.save_pretrained(folder)
-    text = {
+    text: dict[str, object] = {
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
@@ -161,7 +159,7 @@ def build_tiny(
     return folder
 
 
-def build_tokenizer(family: TinyFamily) -> Qwen2Tokenizer:
+def build_tokenizer(family: str) -> Qwen2Tokenizer:
     """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then Qwen's special tokens."""
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.NFC()
@@ -193,12 +191,12 @@ def build_tokenizer(family: TinyFamily) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def chat_template(family: TinyFamily) -> str:
+def chat_template(family: str) -> str:
     """Qwen's turn format; like the real ones, Qwen2.5-VL adds a default system message and Qwen3-VL does not."""
     return PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if family == "qwen2_5_vl" else "") + TURNS_TEMPLATE
 
 
-def build_processor(family: TinyFamily, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
+def build_processor(family: str, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
     """The family's processor classes, allowing pictures down to one merged patch."""
     unit = (2 * PATCH_SIZE[family]) ** 2  # pixels behind one token
     patches = {"patch_size": PATCH_SIZE[family], "temporal_patch_size": 2, "merge_size": 2}
@@ -214,7 +212,7 @@ def build_processor(family: TinyFamily, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VL
     return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 
 
-def _vision_sizes(family: TinyFamily, hidden_size: int, vision_hidden_size: int, depth: int) -> dict[str, object]:
+def _vision_sizes(family: str, hidden_size: int, vision_hidden_size: int, depth: int) -> dict[str, object]:
     sizes = {
         "depth": depth,
         "hidden_size": vision_hidden_size,
@@ -231,7 +229,7 @@ def _vision_sizes(family: TinyFamily, hidden_size: int, vision_hidden_size: int,
 
 
 def _config(
-    family: TinyFamily,
+    family: str,
     text: dict[str, object],
     head_size: int,
     vision: dict[str, object],
@@ -264,11 +262,13 @@ def _config(
     return config
 
 
-def _model_class(family: TinyFamily) -> type[Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration]:
-    return Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
+def _model_class(family: str) -> type[PreTrainedModel]:
+    qwen2_5, qwen3 = Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
+    model_class: type[PreTrainedModel] = qwen2_5 if family == "qwen2_5_vl" else qwen3
+    return model_class
 
 
-def _checkpoint_name(family: TinyFamily, name: str) -> str:
+def _checkpoint_name(family: str, name: str) -> str:
     """The name a parameter has in the published checkpoints, where Qwen2.5-VL's differ from the modules'."""
     if family == "qwen2_5_vl":
         return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
@@ -300,7 +300,7 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
 
 
 def _write_weights(
-    family: TinyFamily,
+    family: str,
     config: PreTrainedConfig,
     folder: Path,
     generator: torch.Generator,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsreason.config.schema_grpo import GRPOConfig, RewardConfig
 from dsreason.data.types import Sample
@@ -15,7 +16,7 @@ from dsreason.rewards.functions import REMOTE, reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.remote import RemoteReward
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ async def _call_all(
     async def one(call: int, completion: str, sample: Sample) -> None:
         async with gate:
             send(Begun(call))
-            send(await _answer(call, function(completion, sample), time_limit))  # type: ignore[arg-type]
+            running = function(completion, sample)
+            send(await _answer(call, running, time_limit))  # type: ignore[arg-type]  # of an async function
 
     await asyncio.gather(*(one(*item) for item in items))
 

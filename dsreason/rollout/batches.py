@@ -64,4 +64,4 @@ def tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
     text = config.text_config
     cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text)
     activations = 3 * text.intermediate_size + 8 * text.hidden_size  # gate, up and their product; the residual stream
-    return memory // ((cached + activations) * dtype.itemsize)
+    return int(memory // ((cached + activations) * dtype.itemsize))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -98,10 +99,12 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype
     """Of the weights."""
-    max_num_seqs: int
-    """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
     reads_pixels: bool
     """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -181,7 +184,7 @@ def check_version(asked: int, held: int | None) -> None:
         )
 
 
-def random_streams(sampling: Sampling, streams: Sequence[int]) -> np.ndarray:
+def random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
     """`[len(streams), max_completion_length]` uniform numbers in [0, 1), one row a stream; no global RNG involved."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

@@ -32,6 +32,8 @@ from dsreason.rollout.protocol import (
 from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_for
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from dsreason.data.chat import EncodedPrompt
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class TransformersEngine:
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
-        self.model: nn.Module | None = None
+        self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
         self.sent: dict[str, Tensor] = {}
@@ -80,6 +82,11 @@ class TransformersEngine:
     @property
     def keeps_weights(self) -> bool:
         return self.device.type != "cuda"
+
+    @property
+    def _awake_model(self) -> PreTrainedModel:
+        assert self.model is not None, "the engine sleeps"
+        return self.model
 
     def wake(self) -> None:
         start = time.perf_counter()
@@ -106,12 +113,13 @@ class TransformersEngine:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         before = {name: self.sent[name] for name in kept if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
-        self.sent = copy_weights(self.model, weights, before)
+        self.sent = copy_weights(self._awake_model, weights, before)
         self.version = version
         self._stats["time/sync"] = time.perf_counter() - start
 
     def held(self) -> Held:
-        return Held(fingerprints(self.model.named_parameters()), fingerprints(self.model.named_buffers()))
+        model = self._awake_model
+        return Held(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 
     def generate(
         self,
@@ -136,7 +144,7 @@ class TransformersEngine:
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
             for indices in cut_batches(lengths, self.batch_size, self.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
-                drawn = self._complete(rows, [streams[index] for index in indices], sampling)
+                drawn = self._complete(rows, [streams[index] for index in indices], sampling, version)
                 tokens += sum(len(completion.ids) for completion in drawn)
                 yield from zip(indices, drawn, strict=True)
         seconds = time.perf_counter() - start
@@ -158,10 +166,12 @@ class TransformersEngine:
         """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
         return dict(self._stats)
 
-    def _complete(self, rows: list[EncodedSample], streams: list[int], sampling: Sampling) -> list[Completion]:
+    def _complete(
+        self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
         """One batch."""
         steps = draw_tokens(
-            self.model,
+            self._awake_model,
             rows,
             streams,
             sampling,
@@ -169,9 +179,10 @@ class TransformersEngine:
             stop_ids=self.stop_ids,
         )
         ids, logprobs = (torch.stack(drawn, 1).tolist() for drawn in zip(*steps, strict=True))
-        return [self._completion(row.id, *drawn) for row, *drawn in zip(rows, ids, logprobs, strict=True)]
+        drawn = zip(rows, ids, logprobs, strict=True)
+        return [self._completion(row.id, own_ids, own_logprobs, version) for row, own_ids, own_logprobs in drawn]
 
-    def _completion(self, sample_id: str, ids: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
         """Cuts off what a finished row went on drawing beside its unfinished neighbours."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
@@ -182,13 +193,13 @@ class TransformersEngine:
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             logprobs=tuple(logprobs),
             finish_reason="length" if length is None else "stop",
-            version=self.version,
+            version=version,
         )
 
 
 @torch.no_grad()
 def draw_tokens(
-    model: nn.Module,
+    model: PreTrainedModel,
     rows: Sequence[EncodedSample],
     streams: Sequence[int],
     sampling: Sampling,
@@ -238,7 +249,7 @@ def draw_tokens(
 
 def build_empty_model(
     path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "auto", trust_remote_code: bool = False
-) -> nn.Module:
+) -> PreTrainedModel:
     """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
     if is_deepspeed_zero3_enabled():
         raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")

@@ -99,6 +99,8 @@ class VLLMEngine:
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of what the last sync sent."""
+        self.buffers: dict[str, Tensor] = {}
+        """Fingerprints of the model's buffers, when it fell asleep."""
         self.said_what_is_lost = False
         self._stats: dict[str, float] = {}
         set_environment(world)
@@ -135,7 +137,8 @@ class VLLMEngine:
         """The ranks that hold one copy together; gloo, for Python objects and tensors on the CPU."""
         from vllm.distributed.parallel_state import get_tp_group
 
-        return get_tp_group().cpu_group
+        group: dist.ProcessGroup = get_tp_group().cpu_group
+        return group
 
     @property
     def keeps_weights(self) -> bool:
@@ -222,7 +225,7 @@ class VLLMEngine:
         for number, output in self._outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
-                completion = to_completion(output, self.version, self.tokenizer)
+                completion = to_completion(output, version, self.tokenizer)
                 tokens += len(completion.ids)
                 yield number - first, completion
         seconds = time.perf_counter() - start

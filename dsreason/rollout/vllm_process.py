@@ -70,7 +70,8 @@ def own_shared_memory(world: World) -> Iterator[None]:
         return
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    job, original, names = broadcast_object(uuid.uuid4().hex), _CPUSHMDistributed.make_group_name, []
+    job, original = broadcast_object(uuid.uuid4().hex), _CPUSHMDistributed.make_group_name
+    names: list[str] = []
 
     def make_group_name(communicator: Any) -> str:
         names.append(f"dsreason-{job}-" + original(communicator).strip("/"))

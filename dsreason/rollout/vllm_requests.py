@@ -60,11 +60,13 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
 def digest(medium: Medium) -> str:
     """Of everything that the processor reads: pixels, and what says how they lie; of a video its times as well."""
     if isinstance(medium, Image.Image):
-        facts, pixels = (medium.mode, medium.size), medium.tobytes()
+        facts = repr((medium.mode, medium.size))
+        pixels: bytes | memoryview = medium.tobytes()
     else:
         frames, metadata = medium
-        facts, pixels = (frames.dtype.str, frames.shape, sorted(metadata.items())), np.ascontiguousarray(frames).data
-    content = hashlib.sha256(repr(facts).encode())
+        facts = repr((frames.dtype.str, frames.shape, sorted(metadata.items())))
+        pixels = np.ascontiguousarray(frames).data
+    content = hashlib.sha256(facts.encode())
     content.update(pixels)
     return content.hexdigest()
 

@@ -17,14 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from dsreason.rollout.protocol import SyncError
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+VLLMModule: TypeAlias = Any
+"""An `nn.Module` of vLLM; what it has beside depends on its class."""
 CHUNK = 2**24
 """Values that are float64 at the same time."""
 TOLERANCE = 1e-12
@@ -38,7 +44,7 @@ class Place:
     name: str
     """In the Hugging Face model."""
     engine_name: str
-    layer: nn.Module
+    layer: VLLMModule
     parameter: str
     rows: slice
 
@@ -101,7 +107,7 @@ def expected_shapes(config: PreTrainedConfig, *, trust_remote_code: bool = False
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def find_places(model: nn.Module, names: list[str]) -> list[Place]:
+def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
     """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
 
     SyncError where a name leads nowhere, or where nothing sent would reach a parameter of the engine.
@@ -134,11 +140,12 @@ def find_places(model: nn.Module, names: list[str]) -> list[Place]:
     return places
 
 
-def engine_names(model: nn.Module, names: list[str]) -> list[str]:
-    return model.hf_to_vllm_mapper.apply_list(names)
+def engine_names(model: VLLMModule, names: list[str]) -> list[str]:
+    renamed: list[str] = model.hf_to_vllm_mapper.apply_list(names)
+    return renamed
 
 
-def find_part(model: nn.Module, name: str, held: dict[str, tuple[nn.Module, str]]) -> tuple[str | None, int | None]:
+def find_part(model: VLLMModule, name: str, held: dict[str, tuple[VLLMModule, str]]) -> tuple[str | None, int | None]:
     """The engine's parameter of this name, or the fused one that it is the n-th part of."""
     if name in held:
         return name, None
@@ -150,7 +157,7 @@ def find_part(model: nn.Module, name: str, held: dict[str, tuple[nn.Module, str]
     return None, None
 
 
-def rows_of(layer: nn.Module, part: int | None) -> slice:
+def rows_of(layer: VLLMModule, part: int | None) -> slice:
     """Rows of this rank's weight that hold a part of a fused layer, or all but the padding of a vocabulary."""
     if part is not None:
         sizes = layer.output_partition_sizes
@@ -160,14 +167,14 @@ def rows_of(layer: nn.Module, part: int | None) -> slice:
     return slice(None)
 
 
-def repair_tied_output(model: nn.Module) -> None:
+def repair_tied_output(model: VLLMModule) -> None:
     """On a CPU vLLM computes logits from a repacked copy of the output weight, which reloading a tied one forgets."""
     for layer in model.modules():
         if is_output_layer(layer) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def is_output_layer(layer: nn.Module) -> bool:
+def is_output_layer(layer: VLLMModule) -> TypeGuard[ParallelLMHead]:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return isinstance(layer, ParallelLMHead)
@@ -175,7 +182,7 @@ def is_output_layer(layer: nn.Module) -> bool:
 
 def whole_layers(places: list[Place], names: Collection[str]) -> set[str]:
     """Those of `names` that fill their layers together: vLLM reloads a layer as a whole or not at all."""
-    filled_by: dict[nn.Module, set[str]] = {}
+    filled_by: dict[VLLMModule, set[str]] = {}
     for place in places:
         filled_by.setdefault(place.layer, set()).add(place.name)
     names = set(names)

@@ -148,7 +148,8 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
 
 
 def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    return engine.optimizer.param_groups
+    groups: list[dict[str, Any]] = engine.optimizer.param_groups
+    return groups
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from dsreason.runtime.checkpoint import TrainerState, begin, own_files
 from dsreason.runtime.checkpoint_folder import delete_folder, finish, prune_checkpoints
 from dsreason.runtime.host_memory import StagedCopy
 from dsreason.runtime.memory import GIB, available_bytes
-from dsreason.runtime.world import World, barrier, gather_objects, once_a_folder
+from dsreason.runtime.world import World, barrier, connect_to_store, gather_objects, once_a_folder
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class CheckpointWriter:
         outcomes = gather_objects(outcome(self.writing.future))
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text]
         if failed:
-            self._give_up(*failed[0])
+            self._give_up(self.writing, *failed[0])
         return None if None in outcomes else self._complete(self.writing)
 
     def wait(self) -> Path | None:
@@ -279,8 +279,8 @@ class CheckpointWriter:
         )
         return writing.final
 
-    def _give_up(self, rank: int, text: str) -> None:
-        writing, self.writing = self.writing, None
+    def _give_up(self, writing: Writing, rank: int, text: str) -> NoReturn:
+        self.writing = None
         concurrent.futures.wait([writing.future])
         barrier()
         once_a_folder(self.world, lambda: remove(writing.partial))
@@ -293,15 +293,15 @@ class CheckpointWriter:
 
 def all_come(world: World) -> bool:
     """Whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S
+    found = False
     with contextlib.suppress(dist.DistError):  # whoever holds the store has ended
         store.set(keys[world.rank], "")
         while not (found := store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return found
-    return False
+    return found
 
 
 def run_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -327,6 +327,6 @@ def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: Tra
     """Write `<folder>/step_<step>` (all ranks together), whole or not at all, and return it."""
     writer = CheckpointWriter(engine, folder, world, background=False)
     writer.start(step, state)
-    path = writer.wait()
+    writer.wait()
     writer.close()
-    return path
+    return folder / f"step_{step}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import deepspeed
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
 from dsreason.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsreason.models.partition import ZeroParameter
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
@@ -49,7 +52,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def is_partitioned(parameter: nn.Parameter) -> bool:
+def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
     """Whether ZeRO-3 has cut this parameter over the ranks."""
     return hasattr(parameter, "ds_id")
 

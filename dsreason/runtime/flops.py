@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (which print twice as much "with sparsity").
 # The more specific name comes first.
@@ -100,7 +103,7 @@ class ModelFlops:
         return whole * (self.window * self.merge_size) ** 2 + rest**2
 
 
-def model_flops(model: nn.Module) -> ModelFlops:
+def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Read the costs off a Hugging Face vision-language model (ZeRO-3-partitioned or not).
 
     Parameters are told apart by name: `visual` (with `merger` and `patch_embed` in it), text layers, head.

@@ -168,7 +168,7 @@ def own_address(peer: str) -> str | None:
 def interface_of(address: str) -> str | None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
+            return str(name)
     return None
 
 
@@ -202,7 +202,7 @@ def caller_environment() -> dict[str, str]:
     for process in launchers():
         with suppress(psutil.Error):
             if process.name() in PDSH:
-                return process.environ()
+                return dict(process.environ())
     return {}
 
 

@@ -35,7 +35,7 @@ def launchers() -> list[psutil.Process]:
     and on the runner's host the pdsh that reaches the other hosts."""
     found = []
     with suppress(psutil.Error):
-        above = psutil.Process().parents()
+        above: list[psutil.Process] = psutil.Process().parents()
         job = [word for parent in above[:1] for word in parent.cmdline() if word.startswith(JOB)]
         if len(job) != len(JOB):
             return above[:1]
@@ -66,6 +66,6 @@ def _watch(processes: Sequence[psutil.Process]) -> None:
 def _lives(process: psutil.Process) -> bool:
     """Whether it runs: its number may belong to another process by now, or its parent has not asked how it ended."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

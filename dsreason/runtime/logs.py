@@ -122,4 +122,5 @@ def log_crashes(handler: logging.FileHandler) -> None:
         sys.stderr.write(f"Exception in thread {name}:\n{crash_text(exception[1])}")
 
     threading.excepthook = on_thread_exception
+    assert handler.stream is not None, "a log file that is not open yet"
     faulthandler.enable(handler.stream)

@@ -48,7 +48,7 @@ class StateOffload:
 
     @property
     def is_active(self) -> bool:
-        return self.engine.device.type == self.device_type
+        return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
         """Afterwards the tensors have no memory at all: only weights may be read until `reload`."""

@@ -55,7 +55,7 @@ class ReferencePolicy:
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
-        files = {}
+        files: dict[str, Path] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 files |= dict.fromkeys(tensors.keys(), file)

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 def take_rng_state(device: torch.device) -> Callable[[Path], None]:
     """What writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
     version, python_words, python_gauss = random.getstate()
-    _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=False)
     tensors = {
         "python": torch.tensor(python_words, dtype=torch.int64),
-        "numpy": torch.from_numpy(numpy_words.astype(np.int64)),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
     scalars = {
         "python": [version, python_gauss],
-        "numpy": [position, has_gauss, numpy_gauss],
+        "numpy": [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]],
     }
     return lambda path: save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
 

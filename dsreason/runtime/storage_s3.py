@@ -33,8 +33,9 @@ class S3Storage:
 
     def check(self, *, create: bool) -> None:
         probe = self.address / f".dsreason-write-test-{uuid.uuid4().hex}"
-        for method, parameters in (("put_object", {"Body": b"test"}), ("head_object", {}), ("delete_object", {})):
-            request(method, probe, attempts=2, Key=probe.key, **parameters)
+        request("put_object", probe, attempts=2, Key=probe.key, Body=b"test")
+        request("head_object", probe, attempts=2, Key=probe.key)
+        request("delete_object", probe, attempts=2, Key=probe.key)
 
     def upload(self, package: Package, advance: Advance) -> Sent:
         sums = {name: sha256_of(package.folder / name) for name in package.files}
@@ -64,7 +65,7 @@ class S3Storage:
 
     def _send(self, file: Path, name: str, sha256: str, advance: Advance) -> None:
         address, size = self.address / name, file.stat().st_size
-        facts = {"Key": address.key, "Metadata": {SHA256: sha256}}
+        facts: dict[str, Any] = {"Key": address.key, "Metadata": {SHA256: sha256}}
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
         if size <= part_bytes:
             content = file.read_bytes()

@@ -31,7 +31,7 @@ from dsreason.runtime.failures import (
     leave_place,
 )
 from dsreason.runtime.logs import RankFormatter, log_file
-from dsreason.runtime.world import World
+from dsreason.runtime.world import World, connect_to_store
 
 TICK = 1.0
 """Seconds between two looks at the phase, and at what other ranks ask."""
@@ -77,8 +77,7 @@ class Watchdog:
         self.world, self.time_limit, self.time_limits = world, time_limit, time_limits
         self._idle_since = time.monotonic()
         self._phases: list[Phase] = []
-        # Another connection to it: the default store's is taken while the main thread waits for a key.
-        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+        self._store = connect_to_store()
         self._store_lost = False
         self._outputs = outputs()
         self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store)

@@ -156,12 +156,18 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
+def connect_to_store() -> dist.Store:
+    """Another connection to the job's store: the default one is taken while a thread waits for a key."""
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return store
+
+
 def barrier() -> None:
     """Wait for every rank, however long one of them takes."""
     dist.barrier(_waiting_group)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: T) -> list[T]:
     """The value of every rank, by rank, on every rank. For small Python objects."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_waiting_group)
@@ -197,7 +203,7 @@ def on_rank_zero(call: Callable[[], T]) -> T:
     result, error = broadcast_object((result, error))
     if error is not None:
         raise error
-    return result  # type: ignore[return-value]
+    return result
 
 
 def once_a_folder(world: World, call: Callable[[], object]) -> None:

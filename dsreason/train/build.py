@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +15,36 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import StepLoader
-from dsreason.data.sources import SampleDataset
 from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model, model_config
 from dsreason.models.policy import Policy
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.engine import build_engine
 from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
 from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.offload import StateOffload
-from dsreason.runtime.progress import Progress, open_progress
-from dsreason.runtime.stop import StopRequest
-from dsreason.runtime.uploads import Uploader
-from dsreason.runtime.watchdog import Watchdog
+from dsreason.runtime.progress import open_progress
 from dsreason.runtime.world import World, broadcast_object, gather_objects
-from dsreason.train.nonfinite import FiniteCheck, finite_check
+from dsreason.train.nonfinite import finite_check
 from dsreason.train.opening import metrics_of, open_run, open_writer, record_run
 from dsreason.train.preflight import DTYPES, build_encoder, check_sft, step_order
+from dsreason.train.run import Run
 from dsreason.train.run_folder import start_state
 from dsreason.train.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class SFTRun:
-    """The parts of a run on one rank; `state` says how far it is."""
-
+@dataclass(kw_only=True)
+class SFTRun(Run):
     config: SFTConfig
-    world: World
-    output_dir: Path
-    model_path: Path
-    engine: DeepSpeedEngine
-    encoder: Encoder
+    scorer: None = None
     loader: StepLoader
-    validation_data: SampleDataset
-    sampler: Sampler
-    metrics: Metrics
-    progress: Progress
-    memory: MemoryLedger
-    watchdog: Watchdog
-    writer: CheckpointWriter
-    uploads: Uploader
-    stop: StopRequest
-    finite: FiniteCheck
     flops: ModelFlops
     peak_flops: float | None
     """Of all devices together; None where the device's peak is not known."""
-    total_steps: int
     steps_per_epoch: float
-    state: TrainerState
-    num_skipped: int = 0
-    """Uses of rows that were left out since this process started."""
-    named_skipped: set[str] = field(default_factory=set)
-    scorer: None = None
-    """There are no rewards; as `GRPORun` has it for validation."""
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.output_dir / "checkpoints"
 
 
 @contextmanager

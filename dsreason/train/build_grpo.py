@@ -21,19 +21,15 @@ from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.protocol import RolloutEngine, media_token_ids
 from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.metrics import Metrics
 from dsreason.runtime.offload import StateOffload
-from dsreason.runtime.progress import Progress, open_progress
+from dsreason.runtime.progress import open_progress
 from dsreason.runtime.reference import ReferencePolicy
-from dsreason.runtime.stop import StopRequest
-from dsreason.runtime.uploads import Uploader
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import World, gather_objects
 from dsreason.train.build import build_policy_engine, build_rollout
 from dsreason.train.check_rewards import row_check
-from dsreason.train.nonfinite import FiniteCheck, finite_check
+from dsreason.train.nonfinite import finite_check
 from dsreason.train.opening import OpenedRun, metrics_of, open_run, open_writer, record_run
 from dsreason.train.preflight import (
     DTYPES,
@@ -43,6 +39,7 @@ from dsreason.train.preflight import (
     rollout_order,
 )
 from dsreason.train.reference import load_reference
+from dsreason.train.run import Run
 from dsreason.train.run_folder import start_state
 from dsreason.train.sampler import Sampler
 
@@ -52,40 +49,21 @@ MIN_SEQUENCES = 64
 """Completions that vLLM may draw at the same time, however few a rollout has: validation asks for all of its rows."""
 
 
-@dataclass
-class GRPORun:
-    """The parts of a run on one rank; `state` says how far it is."""
-
+@dataclass(kw_only=True)
+class GRPORun(Run):
     config: GRPOConfig
-    world: World
-    output_dir: Path
-    model_path: Path
-    engine: DeepSpeedEngine
-    encoder: Encoder
+    scorer: Scorer
     prompt_encoder: Encoder
     """Leaves room for the longest completion."""
     training_data: SampleDataset
     prompts: Iterator[Prompts]
-    validation_data: SampleDataset
-    sampler: Sampler
     reference: ReferencePolicy | None
     """None where no KL is asked for."""
     objective: Objective
     banned_ids: Tensor
     """Media tokens, which no completion has."""
-    scorer: Scorer
-    metrics: Metrics
-    progress: Progress
-    memory: MemoryLedger
-    watchdog: Watchdog
-    writer: CheckpointWriter
-    uploads: Uploader
-    stop: StopRequest
-    finite: FiniteCheck
-    total_steps: int
     batches_per_epoch: float
     """Of prompts."""
-    state: TrainerState
     next_batch: int
     """Of prompts, to be sampled next."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
@@ -94,13 +72,6 @@ class GRPORun:
     """What this rank's reward functions measured beside their scores, see `Scores.metric_sums`; not shown yet."""
     num_untrained: int = 0
     """Rollouts in a row that had nothing to train."""
-    num_skipped: int = 0
-    """Uses of rows that were left out since this process started."""
-    named_skipped: set[str] = field(default_factory=set)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.output_dir / "checkpoints"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.lock import FolderLock
 from dsreason.config.output import default_output_dir, write_run_config
@@ -110,7 +110,8 @@ def open_run(
 
 
 def deepspeed_of(config: RunConfig, world: World) -> dict[str, Any]:
-    resolved = resolve_deepspeed(config.deepspeed, config, device=world.device.type, world_size=world.size)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    resolved = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
     if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
         resolved["checkpoint"] = {**resolved.get("checkpoint", {}), "use_node_local_storage": True}
     return resolved

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from dsreason.data.chat import EncodedPrompt
+from dsreason.data.micro_batches import Exchange
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.losses.advantages import informative_groups
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
-
-Exchange = Callable[[object], list[object]]
-"""Every rank gives a value and gets those of all of them, in the order of ranks."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange:
     Where none is kept none is trained.
     """
     own = [(group.place, keep) for group, keep in zip(groups, kept, strict=True)]
-    everywhere = sorted(item for part in exchange(own) for item in part)  # type: ignore[attr-defined]
+    everywhere = sorted(item for part in exchange(own) for item in part)
     places = [place for place, keep in everywhere if keep]
     numbers = {place: number for number, place in enumerate(places[:wanted])}
     return [replace(group, number=numbers.get(group.place)) for group in groups]
@@ -104,7 +102,7 @@ def to_rollouts(
     Collective. The completions of groups that are not trained have advantage 0.
     """
     own = {group.number: group.scores.total.tolist() for group in groups if group.number is not None}
-    rewards = {number: row for part in exchange(own) for number, row in part.items()}  # type: ignore[attr-defined]
+    rewards = {number: row for part in exchange(own) for number, row in part.items()}
     advantages: dict[int | None, list[float]] = {}
     if rewards:
         numbers = sorted(rewards)
@@ -161,11 +159,11 @@ def flatten(batch: Batch, rollouts: Sequence[Rollout], device: torch.device) -> 
     """The rollouts of a micro-batch, whose ids are their numbers, in the order in which the policy gives tokens."""
     chosen = rollouts_of(batch, rollouts)
     lengths = [len(rollout.completion.ids) for rollout in chosen]
-    logprobs = np.concatenate([np.asarray(rollout.completion.logprobs, np.float32) for rollout in chosen] or [[]])
+    logprobs = np.asarray([logprob for rollout in chosen for logprob in rollout.completion.logprobs], np.float32)
     advantages = np.repeat(np.asarray([rollout.advantage for rollout in chosen], np.float32), lengths)
     sequence = np.repeat(np.arange(len(chosen)), lengths)
     return FlatRollouts(
-        rollout_logprobs=torch.from_numpy(logprobs.astype(np.float32)).to(device),
+        rollout_logprobs=torch.from_numpy(logprobs).to(device),
         advantages=torch.from_numpy(advantages).to(device),
         sequence=torch.from_numpy(sequence).to(device),
     )

@@ -21,6 +21,7 @@ from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.stop import stopped
 from dsreason.runtime.world import World, all_sum, on_rank_zero
 from dsreason.train.build import SFTRun, build_sft
+from dsreason.train.run import Run
 from dsreason.train.validate import validate
 
 log = logging.getLogger(__name__)
@@ -117,12 +118,12 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     sft.metrics.scalars(step, metrics | memory)
 
 
-def note_skipped(sft: SFTRun, skipped: list[str]) -> None:
+def note_skipped(run: Run, skipped: list[str]) -> None:
     """Count every use of a row that is left out, and name each row once."""
-    sft.num_skipped += len(skipped)
+    run.num_skipped += len(skipped)
     for text in dict.fromkeys(skipped):
-        if text not in sft.named_skipped:
-            sft.named_skipped.add(text)
+        if text not in run.named_skipped:
+            run.named_skipped.add(text)
             log.warning("left out: %s", text)
 
 
@@ -140,82 +141,82 @@ def step_flops(sft: SFTRun, batches: StepBatches) -> float:
     return all_sum(sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids))
 
 
-def run_validation(sft: SFTRun) -> bool:
+def run_validation(run: Run) -> bool:
     """Measure the held-out rows; True where they are the best so far, which is worth a checkpoint."""
-    config, step = sft.config, sft.state.step
-    if len(sft.validation_data) == 0:
+    config, step = run.config, run.state.step
+    if len(run.validation_data) == 0:
         return False
-    with sft.watchdog.phase("validation"):
+    with run.watchdog.phase("validation"):
         result = validate(
-            sft.sampler,
-            sft.validation_data,
-            sft.encoder,
+            run.sampler,
+            run.validation_data,
+            run.encoder,
             config,
-            sft.world,
+            run.world,
             version=step,
-            progress=sft.progress,
-            scorer=sft.scorer,
+            progress=run.progress,
+            scorer=run.scorer,
         )
-    sft.metrics.scalars(step, result.metrics)
-    sft.progress.say(result.summary(step))
-    result.write(sft.output_dir, step, sft.metrics, sft.world)
-    value, best = result.metrics[config.checkpoint.best_metric], sft.state.best_metric
+    run.metrics.scalars(step, result.metrics)
+    run.progress.say(result.summary(step))
+    result.write(run.output_dir, step, run.metrics, run.world)
+    value, best = result.metrics[config.checkpoint.best_metric], run.state.best_metric
     better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)
     if better and step > 0:
-        sft.state = replace(sft.state, best_metric=value, best_name=config.checkpoint.best_metric, best_step=step)
+        run.state = replace(run.state, best_metric=value, best_name=config.checkpoint.best_metric, best_step=step)
     return better and step > 0 and config.checkpoint.keep_best
 
 
-def save(sft: SFTRun, *, last: bool) -> None:
+def save(run: Run, *, last: bool) -> None:
     """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it."""
-    config, step = sft.config.checkpoint, sft.state.step
+    config, step = run.config.checkpoint, run.state.step
     started = time.perf_counter()
-    with sft.watchdog.phase("checkpoint"), sft.progress.phase("saving checkpoint"):
-        follow_up(sft, sft.writer.wait())
-        sft.writer.start(step, sft.state)
+    with run.watchdog.phase("checkpoint"), run.progress.phase("saving checkpoint"):
+        follow_up(run, run.writer.wait())
+        run.writer.start(step, run.state)
         if last:
-            follow_up(sft, sft.writer.wait())
+            follow_up(run, run.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
-        export(sft, sft.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
-    sft.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+        export(run, run.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
+    run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
-def stop_if_asked(sft: SFTRun) -> None:
+def stop_if_asked(run: Run) -> None:
     """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
-    step, name = sft.state.step, sft.stop.asked()
-    if not name or step == sft.total_steps:
+    step, name = run.state.step, run.stop.asked()
+    if not name or step == run.total_steps:
         return
-    checkpoint = sft.checkpoints / f"step_{step}"
-    with sft.watchdog.phase("checkpoint"), sft.progress.phase(f"{name}: saving checkpoint"):
-        follow_up(sft, sft.writer.wait())
+    checkpoint = run.checkpoints / f"step_{step}"
+    with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
+        follow_up(run, run.writer.wait())
         if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
-            sft.writer.start(step, sft.state)
-            follow_up(sft, sft.writer.wait())
+            run.writer.start(step, run.state)
+            follow_up(run, run.writer.wait())
     raise stopped(name, step)
 
 
-def follow_up(sft: SFTRun, written: Path | None) -> None:
+def follow_up(run: Run, written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not sft.world.keeps_folder:
+    if written is None or not run.world.keeps_folder:
         return
-    config = sft.config.checkpoint
-    sft.metrics.scalars(sft.state.step, {"time/save_complete": sft.writer.completing})
-    sft.uploads.add(written, last=written.name == f"step_{sft.total_steps}")
+    config = run.config.checkpoint
+    run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
+    run.uploads.add(written, last=written.name == f"step_{run.total_steps}")
     # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
-    bests = {sft.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
-    sft.writer.prune(config.keep, {sft.checkpoints / f"step_{best}" for best in bests if best} | sft.uploads.in_use())
+    bests = {run.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
+    run.writer.prune(config.keep, {run.checkpoints / f"step_{best}" for best in bests if best} | run.uploads.in_use())
 
 
-def finish(sft: SFTRun) -> None:
+def finish(run: Run) -> None:
     """Make up for an export or upload that a run broke off before, and say that all is done."""
-    checkpoint, final = sft.checkpoints / f"step_{sft.state.step}", sft.output_dir / "export" / "final"
-    if sft.config.checkpoint.export != "none":
+    checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
+    if run.config.checkpoint.export != "none":
         if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
-            export(sft, final, last=True)
-        sft.uploads.add(final, last=True)
-    sft.uploads.add(checkpoint, last=True)
-    sft.progress.say(sft.memory.report())
-    sft.progress.say(f"finished at step {sft.state.step}; everything is in {sft.output_dir}")
+            export(run, final, last=True)
+        run.uploads.add(final, last=True)
+    run.uploads.add(checkpoint, last=True)
+    run.progress.say(run.memory.report())
+    run.progress.say(f"finished at step {run.state.step}; everything is in {run.output_dir}")
 
 
 def is_older(path: Path, other: Path) -> bool:
@@ -223,14 +224,14 @@ def is_older(path: Path, other: Path) -> bool:
     return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
 
 
-def export(sft: SFTRun, output: Path, *, last: bool) -> None:
+def export(run: Run, output: Path, *, last: bool) -> None:
     """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
-    config = sft.config.checkpoint
-    dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
+    config = run.config.checkpoint
+    dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: replace_folder(output))
-    with sft.watchdog.phase("export"), sft.progress.phase("exporting"):
-        export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
-    sft.uploads.add(output, last=last)
+    with run.watchdog.phase("export"), run.progress.phase("exporting"):
+        export_engine(run.engine, run.model_path, output, run.world, dtype=dtype, max_shard_size=config.max_shard_size)
+    run.uploads.add(output, last=last)
 
 
 def replace_folder(output: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dsreason.data.clip import cut_clips, needed_clips
 from dsreason.data.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
-from dsreason.data.cutting import cut_clip
+from dsreason.data.cutting import IMAGE_FPS, cut_clip, encode
 from dsreason.data.media import load_video, probe_video
 from dsreason.data.processes import Failure, run_tasks
 from dsreason.errors import ConfigError, DataError
@@ -280,6 +280,12 @@ def test_one_frame_more_than_the_name_says_is_the_same_episode(tmp_path: Path) -
     raw = write_video(tmp_path / "raw.mp4", 12)
     cut_clip(Cut(raw, 0, 11, "frames", total=11), tmp_path / "clip.mp4")
     assert len(numbers(tmp_path / "clip.mp4")) == 11
+
+
+def test_a_frame_without_a_time_is_told(tmp_path: Path) -> None:
+    frame = av.VideoFrame.from_ndarray(number_frame(0), format="rgb24")  # a decoder may leave the time out
+    with pytest.raises(DataError, match=r"a frame has no time"):
+        encode(iter([frame]), IMAGE_FPS, tmp_path / "clip.mp4")
 
 
 def test_a_damaged_raw_video_leaves_nothing_behind(tmp_path: Path) -> None:
