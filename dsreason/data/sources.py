@@ -20,6 +20,7 @@ from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file, media_cache
 from dsreason.data.messages import media_parts
+from dsreason.data.own_files import is_inside
 from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
@@ -275,7 +276,7 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
         if isinstance(media_root, S3Address):
             return join_address(media_root, str(path))
         path = media_root / path
-        if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
+        if not is_inside(path, media_root):
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
     return path
 

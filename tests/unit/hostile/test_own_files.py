@@ -1,0 +1,157 @@
+"""Local data sets whose README or index files name tables that are not theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.sources import open_datasets
+from dsreason.errors import DataError
+from tests.unit.hostile.guard import guarded, refused
+
+ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """A data set with one row, and beside it another person's table."""
+    folder = here / "rows"
+    folder.mkdir()
+    Image.new("RGB", (28, 28)).save(folder / "a.png")
+    (folder / "train.jsonl").write_text(json.dumps(ROW))
+    (here / "secret.jsonl").write_text(json.dumps(ROW | {"id": "secret"}))
+    return folder
+
+
+def ids(folder: Path, **keys: Any) -> list[str]:
+    data = DataConfig(adapter="jsonl", path=str(folder), validation=0, media_path=str(folder), **keys)
+    return [sample.id for sample in open_datasets(data)[0]]
+
+
+def name_files(folder: Path, files: Any, key: str = "data_files") -> None:
+    """A README whose second configuration, which nobody asks for, names the files: `datasets` resolves all of them."""
+    configs = [
+        {"config_name": "default", "data_files": "train.jsonl"},
+        {"config_name": "more", "data_files": "train.jsonl", key: files},
+    ]
+    (folder / "README.md").write_text(f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# Rows\n")
+
+
+ADDRESSES = (
+    "http://127.0.0.1:9/rows.jsonl",
+    "https://example.com/rows.jsonl",
+    "s3://bucket/rows.jsonl",
+    "hf://datasets/somebody/data/rows.jsonl",
+    "file:///etc/passwd",
+    "local:///etc/passwd",
+    "data:text/plain,{}",
+    "zip://rows.jsonl::rows.zip",
+    "train.jsonl::http",
+)
+OUTSIDE = ("/etc/passwd", "../secret.jsonl", "train/../../secret.jsonl", "../*.jsonl", "//etc/passwd")
+
+
+@pytest.mark.parametrize("given", [*ADDRESSES, *OUTSIDE])
+def test_a_readme_names_only_files_of_its_folder(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    told = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
+    refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {told}")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train.jsonl", "../secret.jsonl"],
+        [{"split": "train", "path": "../secret.jsonl"}],
+        [{"split": "train", "path": "train.jsonl"}, {"split": "test", "path": ["train.jsonl", "../secret.jsonl"]}],
+    ],
+)
+def test_the_files_of_a_split_are_looked_at_one_by_one(folder: Path, files: Any) -> None:
+    name_files(folder, files)
+    refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl leads out of {folder}")
+
+
+def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
+    name_files(folder, "..", key="data_dir")
+    refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. leads out of {folder}")
+
+
+def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
+    name_files(folder, "train.jsonl")
+    (folder / ".huggingface.yaml").write_text("configs:\n- config_name: default\n  data_files: ../secret.jsonl\n")
+    refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl leads out of")
+
+
+@pytest.mark.parametrize("files", ["train.jsonl", "./train.jsonl", "*.jsonl", "more/../train.jsonl", ["train.jsonl"]])
+def test_files_of_the_folder_are_read(folder: Path, files: Any) -> None:
+    (folder / "more").mkdir()
+    name_files(folder, files)
+    assert guarded(lambda: ids(folder, subset="more")) == ["7"]
+
+
+def test_a_link_that_a_person_made_may_lead_out(folder: Path, here: Path) -> None:
+    (folder / "linked.jsonl").symlink_to(here / "secret.jsonl")
+    name_files(folder, "linked.jsonl")
+    assert guarded(lambda: ids(folder, subset="more")) == ["secret"]
+
+
+def test_a_relative_folder_is_told_apart_from_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    name_files(folder, "../secret.jsonl")
+    refused(lambda: ids(Path(".")), DataError, "../secret.jsonl leads out of")
+
+
+def saved(folder: Path, *splits: str) -> Path:
+    table = datasets.Dataset.from_list([ROW])
+    place = folder / "saved"
+    (datasets.DatasetDict({split: table for split in splits}) if splits else table).save_to_disk(str(place))
+    return place
+
+
+def edit(file: Path, change: Any) -> None:
+    found = json.loads(file.read_text())
+    change(found)
+    file.write_text(json.dumps(found))
+
+
+def test_a_saved_data_set_is_read(folder: Path) -> None:
+    place = saved(folder)
+    data = DataConfig(adapter="jsonl", path=str(place), validation=0, media_path=str(folder))
+    assert [sample.id for sample in guarded(lambda: list(open_datasets(data)[0]))] == ["7"]
+
+
+@pytest.mark.parametrize("splits", [(), ("train", "test")])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_saved_table_is_made_of_its_own_files(
+    folder: Path, here: Path, splits: tuple[str, ...], absolute: bool
+) -> None:
+    place = saved(folder, *splits)
+    other = here / "other"
+    datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(other))
+    (table,) = other.glob("*.arrow")
+    given = str(table) if absolute else f"{'../' * (2 + bool(splits))}other/{table.name}"
+    state = place / (splits[-1] if splits else "") / "state.json"
+    edit(state, lambda found: found["_data_files"].append({"filename": given}))
+    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {given} leads out of {place}")
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_saved_split_lies_in_its_data_set(folder: Path, here: Path, absolute: bool) -> None:
+    place = saved(folder, "train")
+    datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(here / "other"))
+    given = str(here / "other") if absolute else "../../other"
+    edit(place / "dataset_dict.json", lambda found: found["splits"].append(given))
+    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {given} leads out of {place}")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_an_index_that_is_none_is_told(folder: Path, content: str) -> None:
+    place = saved(folder)
+    (place / "state.json").write_text(content)
+    refused(lambda: ids(place), DataError, f"{place}/state.json: ", "save the data set again")
