@@ -260,7 +260,8 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
     """Where a medium must be: an absolute path, one below `media_root`, or what a Hugging Face data set holds itself."""
     if isinstance(given, dict) and given.get("bytes"):
         return embedded_file(given["bytes"], Path(str(given.get("path") or "")).suffix)
-    if isinstance(given, dict):
+    from_table = isinstance(given, dict)
+    if from_table:
         given = given.get("path")
     if not isinstance(given, str) or not given:
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
@@ -272,9 +273,10 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
             "download it first"
         )
     path = Path(given.removeprefix("file://"))
-    if not path.is_absolute():
-        if isinstance(media_root, S3Address):
-            return join_address(media_root, str(path))
+    if isinstance(media_root, S3Address):
+        return path if path.is_absolute() else join_address(media_root, str(path))
+    # Old versions of `datasets` join their folder and the `file_name` in an image folder's metadata, whatever it is.
+    if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
