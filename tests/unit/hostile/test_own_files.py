@@ -155,3 +155,26 @@ def test_an_index_that_is_none_is_told(folder: Path, content: str) -> None:
     place = saved(folder)
     (place / "state.json").write_text(content)
     refused(lambda: ids(place), DataError, f"{place}/state.json: ", "save the data set again")
+
+
+@pytest.mark.parametrize("given", ["a.png", "../../secret.png", "/etc/passwd", "file:///etc/passwd"])
+def test_the_metadata_of_an_image_folder_stay_inside(folder: Path, here: Path, given: str) -> None:
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    (folder / "pictures").mkdir()
+    (folder / "a.png").rename(folder / "pictures" / "a.png")
+    row = {"id": "7", "file_name": given, "question": "What colour?", "answer": "red"}
+    (folder / "pictures" / "metadata.jsonl").write_text(json.dumps(row))
+    configs = "configs:\n- config_name: default\n  data_files: pictures/*\n"
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    if given == "a.png":
+        assert guarded(lambda: ids(folder)) == ["7"]
+    else:
+        refused(lambda: ids(folder), DataError)
+
+
+def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: Path) -> None:
+    """What old versions of `datasets` make of `file_name = "../secret.png"`."""
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    given = f"{folder}/../secret.png"
+    (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": given, "bytes": None}}))
+    refused(lambda: ids(folder), DataError, f"image: {given} leads out of {folder}")
