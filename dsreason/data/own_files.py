@@ -1,6 +1,7 @@
-"""A local data set is made of its own files: what its README and index files name must lie in its folder.
+"""A data set is made of its own files: what the README and index files of a local one name must lie in its folder.
 
-The rule is that of media: a path counts as it is written, so links, which a person made, may lead anywhere.
+The rule is that of media: a path counts as it is written, so links, which a person made, may lead anywhere. A data set on
+the Hub may name addresses, but no files of this machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import DatasetCard
+from huggingface_hub import DatasetCard, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RemoteEntryNotFoundError
 
 from dsreason.config.secrets import without_credentials
 from dsreason.errors import DataError
@@ -35,12 +37,27 @@ def is_inside(path: str | Path, folder: str | Path) -> bool:
 
 def check_configs(folder: Path) -> None:
     """DataError where a `configs` entry of the folder's README takes its files from anywhere else."""
-    for file, header in _headers(folder):
-        configs = header.get("configs")
-        for i, config in enumerate(configs if isinstance(configs, list) else []):
-            for key in ("data_dir", "data_files"):
-                for text in _texts(config.get(key) if isinstance(config, dict) else None):
-                    _check(file, f"configs[{i}].{key}", text, folder, folder)
+    for name in (README, STANDALONE):
+        if (file := folder / name).is_file():
+            for key, text in _named_files(file):
+                _check(file, key, text, folder, folder)
+
+
+def check_hub_configs(repository: str, revision: str | None) -> None:
+    """DataError where the README of a data set on the Hub names files of this machine."""
+    for name in (README, STANDALONE):
+        try:
+            file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
+        except RemoteEntryNotFoundError:
+            continue
+        except (HfHubHTTPError, HTTPError, OSError, ValueError):
+            return  # `datasets` meets the same and tells it
+        for key, text in _named_files(file):
+            if _is_local(text):
+                raise DataError(
+                    f"{repository}: {name}: {key}: {text} is a file of this machine, not of the data set; "
+                    "read a copy of the data set from which that entry is removed"
+                )
 
 
 def check_saved(folder: Path) -> None:
@@ -59,15 +76,30 @@ def check_saved(folder: Path) -> None:
                     _check(file, f"_data_files[{i}].filename", text, table, folder)
 
 
-def _headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """As the library `datasets` reads them."""
+def _named_files(file: Path) -> Iterator[tuple[str, str]]:
+    """(key, text) of all files that a README or standalone header names, read as the library `datasets` reads it."""
     try:
-        if (file := folder / README).is_file():
-            yield file, DatasetCard.load(file).data.to_dict()
-        if (file := folder / STANDALONE).is_file():
-            yield file, yaml.safe_load(file.read_text()) or {}
+        header = (
+            DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}
+        )
+        configs = header.get("configs")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: its YAML header cannot be read: {error}; correct it") from error
+    for i, config in enumerate(configs if isinstance(configs, list) else []):
+        for key in ("data_dir", "data_files"):
+            for text in _texts(config.get(key) if isinstance(config, dict) else None):
+                yield f"configs[{i}].{key}", text
+
+
+def _is_local(text: str) -> bool:
+    """Whether what a README on the Hub names is a file here: an absolute or climbing path, `file:`, or a chain's end."""
+    first, *chained = text.split("::")
+    repository = Path("/repository")
+    return (
+        any("://" not in part for part in chained)
+        or any(re.match("(file|local):", part) for part in (first, *chained))
+        or not is_inside(repository / first, repository)
+    )
 
 
 def _read_index(file: Path) -> dict[str, Any]:

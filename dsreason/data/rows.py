@@ -17,7 +17,7 @@ import numpy as np
 
 from dsreason.config.address import is_s3
 from dsreason.config.schema import SourceConfig
-from dsreason.data.own_files import README, SPLITS, STATE, check_configs, check_saved
+from dsreason.data.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.data.remote import local_copy, local_folder
 from dsreason.errors import ConfigError, DataError
 
@@ -214,6 +214,7 @@ def read_rows(data: SourceConfig) -> Rows:
         return _read_folder(path, data)
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
+    check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
 
@@ -366,6 +367,10 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     import datasets
 
     try:
+        if data_files is None and Path(path).is_dir():
+            # `datasets` keeps what it has read under the README's patterns, and would take the same for the rows of another
+            # folder, or of a file that has changed since. Under the files it looks at their times.
+            data_files = datasets.load_dataset_builder(path, data.subset, revision=data.revision).config.data_files
         table = datasets.load_dataset(
             path, data.subset, data_files=data_files, split=data.split, revision=data.revision
         )

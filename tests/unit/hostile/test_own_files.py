@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
+from dsreason.data import own_files
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from tests.unit.hostile.guard import guarded, refused
 
 ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `datasets` keeps the tables it has read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture
@@ -77,6 +86,34 @@ def test_the_files_of_a_split_are_looked_at_one_by_one(folder: Path, files: Any)
     refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl leads out of {folder}")
 
 
+@pytest.fixture
+def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is also the data set `somebody/data` on the Hub."""
+
+    def download(repository: str, name: str, *, repo_type: str, revision: str | None) -> str:
+        assert (repository, repo_type, revision) == ("somebody/data", "dataset", "v2")
+        if not (folder / name).is_file():
+            raise RemoteEntryNotFoundError(name, response=httpx.Response(404, request=httpx.Request("HEAD", name)))
+        return str(folder / name)
+
+    monkeypatch.setattr(own_files, "hf_hub_download", download)
+
+
+@pytest.mark.usefixtures("on_the_hub")
+@pytest.mark.parametrize("given", [*OUTSIDE, "file:///etc/passwd", "local:///etc/passwd", "zip://rows.jsonl::rows.zip"])
+def test_a_data_set_on_the_hub_names_no_file_of_this_machine(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    told = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
+    refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, told)
+
+
+@pytest.mark.usefixtures("on_the_hub")
+@pytest.mark.parametrize("given", ["data/*.parquet", "https://example.com/a.zip", "hf://datasets/a/b/c.jsonl", "**"])
+def test_a_data_set_on_the_hub_names_files_there(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    own_files.check_hub_configs("somebody/data", "v2")
+
+
 def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
     name_files(folder, "..", key="data_dir")
     refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. leads out of {folder}")
@@ -99,6 +136,17 @@ def test_a_link_that_a_person_made_may_lead_out(folder: Path, here: Path) -> Non
     (folder / "linked.jsonl").symlink_to(here / "secret.jsonl")
     name_files(folder, "linked.jsonl")
     assert guarded(lambda: ids(folder, subset="more")) == ["secret"]
+
+
+def test_rows_are_those_that_the_folder_holds_now(folder: Path, here: Path) -> None:
+    name_files(folder, "train.jsonl")
+    assert ids(folder) == ["7"]
+    (folder / "train.jsonl").write_text(json.dumps(ROW | {"id": "8"}))
+    assert ids(folder) == ["8"]
+    (here / "other").mkdir()
+    other = folder.rename(here / "other" / "rows")  # the same name, README and number of bytes
+    (other / "train.jsonl").write_text(json.dumps(ROW | {"id": "9"}))
+    assert ids(other) == ["9"]
 
 
 def test_a_relative_folder_is_told_apart_from_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
