@@ -22,9 +22,8 @@ def leave_current_folder() -> None:
         given[0] = ""  # `deepspeed` puts it there on several hosts
     named = [path for path in given if path]
     path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` put it first
-    if (
-        named != given
-    ):  # an empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder, which nobody asked for
+    if named != given:
+        # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody asked for it.
         path = [entry for entry in path if entry != here]
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if here in map(os.path.abspath, named) or (here == own_folder and here not in path):

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import DatasetCard, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 
 from dsreason.config.secrets import without_credentials
 from dsreason.errors import DataError
@@ -50,7 +50,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
             file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
         except RemoteEntryNotFoundError:
             continue
-        except (HfHubHTTPError, HTTPError, OSError, ValueError):
+        except (HfHubHTTPError, OSError, ValueError):
             return  # `datasets` meets the same and tells it
         for key, text in _named_files(file):
             if _is_local(text):
@@ -114,11 +114,14 @@ def _read_index(file: Path) -> dict[str, Any]:
 
 def _texts(value: Any) -> Iterator[str]:
     """All texts in a value, however it nests lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list | dict) and id(item) not in seen:
+            seen.add(id(item))  # YAML's aliases can make a short text a list of a billion, or one that holds itself
+            waiting += reversed(list(item.values() if isinstance(item, dict) else item))
 
 
 def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:

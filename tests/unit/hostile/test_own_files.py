@@ -114,6 +114,17 @@ def test_a_data_set_on_the_hub_names_files_there(folder: Path, given: str) -> No
     own_files.check_hub_configs("somebody/data", "v2")
 
 
+ALIASES = "\n".join(f"  x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9) if i else '../secret.jsonl'}]" for i in range(20))
+
+
+@pytest.mark.parametrize("files", [f"*x19\n{ALIASES}", "&x [../secret.jsonl, *x]"], ids=["nested", "endless"])
+def test_a_header_whose_lists_have_no_end_is_refused(folder: Path, files: str) -> None:
+    before, _, more = files.partition("\n")
+    configs = f"configs:\n- config_name: default\n{more}\n  data_files: {before}\n"
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    refused(lambda: ids(folder), DataError, f"../secret.jsonl leads out of {folder}")
+
+
 def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
     name_files(folder, "..", key="data_dir")
     refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. leads out of {folder}")
