@@ -22,6 +22,7 @@ from data_adapters.conversations import last_reply, parse, text_of
 from dsreason.config.schema import SourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.archives import unpack
+from dsreason.data.own_files import is_inside
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -54,6 +55,10 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
     places = index_clips(data.path, subset, data.revision, data.media_path)
     for clips in places:
         for folder in clips.folders:
+            if not Path(video).is_absolute() and not is_inside(folder.absolute() / video, folder.absolute()):
+                raise DataError(
+                    f"field {kind!r}: {video} leads out of {folder}; use a path below it or an absolute one"
+                )
             if (folder / video).is_file():
                 return (folder / video).absolute()
         named = clips.by_name.get(clip_name(video, subset), [])

@@ -1,6 +1,42 @@
-"""`python -m dsreason`, which torchrun and deepspeed start as well."""
+"""The `dsreason` command, and `python -m dsreason`, which torchrun and deepspeed start as well.
 
-from dsreason.cli.main import main
+A Python file beside a person's rows must not run because a library looks for a module of that name. So the current folder
+leaves the import path here, before anything else is imported; code that the configuration names is found by
+`config.user_code`. Out of reach are what Python itself imports to get here (`contextlib`, `warnings`) and the launchers'
+own processes: PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed` protects them too.
+"""
+
+import os
+import sys
+
+
+def leave_current_folder() -> None:
+    """Take the current folder off the import path of this process and of those it starts, unless PYTHONPATH names it."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed; Python found no folder either
+        return
+    variable = os.environ.get("PYTHONPATH", "")
+    given = variable.split(os.pathsep) if variable else []
+    if given[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
+        given[0] = ""  # `deepspeed` puts it there on several hosts
+    named = [path for path in given if path]
+    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` put it first
+    if named != given:
+        # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody asked for it.
+        path = [entry for entry in path if entry != here]
+    own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here in map(os.path.abspath, named) or (here == own_folder and here not in path):
+        return  # a checkout that is not installed runs from its own folder
+    sys.path[:] = path
+    if "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+    os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text will do; reward workers know this one as ours
+
+
+leave_current_folder()
+
+from dsreason.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

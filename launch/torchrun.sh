@@ -25,6 +25,9 @@ fi
 
 # After SIGTERM or Ctrl-C: seconds for the ranks to finish their step and save a checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# No Python file of the current folder is imported, by the launcher either. The value tells dsreason that its own code, not
+# a person, set the variable.
+export PYTHONSAFEPATH=${PYTHONSAFEPATH:-dsreason}
 # NPROC=2 where there is no GPU, or fewer ranks than GPUs.
 exec torchrun --nnodes "$nnodes" --nproc_per_node "${NPROC:-gpu}" "${where[@]}" \
   -m dsreason "${COMMAND:-sft}" --config "$config" --output-dir "$output_dir" --resume auto "$@"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from typing import Annotated
@@ -60,9 +59,6 @@ def keep_secrets() -> None:
 
 
 def main() -> None:
-    # So that `package.module:attr` is found in the current folder, by the parent as by `python -m` in its ranks.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     keep_secrets()
     try:
         if launch.is_rank():

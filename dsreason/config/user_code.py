@@ -1,4 +1,9 @@
-"""Importing a person's own code: an adapter or a reward, by path or by module name."""
+"""Importing a person's own code: an adapter or a reward, by path or by module name.
+
+The current folder is not on the import path: a library that looks for an optional package must not find what lies beside
+a person's rows. What the configuration names is found in the current folder all the same, and that code finds what it
+imports beside itself and there, after everything that is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,13 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from dsreason.errors import ConfigError
 
@@ -17,12 +25,54 @@ FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""
 
 
+class UserCodeFinder(MetaPathFinder):
+    """Finds what a person's code imports from its folders, and only for that code.
+
+    It is asked last, so nothing that is installed is hidden, and a library that asks is told that there is nothing.
+    """
+
+    def __init__(self) -> None:
+        self.folders: dict[str, list[str]] = {}
+        """Top-level module of a person's → where it, and what it imports, is looked for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None:  # a submodule: its package knows where it is
+            return None
+        folders = self.folders.get(fullname) or self.folders.get(_importer())
+        spec = PathFinder.find_spec(fullname, folders) if folders else None
+        if spec is not None and folders is not None:
+            self.folders[fullname] = folders
+        return spec
+
+    def add(self, module: str, folders: Sequence[Path]) -> None:
+        self.folders[module] = [str(folder) for folder in folders]
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+
+
+FINDER = UserCodeFinder()
+
+
+def _importer() -> str:
+    """The top-level module whose code runs the import statement (or `import_module`) that finders are being asked for."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if name not in ("importlib", "_frozen_importlib", "_frozen_importlib_external"):
+            return name
+        frame = frame.f_back
+    return ""
+
+
 def import_file(path: Path, what: str) -> ModuleType:
     """The module in a `.py` file, imported once. `what` begins the ConfigErrors: `data.adapter "my.py"`."""
     if not path.is_file():
         raise ConfigError(f"{what}: no file {path.absolute()}")
     path = path.resolve()
-    module_name = f"{FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    stem = path.stem.replace(".", "_")
+    module_name = f"{FILE_MODULE}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -30,6 +80,7 @@ def import_file(path: Path, what: str) -> ModuleType:
         raise ConfigError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
+    FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # somebody else's code
@@ -39,15 +90,14 @@ def import_file(path: Path, what: str) -> ModuleType:
 
 
 def import_module(target: str, what: str, known: Sequence[str], advice: str) -> ModuleType:
-    """The module called `target`, the current folder's included.
+    """The module called `target`: an installed one, or one in the current folder.
 
     ConfigError where there is none, with the nearest of the `known` names and `advice` on what may be given.
     """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # `python -m dsreason` has the current folder on the path, the installed command has not: make them agree.
-        sys.path.insert(0, here)
+    package = target.partition(".")[0]
     try:
+        if package not in sys.modules and importlib.util.find_spec(package) is None:
+            FINDER.add(package, [Path.cwd()])
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
         if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
@@ -57,3 +107,9 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
     except Exception as error:  # somebody else's code
         raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error
+
+
+def restore_script_folders() -> None:
+    """Undo, for what a person's code starts from here on, the PYTHONSAFEPATH that `dsreason.__main__` has set."""
+    if os.environ.get("PYTHONSAFEPATH") == "dsreason":
+        del os.environ["PYTHONSAFEPATH"]

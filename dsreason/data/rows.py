@@ -17,6 +17,7 @@ import numpy as np
 
 from dsreason.config.address import is_s3
 from dsreason.config.schema import SourceConfig
+from dsreason.data.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.data.remote import local_copy, local_folder
 from dsreason.errors import ConfigError, DataError
 
@@ -213,6 +214,7 @@ def read_rows(data: SourceConfig) -> Rows:
         return _read_folder(path, data)
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
+    check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
 
@@ -220,7 +222,7 @@ def _fetched(address: str) -> Path:
     """A local copy of a file, or of the files with rows in a folder: media are fetched when they are used."""
     if is_data_file(address):
         return local_copy(address)
-    return local_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == "README.md")
+    return local_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
 
 
 def is_data_file(name: str) -> bool:
@@ -306,6 +308,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> Rows:
     if _is_saved(folder):
         return _read_saved(folder, data)
     if _has_configs(folder):
+        check_configs(folder)
         return _load_table(str(folder), f"{folder} ({data.subset or 'default'}, {data.split})", data)
     inside = folder / data.subset if data.subset else folder
     if data.subset and _is_saved(inside):
@@ -314,13 +317,14 @@ def _read_folder(folder: Path, data: SourceConfig) -> Rows:
 
 
 def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> Rows:
     """What `save_to_disk` wrote: one table, or one a split."""
     import datasets
 
+    check_saved(folder)
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.Dataset):
         if data.split != str(saved.split):
@@ -333,7 +337,7 @@ def _read_saved(folder: Path, data: SourceConfig) -> Rows:
 
 def _has_configs(folder: Path) -> bool:
     """Whether a README in the hub's format says which files make up which split."""
-    readme = folder / "README.md"
+    readme = folder / README
     if not readme.is_file():
         return False
     parts = readme.read_text(errors="replace").split("---", 2)
@@ -364,6 +368,10 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     import datasets
 
     try:
+        if data_files is None and Path(path).is_dir():
+            # `datasets` keeps what it has read under the README's patterns, and would take the same for the rows of another
+            # folder, or of a file that has changed since. Under the files it looks at their times.
+            data_files = datasets.load_dataset_builder(path, data.subset, revision=data.revision).config.data_files
         table = datasets.load_dataset(
             path, data.subset, data_files=data_files, split=data.split, revision=data.revision
         )

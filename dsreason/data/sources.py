@@ -21,6 +21,7 @@ from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.archives import embedded_file, media_cache
 from dsreason.data.messages import media_parts
+from dsreason.data.own_files import is_inside
 from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
@@ -260,7 +261,8 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
     """Where a medium must be: an absolute path, one below `media_root`, or what a Hugging Face data set holds itself."""
     if isinstance(given, dict) and given.get("bytes"):
         return embedded_file(given["bytes"], Path(str(given.get("path") or "")).suffix)
-    if isinstance(given, dict):
+    from_table = isinstance(given, dict)
+    if from_table:
         given = given.get("path")
     if not isinstance(given, str) or not given:
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
@@ -272,11 +274,12 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
             "download it first"
         )
     path = Path(given.removeprefix("file://"))
-    if not path.is_absolute():
-        if isinstance(media_root, S3Address):
-            return join_address(media_root, str(path))
+    if isinstance(media_root, S3Address):
+        return path if path.is_absolute() else join_address(media_root, str(path))
+    # Old versions of `datasets` join their folder and the `file_name` in an image folder's metadata, whatever it is.
+    if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
-        if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(media_root)):  # links may lead anywhere
+        if not is_inside(path, media_root):
             raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
     return path
 

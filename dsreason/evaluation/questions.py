@@ -24,6 +24,7 @@ from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
+from dsreason.data.own_files import is_inside
 from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
@@ -125,7 +126,7 @@ def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     """The clip's path, and why it cannot be shown."""
     clip = folder / video
-    if not Path(os.path.normpath(clip)).is_relative_to(os.path.normpath(folder)) or clip == folder:
+    if not is_inside(clip.absolute(), folder.absolute()) or clip == folder:
         raise DataError(f"field 'video': {video!r} must be a file in {folder}")
     if os.path.isfile(clip):  # unlike Path.is_file, False for a path that is too long
         return clip, None

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
+from dsreason.config.user_code import restore_script_folders
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards.functions import RewardFn, find_reward
@@ -107,6 +108,7 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
             start: Start = connection.recv()
+            restore_script_folders()
             functions = [find_reward(name, options) for name, options in start.functions]
             connection.send(Ready([_trait(function) for function in functions]))
             while True:

@@ -246,6 +246,14 @@ def test_a_cosmos_clip_is_the_one_at_the_rows_path_where_names_are_alike(tmp_pat
         cosmos_reason1.find_clip("elsewhere/7.mp4", data)
 
 
+def test_a_cosmos_row_cannot_lead_out_of_the_clips(tmp_path):
+    data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
+    write_video(tmp_path / "8.mp4")
+    with pytest.raises(DataError, match=r"field 'video': \.\./\.\./8\.mp4 leads out of .*/set/robovqa"):
+        cosmos_reason1.find_clip("../../8.mp4", data)
+    assert cosmos_reason1.find_clip(str(tmp_path / "8.mp4"), data) == tmp_path / "8.mp4"
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as_text):
     data = cosmos_folder(tmp_path, "robovqa", None, "7.mp4")

@@ -1,0 +1,107 @@
+"""How the command starts: nothing of the current folder is imported, by it or by what it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SHOW = "import json, os, sys, dsreason.__main__; print(json.dumps([sys.path, dict(os.environ)]))"
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder of files that are named like modules which typer, pydantic and the standard library import."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("typing", "pathlib", "json", "token", "inspect", "typer", "pydantic", "dataclasses", "data_adapters"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\nraise SystemExit(9)"
+        )
+    return folder
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, cwd=folder, env=kept | environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    return ended.stdout
+
+
+def shown(folder: Path, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """The import path and the environment once `dsreason` has started with the current folder on its path."""
+    path, variables = json.loads(start(folder, "-c", SHOW, **environment))
+    return path, variables
+
+
+def python_path(*entries: Any) -> str:
+    return os.pathsep.join([*map(str, entries), str(ROOT)])
+
+
+@pytest.mark.parametrize("options", [["-m"], ["-u", "-m"]], ids=["python", "torchrun"])
+def test_the_command_imports_nothing_of_the_current_folder(planted: Path, tmp_path: Path, options: list[str]) -> None:
+    assert start(planted, *options, "dsreason", "--version").startswith("dsreason ")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_empty_entry_of_pythonpath_does_not_stand_for_the_current_folder(tmp_path: Path) -> None:
+    path, environment = shown(tmp_path, PYTHONPATH=f"{python_path('/somewhere')}:")
+    assert str(tmp_path) not in path
+    assert "/somewhere" in path
+    assert environment["PYTHONPATH"] == f"/somewhere:{ROOT}"
+
+
+@pytest.mark.parametrize("named", [".", "here"])
+def test_a_folder_that_pythonpath_names_stays(tmp_path: Path, named: str) -> None:
+    given = python_path(tmp_path if named == "here" else named)
+    path, environment = shown(tmp_path, PYTHONPATH=given)
+    assert str(tmp_path) in path
+    assert environment["PYTHONPATH"] == given
+
+
+@pytest.mark.parametrize(("hosts", "stays"), [("1", True), ("2", False)])
+def test_the_folder_that_deepspeed_names_on_several_hosts_goes(tmp_path: Path, hosts: str, stays: bool) -> None:
+    path, environment = shown(tmp_path, PYTHONPATH=python_path(tmp_path), CROSS_SIZE=hosts)
+    assert (str(tmp_path) in path) is stays
+    assert (environment["PYTHONPATH"] == str(ROOT)) is not stays
+
+
+def test_what_is_installed_in_the_current_folder_stays(tmp_path: Path) -> None:
+    libraries = next(path for path in map(Path, sys.path) if path.name == "site-packages")
+    path, _ = shown(libraries)
+    assert str(libraries) in path
+
+
+def test_processes_that_are_started_leave_it_out_too(planted: Path, tmp_path: Path) -> None:
+    _, environment = shown(tmp_path)
+    started = subprocess.run(
+        [sys.executable, "-c", "import typing, json, token"],
+        cwd=planted,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (started.returncode, started.stderr) == (0, "")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_setting_of_ones_own_stays(tmp_path: Path) -> None:
+    _, environment = shown(tmp_path, PYTHONSAFEPATH="1")
+    assert environment["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_checkout_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "dsreason").symlink_to(ROOT / "dsreason")
+    code = f"import sys; sys.path[1:1] = []; {SHOW}"
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=kept, capture_output=True, text=True)
+    path, environment = json.loads(ended.stdout)
+    assert path[0] in ("", str(tmp_path))
+    assert "PYTHONSAFEPATH" not in environment

@@ -1,0 +1,239 @@
+"""Local data sets whose README or index files name tables that are not theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import httpx
+import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from PIL import Image
+
+from dsreason.config.schema import DataConfig
+from dsreason.data import own_files
+from dsreason.data.sources import open_datasets
+from dsreason.errors import DataError
+from tests.unit.hostile.guard import guarded, refused
+
+ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `datasets` keeps the tables it has read."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    """A data set with one row, and beside it another person's table."""
+    folder = here / "rows"
+    folder.mkdir()
+    Image.new("RGB", (28, 28)).save(folder / "a.png")
+    (folder / "train.jsonl").write_text(json.dumps(ROW))
+    (here / "secret.jsonl").write_text(json.dumps(ROW | {"id": "secret"}))
+    return folder
+
+
+def ids(folder: Path, **keys: Any) -> list[str]:
+    data = DataConfig(adapter="jsonl", path=str(folder), validation=0, media_path=str(folder), **keys)
+    return [sample.id for sample in open_datasets(data)[0]]
+
+
+def name_files(folder: Path, files: Any, key: str = "data_files") -> None:
+    """A README whose second configuration, which nobody asks for, names the files: `datasets` resolves all of them."""
+    configs = [
+        {"config_name": "default", "data_files": "train.jsonl"},
+        {"config_name": "more", "data_files": "train.jsonl", key: files},
+    ]
+    (folder / "README.md").write_text(f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# Rows\n")
+
+
+ADDRESSES = (
+    "http://127.0.0.1:9/rows.jsonl",
+    "https://example.com/rows.jsonl",
+    "s3://bucket/rows.jsonl",
+    "hf://datasets/somebody/data/rows.jsonl",
+    "file:///etc/passwd",
+    "local:///etc/passwd",
+    "data:text/plain,{}",
+    "zip://rows.jsonl::rows.zip",
+    "train.jsonl::http",
+)
+OUTSIDE = ("/etc/passwd", "../secret.jsonl", "train/../../secret.jsonl", "../*.jsonl", "//etc/passwd")
+
+
+@pytest.mark.parametrize("given", [*ADDRESSES, *OUTSIDE])
+def test_a_readme_names_only_files_of_its_folder(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    told = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
+    refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {told}")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train.jsonl", "../secret.jsonl"],
+        [{"split": "train", "path": "../secret.jsonl"}],
+        [{"split": "train", "path": "train.jsonl"}, {"split": "test", "path": ["train.jsonl", "../secret.jsonl"]}],
+    ],
+)
+def test_the_files_of_a_split_are_looked_at_one_by_one(folder: Path, files: Any) -> None:
+    name_files(folder, files)
+    refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl leads out of {folder}")
+
+
+@pytest.fixture
+def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is also the data set `somebody/data` on the Hub."""
+
+    def download(repository: str, name: str, *, repo_type: str, revision: str | None) -> str:
+        assert (repository, repo_type, revision) == ("somebody/data", "dataset", "v2")
+        if not (folder / name).is_file():
+            raise RemoteEntryNotFoundError(name, response=httpx.Response(404, request=httpx.Request("HEAD", name)))
+        return str(folder / name)
+
+    monkeypatch.setattr(own_files, "hf_hub_download", download)
+
+
+@pytest.mark.usefixtures("on_the_hub")
+@pytest.mark.parametrize("given", [*OUTSIDE, "file:///etc/passwd", "local:///etc/passwd", "zip://rows.jsonl::rows.zip"])
+def test_a_data_set_on_the_hub_names_no_file_of_this_machine(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    told = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
+    refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, told)
+
+
+@pytest.mark.usefixtures("on_the_hub")
+@pytest.mark.parametrize("given", ["data/*.parquet", "https://example.com/a.zip", "hf://datasets/a/b/c.jsonl", "**"])
+def test_a_data_set_on_the_hub_names_files_there(folder: Path, given: str) -> None:
+    name_files(folder, given)
+    own_files.check_hub_configs("somebody/data", "v2")
+
+
+ALIASES = "\n".join(f"  x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9) if i else '../secret.jsonl'}]" for i in range(20))
+
+
+@pytest.mark.parametrize("files", [f"*x19\n{ALIASES}", "&x [../secret.jsonl, *x]"], ids=["nested", "endless"])
+def test_a_header_whose_lists_have_no_end_is_refused(folder: Path, files: str) -> None:
+    before, _, more = files.partition("\n")
+    configs = f"configs:\n- config_name: default\n{more}\n  data_files: {before}\n"
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    refused(lambda: ids(folder), DataError, f"../secret.jsonl leads out of {folder}")
+
+
+def test_a_data_dir_stays_in_the_folder(folder: Path) -> None:
+    name_files(folder, "..", key="data_dir")
+    refused(lambda: ids(folder), DataError, f"README.md: configs[1].data_dir: .. leads out of {folder}")
+
+
+def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
+    name_files(folder, "train.jsonl")
+    (folder / ".huggingface.yaml").write_text("configs:\n- config_name: default\n  data_files: ../secret.jsonl\n")
+    refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl leads out of")
+
+
+@pytest.mark.parametrize("files", ["train.jsonl", "./train.jsonl", "*.jsonl", "more/../train.jsonl", ["train.jsonl"]])
+def test_files_of_the_folder_are_read(folder: Path, files: Any) -> None:
+    (folder / "more").mkdir()
+    name_files(folder, files)
+    assert guarded(lambda: ids(folder, subset="more")) == ["7"]
+
+
+def test_a_link_that_a_person_made_may_lead_out(folder: Path, here: Path) -> None:
+    (folder / "linked.jsonl").symlink_to(here / "secret.jsonl")
+    name_files(folder, "linked.jsonl")
+    assert guarded(lambda: ids(folder, subset="more")) == ["secret"]
+
+
+def test_rows_are_those_that_the_folder_holds_now(folder: Path, here: Path) -> None:
+    name_files(folder, "train.jsonl")
+    assert ids(folder) == ["7"]
+    (folder / "train.jsonl").write_text(json.dumps(ROW | {"id": "8"}))
+    assert ids(folder) == ["8"]
+    (here / "other").mkdir()
+    other = folder.rename(here / "other" / "rows")  # the same name, README and number of bytes
+    (other / "train.jsonl").write_text(json.dumps(ROW | {"id": "9"}))
+    assert ids(other) == ["9"]
+
+
+def test_a_relative_folder_is_told_apart_from_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    name_files(folder, "../secret.jsonl")
+    refused(lambda: ids(Path(".")), DataError, "../secret.jsonl leads out of")
+
+
+def saved(folder: Path, *splits: str) -> Path:
+    table = datasets.Dataset.from_list([ROW])
+    place = folder / "saved"
+    (datasets.DatasetDict(dict.fromkeys(splits, table)) if splits else table).save_to_disk(str(place))
+    return place
+
+
+def edit(file: Path, change: Any) -> None:
+    found = json.loads(file.read_text())
+    change(found)
+    file.write_text(json.dumps(found))
+
+
+def test_a_saved_data_set_is_read(folder: Path) -> None:
+    place = saved(folder)
+    data = DataConfig(adapter="jsonl", path=str(place), validation=0, media_path=str(folder))
+    assert [sample.id for sample in guarded(lambda: list(open_datasets(data)[0]))] == ["7"]
+
+
+@pytest.mark.parametrize("splits", [(), ("train", "test")])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_saved_table_is_made_of_its_own_files(
+    folder: Path, here: Path, splits: tuple[str, ...], absolute: bool
+) -> None:
+    place = saved(folder, *splits)
+    other = here / "other"
+    datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(other))
+    (table,) = other.glob("*.arrow")
+    given = str(table) if absolute else f"{'../' * (2 + bool(splits))}other/{table.name}"
+    state = place / (splits[-1] if splits else "") / "state.json"
+    edit(state, lambda found: found["_data_files"].append({"filename": given}))
+    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {given} leads out of {place}")
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_saved_split_lies_in_its_data_set(folder: Path, here: Path, absolute: bool) -> None:
+    place = saved(folder, "train")
+    datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(here / "other"))
+    given = str(here / "other") if absolute else "../../other"
+    edit(place / "dataset_dict.json", lambda found: found["splits"].append(given))
+    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {given} leads out of {place}")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_an_index_that_is_none_is_told(folder: Path, content: str) -> None:
+    place = saved(folder)
+    (place / "state.json").write_text(content)
+    refused(lambda: ids(place), DataError, f"{place}/state.json: ", "save the data set again")
+
+
+@pytest.mark.parametrize("given", ["a.png", "../../secret.png", "/etc/passwd", "file:///etc/passwd"])
+def test_the_metadata_of_an_image_folder_stay_inside(folder: Path, here: Path, given: str) -> None:
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    (folder / "pictures").mkdir()
+    (folder / "a.png").rename(folder / "pictures" / "a.png")
+    row = {"id": "7", "file_name": given, "question": "What colour?", "answer": "red"}
+    (folder / "pictures" / "metadata.jsonl").write_text(json.dumps(row))
+    configs = "configs:\n- config_name: default\n  data_files: pictures/*\n"
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    if given == "a.png":
+        assert guarded(lambda: ids(folder)) == ["7"]
+    else:
+        refused(lambda: ids(folder), DataError)
+
+
+def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: Path) -> None:
+    """What old versions of `datasets` make of `file_name = "../secret.png"`."""
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    given = f"{folder}/../secret.png"
+    (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": given, "bytes": None}}))
+    refused(lambda: ids(folder), DataError, f"image: {given} leads out of {folder}")
