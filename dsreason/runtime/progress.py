@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol, Self, TextIO
 
 from rich import progress as bars
@@ -13,6 +15,33 @@ from rich.console import Console
 
 Advance = Callable[[int], None]
 """Call with the number of units just done."""
+
+
+PART = "DSREASON_PART"
+"""Environment variable by which a command that consists of several runs tells each of them its `Part`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a longer command a run is. `after`: how long all that follows its steps takes, in times of its steps.
+
+    In the environment `1/4 2.5` is the first of four parts, where 10 seconds of steps leave 25 for the rest.
+    """
+
+    number: int
+    count: int
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count} {self.after:.3f}"
+
+
+def part_of_environment() -> Part | None:
+    if PART not in os.environ:
+        return None
+    place, after = os.environ[PART].split()
+    number, count = place.split("/")
+    return Part(int(number), int(count), float(after))
 
 
 class Progress(Protocol):
@@ -37,7 +66,7 @@ def open_progress(
     if rank != 0:
         return NoProgress()
     stream = sys.stdout if stream is None else stream
-    rate = Rate(total_steps, first_step)
+    rate = Rate(total_steps, first_step, part=part_of_environment())
     return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream, interval_s)
 
 
@@ -61,8 +90,14 @@ class Rate:
 
     memory = 0.9  # weight of the past in the running means
 
-    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps, self.step, self.clock = total_steps, first_step, clock
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int,
+        clock: Callable[[], float] = time.monotonic,
+        part: Part | None = None,
+    ) -> None:
+        self.total_steps, self.step, self.clock, self.part = total_steps, first_step, clock, part
         self.started = clock()
         self.seconds = self.samples = self.tokens = 0.0  # running means per step
         self.seen = 0
@@ -82,13 +117,20 @@ class Rate:
         yield
         self.started += self.clock() - begin
 
+    def titled(self, name: str) -> str:
+        """The name with the part of the command before it: `2/4 step`."""
+        return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
+
     def facts(self, shown: Mapping[str, float]) -> str:
-        """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`."""
+        """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`; in a part also `(of all parts 0:05:10)`."""
         seconds = max(self.seconds, 1e-9)
         left = (self.total_steps - self.step) * self.seconds
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        return f"{values}  {speed}  left {duration(left)}"
+        whole = ""
+        if self.part is not None:
+            whole = f" (of all parts {duration(left + self.part.after * self.total_steps * self.seconds)})"
+        return f"{values}  {speed}  left {duration(left)}{whole}"
 
 
 class LineProgress:
@@ -103,11 +145,11 @@ class LineProgress:
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
-            self.line(f"step {step}/{self.rate.total_steps}  {self.rate.facts(shown)}")
+            self.line(f"{self.rate.titled('step')} {step}/{self.rate.total_steps}  {self.rate.facts(shown)}")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        begin, done = self.clock(), 0
+        begin, done, name = self.clock(), 0, self.rate.titled(name)
         goal = "" if total is None else f"/{total}"
         self.line(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
         self.next_line = begin + self.interval_s
@@ -155,7 +197,7 @@ class BarProgress:
             bars.TextColumn("{task.fields[facts]}"),
         )
         self.bar = bars.Progress(*columns, console=Console(file=stream))
-        self.steps = self.bar.add_task("step", total=rate.total_steps, completed=rate.step, facts="")
+        self.steps = self.bar.add_task(rate.titled("step"), total=rate.total_steps, completed=rate.step, facts="")
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
@@ -163,7 +205,7 @@ class BarProgress:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        task = self.bar.add_task(name, total=total, facts=unit)
+        task = self.bar.add_task(self.rate.titled(name), total=total, facts=unit)
         try:
             with self.rate.paused():
                 yield lambda count: self.bar.advance(task, count)

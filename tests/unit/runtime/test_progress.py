@@ -2,7 +2,17 @@ import io
 
 import pytest
 
-from dsreason.runtime.progress import BarProgress, LineProgress, NoProgress, Rate, duration, open_progress
+from dsreason.runtime.progress import (
+    PART,
+    BarProgress,
+    LineProgress,
+    NoProgress,
+    Part,
+    Rate,
+    duration,
+    open_progress,
+    part_of_environment,
+)
 
 
 class Clock:
@@ -60,6 +70,26 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
         "validating: done in 0:01:40",
         "step 2/10  loss 1.0000  1.0 samples/s  1 tokens/s  left 0:00:08",
     ]
+
+
+def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_still_take(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = LineProgress(Rate(11, 0, clock, part=Part(2, 4, after=1.5)), stream, 10.0, clock)
+    clock.now += 2
+    progress.step(1, {"loss": 1}, samples=1, tokens=1)
+    with progress.phase("validating", 4, "samples"):
+        clock.now += 100
+    lines = stream.getvalue().splitlines()
+    # 10 steps of 2 seconds are left, then one and a half times the 22 seconds of all steps.
+    assert lines[0].startswith("2/4 step 1/11 ")
+    assert lines[0].endswith("left 0:00:20 (of all parts 0:00:53)")
+    assert lines[1:] == ["2/4 validating: 4 samples", "2/4 validating: done in 0:01:40"]
+
+
+def test_a_run_learns_from_the_environment_which_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert part_of_environment() is None
+    monkeypatch.setenv(PART, str(Part(2, 4, after=1.5)))
+    assert part_of_environment() == Part(2, 4, after=1.5)
 
 
 def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
