@@ -53,7 +53,7 @@ STAGES = (
 
 
 def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: SetOption = None) -> None:
-    """Train a tiny model on generated videos and images: a half wrong SFT, then GRPO. Nothing is downloaded."""
+    """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
     folder = output_dir or default_output_dir("demo")
