@@ -12,6 +12,8 @@ from typing import Protocol, Self, TextIO
 
 from rich import progress as bars
 from rich.console import Console
+from rich.table import Column
+from rich.text import Text
 
 Advance = Callable[[int], None]
 """Call with the number of units just done."""
@@ -122,15 +124,19 @@ class Rate:
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
     def facts(self, shown: Mapping[str, float]) -> str:
-        """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`; in a part also `(of all parts 0:05:10)`."""
+        """`loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
         seconds = max(self.seconds, 1e-9)
-        left = (self.total_steps - self.step) * self.seconds
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        whole = ""
-        if self.part is not None:
-            whole = f" (of all parts {duration(left + self.part.after * self.total_steps * self.seconds)})"
-        return f"{values}  {speed}  left {duration(left)}{whole}"
+        return f"{values}  {speed}"
+
+    def left(self) -> str:
+        """`left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
+        seconds = (self.total_steps - self.step) * self.seconds
+        if self.part is None:
+            return f"left {duration(seconds)}"
+        whole = seconds + self.part.after * self.total_steps * self.seconds
+        return f"left {duration(seconds)}, in all {duration(whole)}"
 
 
 class LineProgress:
@@ -145,7 +151,8 @@ class LineProgress:
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
-            self.line(f"{self.rate.titled('step')} {step}/{self.rate.total_steps}  {self.rate.facts(shown)}")
+            title = f"{self.rate.titled('step')} {step}/{self.rate.total_steps}"
+            self.line(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
@@ -185,6 +192,15 @@ class LineProgress:
     def __exit__(self, *exc: object) -> None: ...
 
 
+class FactsColumn(bars.TextColumn):
+    """Cut off where the terminal is too narrow, so that the other columns keep their room and all stay on one line."""
+
+    def render(self, task: bars.Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class BarProgress:
     """A bar that stays on the last lines of a terminal; log lines appear above it."""
 
@@ -193,19 +209,22 @@ class BarProgress:
         columns = (
             bars.TextColumn("{task.description}"),
             bars.BarColumn(bar_width=24),
-            bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[facts]}"),
+            bars.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            bars.TextColumn("{task.fields[left]}"),
+            FactsColumn("{task.fields[facts]}", table_column=Column(no_wrap=False)),
         )
         self.bar = bars.Progress(*columns, console=Console(file=stream))
-        self.steps = self.bar.add_task(rate.titled("step"), total=rate.total_steps, completed=rate.step, facts="")
+        self.steps = self.bar.add_task(
+            rate.titled("step"), total=rate.total_steps, completed=rate.step, left="", facts=""
+        )
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
-        self.bar.update(self.steps, completed=step, facts=self.rate.facts(shown))
+        self.bar.update(self.steps, completed=step, left=self.rate.left(), facts=self.rate.facts(shown))
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        task = self.bar.add_task(self.rate.titled(name), total=total, facts=unit)
+        task = self.bar.add_task(self.rate.titled(name), total=total, left="", facts=unit)
         try:
             with self.rate.paused():
                 yield lambda count: self.bar.advance(task, count)

@@ -41,3 +41,9 @@ def warm_start(trained_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactor
     return train_builtin(
         tmp_path_factory, "--config", "builtin_warm_start.toml", "--set", learned, "--set", "train.epochs=2"
     )
+
+
+@pytest.fixture(scope="session")
+def demo_warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `dsreason demo` trains it."""
+    return train_builtin(tmp_path_factory, "--config", "builtin_warm_start.toml")
