@@ -8,7 +8,6 @@ import pytest
 
 from tests.integration.command import dsreason
 
-
 SHORT = ("--set", "train.epochs=6")
 """Of the recipe's 9, which make sure of the last percent."""
 
