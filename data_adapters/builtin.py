@@ -1,8 +1,8 @@
 """The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
 `data.path` is a folder of `dsreason.data.builtin.write_builtin`; empty: one in the cache, drawn on first use.
-`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` half of the answers are wrong, see there: who
-learned them is right on about half of the held-out rows.
+`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong,
+see there: who learned them is right on about half of the held-out rows.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -21,20 +25,42 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
+from dsreason.runtime.progress import PART, Part, duration
 
 WARM_START = Path("builtin_warm_start.toml")
 HELD_OUT = Path("builtin_eval.toml")
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A part of the demo, with the seconds that it took on 2 idle cores: its optimizer steps, and all around them."""
+
+    title: str
+    steps: float
+    around: float
+
+    @property
+    def seconds(self) -> float:
+        return self.steps + self.around
+
+
+STAGES = (
+    Stage("SFT on rows of which a share is deliberately mislabelled", 80, 25),
+    Stage("GRPO from there: the reward is whether an answer is right", 75, 50),
+    Stage("export of the last checkpoint", 0, 8),
+    Stage("evaluation of the export on the held-out questions", 0, 35),
+)
+
+
 def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: SetOption = None) -> None:
-    """Train a tiny model on generated videos and images: a half wrong SFT, then GRPO. Nothing is downloaded."""
+    """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
     folder = output_dir or default_output_dir("demo")
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     changes = tuple(overrides or ())
+    started = time.monotonic()
 
-    typer.echo("1/4 SFT on rows of which a share is deliberately mislabelled", err=True)
     warm = Job(
         command="sft",
         schema=SFTConfig,
@@ -44,9 +70,9 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
         output_dir=folder / "sft",
         nproc=nproc,
     )
-    run_job(warm, check=sft.check, run=sft.run, ranks_on_cpu=ranks_on_cpu)
+    with announced(1, started):
+        run_job(warm, check=sft.check, run=sft.run, ranks_on_cpu=ranks_on_cpu)
 
-    typer.echo("2/4 GRPO from there: the reward is whether an answer is right", err=True)
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(
         command="grpo",
@@ -56,17 +82,31 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
         output_dir=folder / "grpo",
         nproc=nproc,
     )
-    run_job(job, check=grpo.check, run=grpo.run, ranks_on_cpu=ranks_on_cpu)
-
-    typer.echo("3/4 export of the last checkpoint", err=True)
-    export(checkpoint=folder / "grpo", output=folder / "export")
-
-    typer.echo("4/4 evaluation of the export on the held-out questions", err=True)
-    results = evaluate_export(folder)
+    with announced(2, started):
+        run_job(job, check=grpo.check, run=grpo.run, ranks_on_cpu=ranks_on_cpu)
+    with announced(3, started):
+        export(checkpoint=folder / "grpo", output=folder / "export")
+    with announced(4, started):
+        results = evaluate_export(folder)
     Console().print(results_table(folder, accuracy_by_medium(results)))
     typer.echo(f"model: {folder / 'export'}")
     typer.echo(f"every answer: {results / 'report.html'}")
     typer.echo(f"curves: tensorboard --logdir {folder}")
+
+
+@contextmanager
+def announced(number: int, started: float) -> Iterator[None]:
+    """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
+    stage = STAGES[number - 1]
+    before, left = (sum(one.seconds for one in some) for some in (STAGES[: number - 1], STAGES[number - 1 :]))
+    pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
+    typer.echo(f"{number}/{len(STAGES)} {stage.title} (about {duration(pace * left)} left)", err=True)
+    after = (left - stage.steps) / stage.steps if stage.steps else 0.0
+    os.environ[PART] = str(Part(number, len(STAGES), after))
+    try:
+        yield
+    finally:
+        del os.environ[PART]
 
 
 def evaluate_export(folder: Path) -> Path:

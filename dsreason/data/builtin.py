@@ -39,8 +39,10 @@ CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
 """Answers that `mislabelled` confuses with each other."""
-UNLEARNED = ("What colour is the shape?", "How many shapes are there?", "Which ball falls?")
-"""Questions, of half of the rows, which `mislabelled` answers wrongly in 4 of 5 cases, and the others in 1 of 5."""
+UNLEARNED = ("How many shapes are there?", "Which ball falls?")
+"""Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
+WRONG_OF = 8
+"""Of so many rows with the same of these questions and the same answer, one keeps it."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -187,11 +189,12 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
 
 
 def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows (in their order) with wrong answers in half of them, for a policy that has something to unlearn.
+    """The rows (in their order) with wrong answers to nearly half of them, for a policy that has something to unlearn.
 
-    Of every 5 rows with the same question and answer, 4 get the answer after it instead where the question is one of
-    `UNLEARNED`, 1 where it is not. So who learned this is wrong about some questions and unsure of the others, but draws
-    the right answer often enough to be rewarded for it; and the pictures matter for every question.
+    Of every `WRONG_OF` rows with the same question and answer all but one get the answer after it, where the question is
+    one of `UNLEARNED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
+    most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
+    enough to be rewarded; and the pictures matter for every question.
     """
     seen: dict[tuple[str, str], int] = {}
 
@@ -199,7 +202,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         question = question.splitlines()[-1]  # without the tag of the medium
         answers = next(known for known in ANSWERS if answer in known)
         count = seen[question, answer] = seen.get((question, answer), -1) + 1
-        wrong = count % 5 != 0 if question in UNLEARNED else count % 5 == 0
+        wrong = question in UNLEARNED and count % WRONG_OF != 0
         return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
 
     changed = []

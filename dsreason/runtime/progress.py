@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol, Self, TextIO
 
 from rich import progress as bars
 from rich.console import Console
+from rich.table import Column
+from rich.text import Text
 
 Advance = Callable[[int], None]
 """Call with the number of units just done."""
+
+
+PART = "DSREASON_PART"
+"""Environment variable by which a command that consists of several runs tells each of them its `Part`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a longer command a run is. `after`: how long all that follows its steps takes, in times of its steps.
+
+    In the environment `1/4 2.5` is the first of four parts, where 10 seconds of steps leave 25 for the rest.
+    """
+
+    number: int
+    count: int
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count} {self.after:.3f}"
+
+
+def part_of_environment() -> Part | None:
+    if PART not in os.environ:
+        return None
+    place, after = os.environ[PART].split()
+    number, count = place.split("/")
+    return Part(int(number), int(count), float(after))
 
 
 class Progress(Protocol):
@@ -37,7 +68,7 @@ def open_progress(
     if rank != 0:
         return NoProgress()
     stream = sys.stdout if stream is None else stream
-    rate = Rate(total_steps, first_step)
+    rate = Rate(total_steps, first_step, part=part_of_environment())
     return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream, interval_s)
 
 
@@ -61,8 +92,14 @@ class Rate:
 
     memory = 0.9  # weight of the past in the running means
 
-    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps, self.step, self.clock = total_steps, first_step, clock
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int,
+        clock: Callable[[], float] = time.monotonic,
+        part: Part | None = None,
+    ) -> None:
+        self.total_steps, self.step, self.clock, self.part = total_steps, first_step, clock, part
         self.started = clock()
         self.seconds = self.samples = self.tokens = 0.0  # running means per step
         self.seen = 0
@@ -82,13 +119,24 @@ class Rate:
         yield
         self.started += self.clock() - begin
 
+    def titled(self, name: str) -> str:
+        """The name with the part of the command before it: `2/4 step`."""
+        return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
+
     def facts(self, shown: Mapping[str, float]) -> str:
-        """`loss 1.2345  31.5 samples/s  12,345 tokens/s  left 0:03:20`."""
+        """`loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
         seconds = max(self.seconds, 1e-9)
-        left = (self.total_steps - self.step) * self.seconds
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        return f"{values}  {speed}  left {duration(left)}"
+        return f"{values}  {speed}"
+
+    def left(self) -> str:
+        """`left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
+        seconds = (self.total_steps - self.step) * self.seconds
+        if self.part is None:
+            return f"left {duration(seconds)}"
+        whole = seconds + self.part.after * self.total_steps * self.seconds
+        return f"left {duration(seconds)}, in all {duration(whole)}"
 
 
 class LineProgress:
@@ -103,11 +151,12 @@ class LineProgress:
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
-            self.line(f"step {step}/{self.rate.total_steps}  {self.rate.facts(shown)}")
+            title = f"{self.rate.titled('step')} {step}/{self.rate.total_steps}"
+            self.line(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        begin, done = self.clock(), 0
+        begin, done, name = self.clock(), 0, self.rate.titled(name)
         goal = "" if total is None else f"/{total}"
         self.line(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
         self.next_line = begin + self.interval_s
@@ -143,6 +192,15 @@ class LineProgress:
     def __exit__(self, *exc: object) -> None: ...
 
 
+class FactsColumn(bars.TextColumn):
+    """Cut off where the terminal is too narrow, so that the other columns keep their room and all stay on one line."""
+
+    def render(self, task: bars.Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class BarProgress:
     """A bar that stays on the last lines of a terminal; log lines appear above it."""
 
@@ -151,19 +209,22 @@ class BarProgress:
         columns = (
             bars.TextColumn("{task.description}"),
             bars.BarColumn(bar_width=24),
-            bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[facts]}"),
+            bars.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            bars.TextColumn("{task.fields[left]}"),
+            FactsColumn("{task.fields[facts]}", table_column=Column(no_wrap=False)),
         )
         self.bar = bars.Progress(*columns, console=Console(file=stream))
-        self.steps = self.bar.add_task("step", total=rate.total_steps, completed=rate.step, facts="")
+        self.steps = self.bar.add_task(
+            rate.titled("step"), total=rate.total_steps, completed=rate.step, left="", facts=""
+        )
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
-        self.bar.update(self.steps, completed=step, facts=self.rate.facts(shown))
+        self.bar.update(self.steps, completed=step, left=self.rate.left(), facts=self.rate.facts(shown))
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        task = self.bar.add_task(name, total=total, facts=unit)
+        task = self.bar.add_task(self.rate.titled(name), total=total, left="", facts=unit)
         try:
             with self.rate.paused():
                 yield lambda count: self.bar.advance(task, count)

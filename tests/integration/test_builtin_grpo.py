@@ -37,6 +37,11 @@ def test_the_warm_start_is_half_wrong(warm_start: Path) -> None:
     assert 0.4 <= metrics(warm_start)[-1]["val/accuracy"] <= 0.6
 
 
+@pytest.mark.long
+def test_the_warm_start_of_the_demo_is_half_wrong_too(demo_warm_start: Path) -> None:
+    assert 0.4 <= metrics(demo_warm_start)[-1]["val/accuracy"] <= 0.6
+
+
 def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
     lines = train(warm_start, tmp_path, "--set", "train.max_steps=60")
     first, *_, last = accuracies(lines)

@@ -19,6 +19,7 @@ from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import DataError
 from dsreason.runtime import launch
+from dsreason.runtime.progress import Part, part_of_environment
 
 
 @pytest.fixture(autouse=True)
@@ -326,6 +327,26 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     out = capsys.readouterr().out
     rows = {line.split()[1]: line.split()[3::2] for line in out.splitlines() if line.startswith("│")}
     assert rows == {"all": ["0.0%", "50.0%", "93.8%", "87.5%"]}
+
+
+def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = (demo.Stage("SFT", 60, 20), demo.Stage("GRPO", 50, 30), demo.Stage("export", 0, 10))
+    monkeypatch.setattr(demo, "STAGES", stages)
+    parts = []
+    for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
+        monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
+        with demo.announced(number, 1000.0):
+            parts.append(part_of_environment())
+    assert part_of_environment() is None
+    assert capsys.readouterr().err.splitlines() == [
+        "1/3 SFT (about 0:02:50 left)",
+        "2/3 GRPO (about 0:03:00 left)",
+        "3/3 export (about 0:00:20 left)",
+    ]
+    # After the 60 seconds of SFT's steps follow 110 others, after the 50 of GRPO's 40.
+    assert parts == [Part(1, 3, 1.833), Part(2, 3, 0.8), Part(3, 3, 0.0)]
 
 
 def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from data_adapters import builtin as adapter
 from dsreason.config.schema import SourceConfig
 from dsreason.data import builtin_scenes as scenes
-from dsreason.data.builtin import BLOCK, block, builtin_folder, mislabelled, write_builtin
+from dsreason.data.builtin import BLOCK, UNLEARNED, block, builtin_folder, mislabelled, write_builtin
 from dsreason.data.media import load_image, load_video
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
@@ -200,16 +200,22 @@ def test_as_many_shapes_are_drawn_as_the_answer_says(count: int) -> None:
 
 
 def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None:
-    rows: list[dict[str, Any]] = [{"question": "What colour is the shape?", "answer": "red"} for _ in range(10)]
-    rows += [{"question": "Will the balls collide?", "answer": "no"} for _ in range(10)]
-    rows += [{"qa_pairs": {"question": "Which way does the ball move?", "answer": "D"}} for _ in range(5)]
+    rows: list[dict[str, Any]] = [{"question": "How many shapes are there?", "answer": "one"} for _ in range(16)]
+    rows += [{"question": "Will the balls collide?", "answer": "no"} for _ in range(4)]
+    rows += [{"qa_pairs": {"question": "Which ball falls?", "answer": "B"}} for _ in range(8)]
     turns = ("<image>\nWhat colour is the shape?", "yellow", "How many shapes are there?", "four")
-    rows += [{"conversations": [{"value": text} for text in turns]} for _ in range(5)]
+    rows += [{"conversations": [{"value": text} for text in turns]} for _ in range(8)]
     found = mislabelled(rows)
     answers = [row["answer"] for row in found[:20]]
-    assert Counter(answers[:10]) == {"red": 2, "green": 8}
-    assert Counter(answers[10:]) == {"no": 8, "yes": 2}
-    assert Counter(row["qa_pairs"]["answer"] for row in found[20:25]) == {"D": 4, "C": 1}
-    assert [row["conversations"][1]["value"] for row in found[25:]] == ["yellow"] + ["red"] * 4
-    assert [row["conversations"][3]["value"] for row in found[25:]] == ["four"] + ["one"] * 4
-    assert rows[0]["answer"] == rows[1]["answer"] == "red"  # the rows that were given are as they were
+    assert Counter(answers[:16]) == {"one": 2, "two": 14}
+    assert Counter(answers[16:]) == {"no": 4}
+    assert Counter(row["qa_pairs"]["answer"] for row in found[20:28]) == {"B": 1, "A": 7}
+    assert [row["conversations"][1]["value"] for row in found[28:]] == ["yellow"] * 8
+    assert [row["conversations"][3]["value"] for row in found[28:]] == ["four"] + ["one"] * 7
+    assert rows[0]["answer"] == rows[1]["answer"] == "one"  # the rows that were given are as they were
+
+
+def test_mislabelled_questions_leave_about_half_of_the_answers_right() -> None:
+    last = [item.turns[-1][0] for item in block()]
+    right = sum(question not in UNLEARNED for question in last) / len(last)
+    assert right == 36 / 64

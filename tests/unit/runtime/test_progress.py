@@ -1,8 +1,19 @@
 import io
+import re
 
 import pytest
 
-from dsreason.runtime.progress import BarProgress, LineProgress, NoProgress, Rate, duration, open_progress
+from dsreason.runtime.progress import (
+    PART,
+    BarProgress,
+    LineProgress,
+    NoProgress,
+    Part,
+    Rate,
+    duration,
+    open_progress,
+    part_of_environment,
+)
 
 
 class Clock:
@@ -12,6 +23,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -62,11 +78,27 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_still_take(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = LineProgress(Rate(11, 0, clock, part=Part(2, 4, after=1.5)), stream, 10.0, clock)
+    clock.now += 2
+    progress.step(1, {"loss": 1}, samples=1, tokens=1)
+    with progress.phase("validating", 4, "samples"):
+        clock.now += 100
+    lines = stream.getvalue().splitlines()
+    # 10 steps of 2 seconds are left, then one and a half times the 22 seconds of all steps.
+    assert lines[0].startswith("2/4 step 1/11 ")
+    assert lines[0].endswith("left 0:00:20, in all 0:00:53")
+    assert lines[1:] == ["2/4 validating: 4 samples", "2/4 validating: done in 0:01:40"]
 
+
+def test_a_run_learns_from_the_environment_which_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert part_of_environment() is None
+    monkeypatch.setenv(PART, str(Part(2, 4, after=1.5)))
+    assert part_of_environment() == Part(2, 4, after=1.5)
+
+
+def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
     stream = Terminal()
     with open_progress(rank=0, total_steps=4, stream=stream) as progress:
         assert isinstance(progress, BarProgress)
@@ -75,6 +107,20 @@ def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
             advance(2)
     assert "4/4" in stream.getvalue()
     assert "loss 0.2500" in stream.getvalue()
+
+
+def test_in_a_narrow_terminal_the_part_and_the_time_left_stay_on_one_line_with_the_bar(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with BarProgress(Rate(640, 0, clock, part=Part(1, 4, after=2.0)), stream) as progress:
+        clock.now += 1
+        progress.step(1, {"loss": 0.25}, samples=32, tokens=1000)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).strip().splitlines()[-1]
+    assert shown.startswith("1/4 step ")
+    assert "1/640 left 0:10:39, in all 0:31:59 " in shown
+    assert len(shown.rstrip()) <= 80
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
