@@ -20,6 +20,7 @@ from dsreason.config.world import check_world
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
+from dsreason.runtime.imports import quick_imports
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
 DeepSpeedOption = Annotated[
@@ -144,7 +145,8 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
                 ),
             )
         return output_dir
-    from dsreason.runtime import hosts, lifeline  # they need torch
+    with quick_imports():
+        from dsreason.runtime import hosts, lifeline  # they need torch
 
     with lifeline.from_the_start():
         hosts.check_alike(config, {"command": job.command, "--resume": resume})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -64,6 +66,7 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     keep_secrets()
+    atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
         if launch.is_rank():
             launch.enter_rank()
