@@ -1,5 +1,7 @@
 """Fixtures that many tests use: tiny random models, built once per test session."""
 
+import atexit
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +14,14 @@ from dsreason.config.secrets import secret_variables
 def pytest_configure() -> None:
     """What a test starts, in whichever folder, finds the packages that this process finds."""
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    gc.disable()  # while the tests' modules import torch and transformers
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look through the libraries, neither between tests nor at the end."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.freeze)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

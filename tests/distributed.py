@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch.multiprocessing as mp
 
-PRELOADED = ["dsreason.train.sft"]
+PRELOADED = ["tests.preloaded"]
 """Imported once, in a process from which all ranks are forked: the imports take longer than most tests."""
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

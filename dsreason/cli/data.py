@@ -19,6 +19,7 @@ from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfi
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
+from dsreason.runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from dsreason.data.fetch import Plan
@@ -185,16 +186,18 @@ def inspect(
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
         run = SFTConfig(data=DataConfig(**source, subset=subset, split=split))
     launch.prepare_environment()
-    from dsreason.cli.inspection_tables import show_inspection
-    from dsreason.data.inspection import inspect_data
-    from dsreason.data.sources import open_datasets
+    with quick_imports():
+        from dsreason.cli.inspection_tables import show_inspection
+        from dsreason.data.inspection import inspect_data
+        from dsreason.data.sources import open_datasets
 
     training, validation = open_datasets(run.data)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
     datasets |= test_sets(run.data, test, benchmark)
     encoder = None
     if model is not None:
-        from dsreason.train.preflight import build_encoder, find_model
+        with quick_imports():
+            from dsreason.train.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = build_encoder(measured, find_model(measured))
@@ -260,7 +263,8 @@ def validate(
         raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
     run = load_run(config, overrides, command)
     launch.prepare_environment()
-    from dsreason.data.rendering import render_rows
+    with quick_imports():
+        from dsreason.data.rendering import render_rows
 
     count = 0
     bad: list[str] = []
@@ -276,10 +280,11 @@ def validate(
 
 def renderings(run: RunConfig) -> dict[str, Rendering]:
     """How training and held-out rows are encoded: whole conversations, but for the prompts that grpo samples from."""
-    from dsreason.data.rendering import Rendering
-    from dsreason.data.sources import open_datasets
-    from dsreason.train.check_rewards import row_check
-    from dsreason.train.preflight import build_encoder, find_model, prompt_encoder
+    with quick_imports():
+        from dsreason.data.rendering import Rendering
+        from dsreason.data.sources import open_datasets
+        from dsreason.train.check_rewards import row_check
+        from dsreason.train.preflight import build_encoder, find_model, prompt_encoder
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)

@@ -15,6 +15,7 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
+from dsreason.runtime.imports import quick_imports
 
 RECIPE = "eval.toml"
 
@@ -77,7 +78,8 @@ def evaluate(
             raise ConfigError(
                 f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
             )
-        from dsreason.runtime import lifeline  # it needs torch
+        with quick_imports():
+            from dsreason.runtime import lifeline  # it needs torch
 
         with lifeline.from_the_start("in the evaluation"):
             run(loaded)
@@ -169,9 +171,10 @@ def arguments(config: Path | None, changes: list[str]) -> list[str]:
 
 def check(config: EvalConfig) -> None:
     """Raise what a person can mend before ranks start."""
-    from dsreason.evaluation.answerers import check_model
-    from dsreason.evaluation.questions import load_questions
-    from dsreason.evaluation.run import build_grader
+    with quick_imports():
+        from dsreason.evaluation.answerers import check_model
+        from dsreason.evaluation.questions import load_questions
+        from dsreason.evaluation.run import build_grader
 
     load_questions(config)
     with build_grader(config):
@@ -179,10 +182,11 @@ def check(config: EvalConfig) -> None:
 
 
 def run(config: EvalConfig) -> None:
-    from dsreason.cli.score import print_reports
-    from dsreason.evaluation.report import write_reports
-    from dsreason.evaluation.run import evaluate as run_evaluation
-    from dsreason.evaluation.settings import vision_note
+    with quick_imports():
+        from dsreason.cli.score import print_reports
+        from dsreason.evaluation.report import write_reports
+        from dsreason.evaluation.run import evaluate as run_evaluation
+        from dsreason.evaluation.settings import vision_note
 
     if (note := vision_note(config)) and launch.is_first_rank():
         typer.echo(f"note: {note}", err=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dsreason.runtime import launch
+from dsreason.runtime.imports import quick_imports
 
 
 class Dtype(StrEnum):
@@ -24,7 +25,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
-    from dsreason.export import export_checkpoint
+    with quick_imports():
+        from dsreason.export import export_checkpoint
     from dsreason.runtime.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"

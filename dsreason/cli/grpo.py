@@ -17,6 +17,7 @@ from dsreason.cli.job import (
     run_job,
 )
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.runtime.imports import quick_imports
 
 RECIPE = "builtin_grpo.toml"
 
@@ -49,13 +50,15 @@ def grpo(
 
 
 def check(config: GRPOConfig, resume: str | None) -> None:
-    from dsreason.train.preflight import check_grpo, check_resume, check_upload
+    with quick_imports():
+        from dsreason.train.preflight import check_grpo, check_resume, check_upload
 
     check_grpo(config)
     check_upload(config, check_resume(config, resume))
 
 
 def run(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> None:
-    from dsreason.train import grpo
+    with quick_imports():
+        from dsreason.train import grpo
 
     grpo.run(config, output_dir=output_dir, resume=resume)

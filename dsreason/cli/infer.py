@@ -14,6 +14,7 @@ import typer
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
+from dsreason.runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering
@@ -81,9 +82,10 @@ def infer(
     check_gpus()
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries log to stdout, from their import on
-        from dsreason.evaluation.infer import InferSettings, read_prompts
-        from dsreason.evaluation.infer import infer as run
-        from dsreason.rollout.protocol import Sampling
+        with quick_imports():
+            from dsreason.evaluation.infer import InferSettings, read_prompts
+            from dsreason.evaluation.infer import infer as run
+            from dsreason.rollout.protocol import Sampling
 
         prompts = read_prompts(prompt, prompt_file)
         settings = InferSettings(

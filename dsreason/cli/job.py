@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 
-from dsreason.config.deepspeed import resolve_deepspeed
+from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import RunConfig
@@ -20,6 +20,7 @@ from dsreason.config.world import check_world
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
+from dsreason.runtime.imports import quick_imports
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
 DeepSpeedOption = Annotated[
@@ -99,6 +100,11 @@ def run_job(
     config = load_job(job)
     if launch.is_rank():
         return _run_rank(job, config, run)
+    # What is wrong with these is said at once: counting the GPUs takes torch, and that takes seconds.
+    read_deepspeed(config.deepspeed)
+    output_dir = _output_dir(job, config) or default_output_dir(job.command)
+    config = config.model_copy(update={"output_dir": str(output_dir)})
+    check_output_dir(output_dir, config, job.resume)
     launch.prepare_environment()
     check_gpus()
     gpus = launch.gpu_count()
@@ -106,9 +112,6 @@ def run_job(
     deepspeed = resolve_deepspeed(
         config.deepspeed, config, device=launch.device_kind(gpus), world_size=ranks, config_name=job.config_name
     )
-    output_dir = _output_dir(job, config) or default_output_dir(job.command)
-    config = config.model_copy(update={"output_dir": str(output_dir)})
-    check_output_dir(output_dir, config, job.resume)
     for note in check_world(config, ranks):
         typer.echo(f"note: {note}", err=True)
     typer.echo("checking data and model …", err=True)
@@ -144,7 +147,8 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
                 ),
             )
         return output_dir
-    from dsreason.runtime import hosts, lifeline  # they need torch
+    with quick_imports():
+        from dsreason.runtime import hosts, lifeline  # they need torch
 
     with lifeline.from_the_start():
         hosts.check_alike(config, {"command": job.command, "--resume": resume})

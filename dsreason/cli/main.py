@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import sys
 import threading
@@ -60,6 +62,7 @@ def keep_secrets() -> None:
 
 def main() -> None:
     keep_secrets()
+    atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
         if launch.is_rank():
             launch.enter_rank()

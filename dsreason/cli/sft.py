@@ -17,6 +17,7 @@ from dsreason.cli.job import (
     run_job,
 )
 from dsreason.config.schema import SFTConfig
+from dsreason.runtime.imports import quick_imports
 
 RECIPE = "builtin_sft.toml"
 
@@ -49,13 +50,15 @@ def sft(
 
 
 def check(config: SFTConfig, resume: str | None) -> None:
-    from dsreason.train.preflight import check_resume, check_sft, check_upload
+    with quick_imports():
+        from dsreason.train.preflight import check_resume, check_sft, check_upload
 
     check_sft(config)
     check_upload(config, check_resume(config, resume))
 
 
 def run(config: SFTConfig, output_dir: Path | None, resume: str | None) -> None:
-    from dsreason.train import sft
+    with quick_imports():
+        from dsreason.train import sft
 
     sft.run(config, output_dir=output_dir, resume=resume)

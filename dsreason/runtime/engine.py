@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
 from dsreason.errors import ConfigError
+from dsreason.runtime.launch import environment
 
 if TYPE_CHECKING:
     from dsreason.models.partition import ZeroParameter
@@ -26,7 +27,9 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]
     """
     groups = parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    # DeepSpeed looks whether the optimizer is its Muon, and the import of that would compile it: seconds for nothing.
+    with environment({"TORCHDYNAMO_DISABLE": "1"}):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
     return engine
 

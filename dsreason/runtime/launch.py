@@ -45,6 +45,7 @@ from dsreason.runtime.failures import (
     left_failures,
     with_last_words,
 )
+from dsreason.runtime.imports import quick_imports
 from dsreason.runtime.launchers import end_with_launchers
 
 LOG_DIR = "DSREASON_LOG_DIR"
@@ -236,7 +237,8 @@ def shared_file(word: str) -> Path:
 
 def gpu_count() -> int:
     """Number of visible GPUs; takes no memory on them."""
-    import torch
+    with quick_imports():
+        import torch
 
     return int(torch.cuda.device_count())
 
@@ -280,9 +282,10 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
     """Start all ranks and wait; None where all ended well."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with quick_imports():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     launch = LaunchConfig(
         min_nodes=1,
@@ -298,7 +301,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
-        _environment(_rank_environment(ranks, log_dir, error_dir)),
+        environment(_rank_environment(ranks, log_dir, error_dir)),
         _quiet_agent(),
         forwarded_signals() as received,
     ):
@@ -385,7 +388,8 @@ def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, st
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables are set."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

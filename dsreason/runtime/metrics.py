@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from torch.utils.tensorboard import SummaryWriter
-
 from dsreason.config.atomic import write_file
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
@@ -72,6 +70,8 @@ class MetricsWriter:
     def __init__(
         self, output_dir: Path, *, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
     ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only rank 0 writes curves
+
         output_dir.mkdir(parents=True, exist_ok=True)
         self.wandb = open_wandb(output_dir, config, run_config, resumed=resume_step is not None)
         self.lines = StepLines(output_dir / "metrics.jsonl", resume_step=resume_step)

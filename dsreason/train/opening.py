@@ -20,6 +20,7 @@ from dsreason.config.world import check_world
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
+from dsreason.runtime.launch import started_by_us
 from dsreason.runtime.logs import setup_logs
 from dsreason.runtime.metrics import Metrics, open_metrics
 from dsreason.runtime.record import run_facts
@@ -72,7 +73,7 @@ def open_run(
 
     Args:
         output_dir: None: the ranks agree on one, named by `command`.
-        check: looks at data and model, on rank 0.
+        check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
     """
     world = init_world()
     lock = stack.enter_context(FolderLock(on_lost=cut_short))
@@ -88,7 +89,8 @@ def open_run(
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
     with watchdog.phase("preflight"):
-        on_rank_zero(lambda: check(config))
+        if not started_by_us():  # our own command has checked the same just before it started the ranks
+            on_rank_zero(lambda: check(config))
         on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
     with watchdog.phase("open_data"), first_rank_first(world):
         model_path = find_model(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,18 +100,18 @@ class HeldOut:
     world: World
     blank_media: bool
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return min(len(self.dataset), self.config.validation.max_samples or len(self.dataset))
 
-    @property
+    @cached_property
     def shown(self) -> set[int]:
         """The rows whose answers are shown, evenly spaced."""
         rows = self.rows
         count = min(self.config.validation.show, len(rows))
         return {rows[i * len(rows) // count] for i in range(count)}
 
-    @property
+    @cached_property
     def rows(self) -> list[int]:
         """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
         return [i * len(self.dataset) // self.num_rows for i in range(self.num_rows)]

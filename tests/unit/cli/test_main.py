@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import DataError
 from dsreason.runtime import launch
+from dsreason.runtime.imports import quick_imports
 from dsreason.runtime.progress import Part, part_of_environment
 
 
@@ -60,16 +62,55 @@ def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(caught.value.code or 0)
 
 
-def test_the_command_line_and_the_configuration_import_no_heavy_library() -> None:
-    code = (
-        "import sys, dsreason.cli.main, dsreason.config.load, dsreason.config.deepspeed; "
-        "print(sorted({'torch', 'deepspeed', 'vllm', 'transformers', 'datasets', 'numpy', 'av', 'click'} & set(sys.modules)))"
-    )
-    root = Path(main.__file__).parents[2]
+HEAVY = {
+    *("torch", "deepspeed", "vllm", "transformers", "datasets", "numpy", "av", "click", "huggingface_hub", "scipy"),
+    *("sklearn", "pandas", "tensorboard", "boto3", "openai", "PIL"),
+}
+
+
+def imported_by(code: str, cwd: Path) -> set[str]:
+    """The modules that a process has after `code`."""
+    code = f"import sys\n{code}\nprint('modules:', *sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(main.__file__).parents[2]), "DS_ACCELERATOR": "cpu"}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, env=dict(os.environ)
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=cwd, env=environment
     )
-    assert result.stdout.strip() == "[]"
+    return set(result.stdout.rpartition("modules:")[2].split())
+
+
+def test_version_help_and_configuration_errors_import_no_heavy_library(tmp_path: Path) -> None:
+    (tmp_path / "misspelt.toml").write_text("[optim]\nlrr = 1\n")
+    (tmp_path / "eval.toml").write_text("[model]\npathh = 1\n")
+    code = """
+from dsreason.cli import main
+codes = []
+for arguments in ("--version", "--help", "sft --help", "sft --config=misspelt.toml", "grpo --config=missing.toml",
+                  "sft --set optim.lr=fast", "eval --config=eval.toml", "sft --ds-config=missing.json"):
+    sys.argv = ["dsreason", *arguments.split()]
+    try:
+        main.main()
+    except SystemExit as ended:
+        codes.append(ended.code)
+assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
+"""
+    assert {name.partition(".")[0] for name in imported_by(code, tmp_path)} & HEAVY == set()
+
+
+def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
+    unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
+    unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.data.builtin"}
+    assert imported_by("import dsreason.train.sft", tmp_path) & unneeded == set()
+
+
+def test_imports_are_made_without_the_garbage_collector_which_then_goes_on() -> None:
+    with quick_imports():
+        assert not gc.isenabled()
+        cycle: list[object] = []
+        cycle.append(cycle)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    assert not any(found is cycle for found in gc.get_objects()), "what was made inside is not looked through again"
+    gc.unfreeze()
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

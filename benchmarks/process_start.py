@@ -1,0 +1,125 @@
+"""CPU seconds that a command takes to start, now and at an earlier commit.
+
+    python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
+
+`--version`, `--help`, a misspelt key, a missing file, `sft --dry-run` of the built-in task, and `sft --nproc 2` of it up
+to the first step that metrics.jsonl has. User and system time of the command and of all processes it started, the lowest
+of the rounds, in turn. The earlier commit runs from a git worktree of its own, with this environment's packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+GOALS = {"--version": 0.5, "--help": 0.5, "a misspelt key": 0.5, "a missing file": 0.5, "sft --dry-run": 8.0}
+"""CPU seconds."""
+FIRST_STEP = "sft --nproc 2, to the first step"
+FIRST_STEP_GOAL = 0.5
+"""Of the earlier commit's."""
+TIME_LIMIT_S = 900.0
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    misspelt = folder / "misspelt.toml"
+    misspelt.write_text("[optim]\nlrr = 1\n")
+    return {
+        "--version": ["--version"],
+        "--help": ["--help"],
+        "a misspelt key": ["sft", f"--config={misspelt}"],
+        "a missing file": ["sft", f"--config={folder / 'missing.toml'}"],
+        "sft --dry-run": ["sft", "--dry-run"],
+    }
+
+
+def start(tree: Path, arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    """`dsreason ARGUMENTS` of the working tree `tree`."""
+    command = [sys.executable, "-P", "-m", "dsreason", *arguments]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, **quiet)
+
+
+def whole(tree: Path, arguments: list[str], folder: Path) -> float:
+    """CPU seconds of a command that ends by itself."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start(tree, arguments, folder).wait(TIME_LIMIT_S)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def to_first_step(tree: Path, folder: Path) -> float:
+    """CPU seconds of the command and its ranks until the first step is done."""
+    with tempfile.TemporaryDirectory(dir=folder) as output:
+        process = start(tree, ["sft", "--nproc=2", f"--output-dir={output}/run"], folder)
+        metrics = Path(output) / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + TIME_LIMIT_S
+        try:
+            while not (metrics.exists() and "train/loss" in metrics.read_text()):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    sys.exit(f"{tree}: no step was done; run dsreason sft --nproc 2 there to see why")
+                time.sleep(0.05)
+            return used(psutil.Process(process.pid))
+        finally:
+            process.kill()  # its ranks end with it
+            process.wait()
+
+
+def used(process: psutil.Process) -> float:
+    """CPU seconds of a process and all below it, those that have ended included."""
+    seconds = 0.0
+    for member in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seconds += sum(member.cpu_times()[:4])
+    return seconds
+
+
+def compile_bytecode(tree: Path) -> None:
+    """So that no side compiles its own sources while it is measured."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", tree / "dsreason", tree / "data_adapters"], check=True)
+
+
+def measure(trees: list[Path], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """By name: the lowest CPU seconds of each tree."""
+    found: dict[str, list[list[float]]] = {}
+    for number in range(rounds):
+        for side, tree in enumerate(trees):
+            taken = {name: whole(tree, arguments, folder) for name, arguments in commands(folder).items()}
+            taken[FIRST_STEP] = to_first_step(tree, folder)
+            for name, seconds in taken.items():
+                found.setdefault(name, [[] for _ in trees])[side].append(seconds)
+            print(f"round {number + 1}, {tree}: {taken}", file=sys.stderr, flush=True)
+    return {name: [min(values) for values in sides] for name, sides in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="COMMIT", help="also the CPU seconds of this commit, and the ratio")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder, trees = Path(scratch), [ROOT]
+        if arguments.against:
+            trees.append(folder / "earlier")
+            git = ["git", "-C", str(ROOT), "worktree"]
+            subprocess.run([*git, "add", "-q", "--detach", str(trees[1]), arguments.against], check=True)
+            stack.callback(subprocess.run, [*git, "remove", "--force", str(trees[1])], check=True)
+        for tree in trees:
+            compile_bytecode(tree)
+        for name, (now, *earlier) in measure(trees, folder, arguments.rounds).items():
+            goal = f"goal {GOALS[name]:g} s" if name in GOALS else f"goal a ratio of {FIRST_STEP_GOAL:g}"
+            ratio = f" / {earlier[0]:.2f} = {now / earlier[0]:.2f}" if earlier else ""
+            print(f"{name}: {now:.2f}{ratio} s of CPU ({goal})")
+
+
+if __name__ == "__main__":
+    main()
