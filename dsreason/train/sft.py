@@ -229,7 +229,16 @@ def export(sft: SFTRun, output: Path, *, last: bool) -> None:
     dtype = sft.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: replace_folder(output))
     with sft.watchdog.phase("export"), sft.progress.phase("exporting"):
-        export_engine(sft.engine, sft.model_path, output, sft.world, dtype=dtype, max_shard_size=config.max_shard_size)
+        export_engine(
+            sft.engine,
+            sft.model_path,
+            output,
+            sft.world,
+            dtype=dtype,
+            max_shard_size=config.max_shard_size,
+            run=sft.output_dir,
+            step=sft.state.step,
+        )
     sft.uploads.add(output, last=last)
 
 
