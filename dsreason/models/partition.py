@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 from torch import Tensor, nn
-
-ZeroParameter: TypeAlias = Any
-"""An `nn.Parameter` to which DeepSpeed has added its own methods, `ds_shape`, `ds_tensor` and more."""
 
 
 def partition(model: nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> None:
@@ -30,7 +27,7 @@ class InitWithoutBroadcast(Init):
     every parameter whole: what goes there is the part that this rank keeps.
     """
 
-    def _convert_to_zero_parameters(self, param_list: Iterable[ZeroParameter]) -> None:
+    def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
         for param in param_list:
             if not is_zero_param(param):
                 param.data = self._converted(param.data)

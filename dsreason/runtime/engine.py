@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import deepspeed
 import torch
@@ -15,8 +15,8 @@ from dsreason.config.schema import OptimConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime.launch import environment
 
-if TYPE_CHECKING:
-    from dsreason.models.partition import ZeroParameter
+ZeroParameter: TypeAlias = Any
+"""An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods of its own."""
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
