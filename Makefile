@@ -49,7 +49,7 @@ $(TOOLS)/bin/uv:
 	python3 -m venv $(TOOLS) && $(TOOLS)/bin/python -m pip install -q uv \
 		|| { python3 -m pip install -q --target $(TOOLS)/lib uv && mkdir -p $(TOOLS)/bin && cp $(TOOLS)/lib/bin/uv $@; }
 
-demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about ten minutes on 2 cores).
+demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about six minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
 test: setup ## Run the short suite, real ranks and engines included.

@@ -55,9 +55,14 @@ def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_shuffled_reward_improves_nothing(warm_start: Path, tmp_path: Path) -> None:
+def test_a_shuffled_reward_improves_nothing(demo_warm_start: Path, tmp_path: Path) -> None:
     lines = train(
-        warm_start, tmp_path, "--set", 'reward.functions={"rewards.py:shuffled"=1.0}', "--set", "train.max_steps=40"
+        demo_warm_start,
+        tmp_path,
+        "--set",
+        'reward.functions={"rewards.py:shuffled"=1.0}',
+        "--set",
+        "train.max_steps=40",
     )
     first, *_, last = accuracies(lines)
     assert last <= first + 0.1
