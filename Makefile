@@ -29,7 +29,7 @@ unexport UV_DEFAULT_INDEX
 endif
 COMPILE = $(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --no-emit-index-url --no-header -q
 
-.PHONY: help setup demo test test-all test-rest unit integration gpu gpu-report check fix build requirements clean
+.PHONY: help setup demo test test-all test-rest unit integration gpu gpu-report check fix docs screenshot build requirements clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,12 @@ check: setup ## Format, lint, types.
 fix: setup ## Format and mend what ruff can mend.
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: setup ## Write docs/keys.md, the reference of all keys, from the schemas.
+	$(PY) docs/make_keys.py
+
+screenshot: setup ## Draw docs/report.png, a report of the evaluation, with chromium.
+	$(PY) docs/make_screenshot.py
 
 build: setup ## Build the wheel into dist/.
 	$(UV) build --wheel --python $(PY)

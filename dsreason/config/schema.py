@@ -175,7 +175,9 @@ class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's addition to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
     """Applied to matrices, not to norms and biases."""
     warmup: float | int = Field(0.03, ge=0)
@@ -202,6 +204,7 @@ class UpdateConfig(Section):
     """What SFT and GRPO share of `[train]`."""
 
     epochs: int = Field(1, ge=1)
+    """Passes over the training rows."""
     max_steps: int | None = Field(None, ge=1)
     """Stop earlier, after this many steps."""
     micro_batch_size: int | None = Field(None, ge=1)
@@ -213,6 +216,7 @@ class UpdateConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is infinite or no number: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
+    """Of the order of rows and of sampling. Which rows are held out does not depend on it."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -233,6 +237,7 @@ class ValidationConfig(Section):
     every: int = Field(0, ge=0)
     """Steps between validations; 0: only before the first and after the last step."""
     before_training: bool = True
+    """Also validate before the first step."""
     micro_batch_size: int = Field(8, ge=1)
     """Samples per forward on one rank; the transformers engine answers at least so many at a time, more where they fit."""
     generate: bool = True
@@ -247,6 +252,7 @@ class ValidationConfig(Section):
     temperature: float = Field(0.0, ge=0)
     """Of the generated answers; 0 takes the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the fewest tokens whose probability reaches this."""
     show: int = Field(4, ge=0)
     """Generated answers shown in TensorBoard."""
 
@@ -269,6 +275,7 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Also keep the best by `best_metric`."""
     best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean"] = "val/loss"
+    """Metric that says which checkpoint is the best; the reward is measured by grpo only."""
     export: Literal["all", "final", "none"] = "final"
     """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
     export_dtype: Literal["bf16", "fp32", "auto"] = "auto"
@@ -324,7 +331,9 @@ class MonitorConfig(Section):
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
+    """Project in Weights & Biases."""
     wandb_name: str | None = None
+    """Name of the run there; unset: that of the output folder."""
 
 
 class RunConfig(Section):

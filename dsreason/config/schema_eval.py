@@ -39,7 +39,7 @@ class EvalModelConfig(Section):
 
     path: str | None = Field(None, validation_alias=AliasChoices("path", "model_name"))
     """Hugging Face folder or hub name, or a run of ours (its final export, or a checkpoint completed after it) or one of its
-    checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models."""
+    checkpoints; `tiny:qwen2_5_vl` and `tiny:qwen3_vl` are random models. Another name of this key is `model_name`."""
     revision: str | None = None
     """Hub revision."""
     tokenizer_model_name: str | None = None
@@ -48,7 +48,7 @@ class EvalModelConfig(Section):
     """Of the weights; `auto`: what the model's config.json says. Unset: bfloat16 on a GPU, float32 on CPUs, where an answer
     then does not depend on which others are in its batch."""
     tensor_parallel_size: int = Field(1, ge=1, validation_alias=AliasChoices("tensor_parallel_size", "tp_size"))
-    """GPUs that hold one copy of the model together."""
+    """GPUs that hold one copy of the model together. Another name of this key is `tp_size`."""
     max_length: int | None = Field(None, ge=8)
     """Longest prompt and answer together, in tokens; unset: what the model can take."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
@@ -139,6 +139,7 @@ class EvaluationConfig(Section):
     fps: float = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video, where `[vision]` sets neither `fps` nor `nframes`."""
     seed: int = Field(1, ge=0)
+    """Of sampling."""
     limit: int | None = Field(None, ge=1)
     """At most this many questions in all: the first ones of each data set, as many of one as of another."""
     system_prompt: str | None = None

@@ -11,7 +11,7 @@ from dsreason.config.schema import RunConfig, Section, UpdateConfig
 
 
 class AlgorithmConfig(Section):
-    """`[grpo]`: how completions become an update. What is unset here is the preset's."""
+    """How completions become an update. What is unset here is the preset's."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
     """Loss, advantages, clipping, KL and filters as a paper defines them (`dsreason/losses/presets.py`)."""
@@ -22,6 +22,7 @@ class AlgorithmConfig(Section):
     optimizer_steps_per_rollout: int = Field(1, ge=1)
     """Optimizer steps on the completions of one rollout, each with its share of them."""
     advantage: Literal["group_normalized", "group_centered", "leave_one_out", "batch_normalized"] | None = None
+    """How the rewards of a group become advantages."""
     clip_low: float | None = Field(None, ge=0)
     """Lower clip of the ratio."""
     clip_high: float | None = Field(None, ge=0)
@@ -39,6 +40,7 @@ class AlgorithmConfig(Section):
     kl_coef: float | None = Field(None, ge=0)
     """Weight of the KL to the reference policy in the loss; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "bias_corrected_k3"] = "k3"
+    """Estimator of the KL to the reference policy."""
     kl_clamp: float | None = Field(None, gt=0)
     """Largest k3 of a token (cosmos-rl: 10); unset: none."""
     reference_reset_every: int = Field(0, ge=0)
@@ -102,6 +104,7 @@ class RolloutConfig(Section):
     engine_options: dict[str, Any] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
     temperature: float = Field(1.0, gt=0)
+    """Temperature of sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the fewest tokens whose probability reaches this; needs `grpo.correction = "none"` below 1."""
     top_k: int = Field(0, ge=0)

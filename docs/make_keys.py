@@ -1,0 +1,147 @@
+"""Write `docs/keys.md`, the reference of all configuration keys, from the schemas: `python docs/make_keys.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_grpo import GRPOConfig
+
+FILE = Path(__file__).with_name("keys.md")
+INTRODUCTION = """\
+# All keys
+
+Made from the schemas by `make docs`; a test fails where it is not up to date. A configuration is TOML, YAML or JSON;
+`--set section.key=value` changes one key on the command line. `dsreason sft --dry-run` prints what results. Unknown keys are
+errors, and name the nearest known key. "unset" as a default means that the key has no value of its own; `null` on the command
+line unsets a key.
+"""
+PARTS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
+    "`dsreason sft` and `dsreason grpo`": (RunConfig, None),
+    "`dsreason sft` only": (SFTConfig, RunConfig),
+    "`dsreason grpo` only": (GRPOConfig, RunConfig),
+    "`dsreason eval`": (EvalConfig, None),
+}
+"""Title: the schema, and the one whose keys are left out because they stand in another part."""
+BOUNDS = {"minimum": "≥", "ge": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "object": "table"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the page: `Section("data.vision", "How media are …", {"fps": {"type": "number", …}}, ())`."""
+
+    path: str
+    text: str
+    keys: dict[str, dict[str, Any]]
+    shared: tuple[str, ...]
+    """Keys that the section around has as well, which are not listed again."""
+
+    @property
+    def heading(self) -> str:
+        if self.path.endswith("sources"):
+            return f"`[[{self.path}]]`"
+        return f"`[{self.path}]`" if self.path else "Outside of all sections"
+
+    def lines(self, known: Iterable[str]) -> list[str]:
+        """The table without the keys in `known`, which stand in another part; empty where nothing is left."""
+        rows = [row(name, key) for name, key in self.keys.items() if name not in known]
+        if not rows:
+            return []
+        around = self.path.rpartition(".")[0]
+        shared = f"Also, as in {f'`[{around}]`' if around else 'the other sections'}: {names(self.shared)}.\n"
+        notes = [f"{self.text}\n"] * bool(self.text) + [shared] * bool(self.shared)
+        head = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|"]
+        return [f"### {self.heading}\n", *notes, *head, *rows, ""]
+
+
+def sections_of(schema: type[BaseModel]) -> list[Section]:
+    """Every section with its keys."""
+    document = schema.model_json_schema()
+    return list(_walk(document | {"description": ""}, document.get("$defs", {}), "", {}))
+
+
+def _walk(schema: dict[str, Any], defs: dict[str, Any], path: str, around: dict[str, Any]) -> Iterator[Section]:
+    fields = schema["properties"]
+    shared = tuple(name for name, field in fields.items() if field == around.get(name))
+    own = {name: field for name, field in fields.items() if name not in shared}
+    plain = {name: field for name, field in own.items() if _inside(field)[1]}
+    yield Section(path, " ".join(schema.get("description", "").split()), plain, shared)
+    for name, field in own.items():
+        inside, is_value = _inside(field)
+        if inside:
+            yield from _walk(defs[inside], defs, f"{path}.{name}".lstrip("."), fields if is_value else {})
+
+
+def _inside(field: dict[str, Any]) -> tuple[str | None, bool]:
+    """The section that a field holds, and whether it is a value, too, or a list."""
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2], False
+    for option in [field.get("items", {}), *field.get("anyOf", [])]:
+        if isinstance(option, dict) and "$ref" in option:
+            return option["$ref"].rpartition("/")[2], True
+    return None, True
+
+
+def shown_type(schema: dict[str, Any]) -> str:
+    """`{"anyOf": [{"type": "integer"}, {"type": "null"}]}` → `integer`."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(shown_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "$ref" in schema:
+        return "section"
+    if "prefixItems" in schema:
+        return f"{len(schema['prefixItems'])} {shown_type(schema['prefixItems'][0])}s"
+    if schema["type"] == "array":
+        return f"list of {shown_type(schema['items'])}"
+    if "propertyNames" in schema:
+        return f"table of {shown_type(schema['additionalProperties'])}s by {shown_type(schema['propertyNames'])}"
+    return TYPES[schema["type"]]
+
+
+def shown_bounds(schema: dict[str, Any]) -> str:
+    """`≥ 1`, `> 0, < 1`, `pattern …`; empty where there are none."""
+    found = [f"{sign} {schema[word]}" for word, sign in BOUNDS.items() if word in schema]
+    found += [f"`{schema['pattern']}`"] if "pattern" in schema else []
+    found += ["not empty"] if schema.get("minItems") and "items" in schema else []
+    inside = [*schema.get("anyOf", []), *schema.get("prefixItems", [])[:1], schema.get("additionalProperties")]
+    found += [shown_bounds(one) for one in inside if isinstance(one, dict)]
+    return ", ".join(dict.fromkeys(filter(None, found)))
+
+
+def row(name: str, schema: dict[str, Any]) -> str:
+    """A key's line of the table."""
+    default = "unset" if schema.get("default") is None else f"`{json.dumps(schema['default'])}`"
+    meaning = re.sub(r"\s+", " ", schema.get("description", ""))
+    cells = (f"`{name}`", shown_type(schema), default, shown_bounds(schema), meaning)
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def names(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def reference() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    for title, (schema, other) in PARTS.items():
+        elsewhere = {section.path: section.keys for section in sections_of(other)} if other else {}
+        lines.append(f"## {title}\n")
+        for section in sections_of(schema):
+            lines += section.lines(elsewhere.get(section.path, ()))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(reference(), encoding="utf-8")
