@@ -105,8 +105,10 @@ def shown_type(schema: dict[str, Any]) -> str:
         return f"{len(schema['prefixItems'])} {shown_type(schema['prefixItems'][0])}s"
     if schema["type"] == "array":
         return f"list of {shown_type(schema['items'])}"
-    if "propertyNames" in schema:
-        return f"table of {shown_type(schema['additionalProperties'])}s by {shown_type(schema['propertyNames'])}"
+    values = schema.get("additionalProperties")
+    if isinstance(values, dict) and values.get("type") == "number":
+        by = f" by {shown_type(schema['propertyNames'])}" if "propertyNames" in schema else ""
+        return f"table of numbers{by}"
     return TYPES[schema["type"]]
 
 

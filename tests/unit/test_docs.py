@@ -1,0 +1,320 @@
+"""README.md and docs/: every example is valid, every link leads somewhere, every key exists, and the keys are all described."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer.main
+
+from data_adapters import jsonl
+from dsreason.cli.main import app
+from dsreason.config.keys import all_keys, dotted
+from dsreason.config.load import load_config
+from dsreason.config.schema import DataConfig, SFTConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.shipped import find_file
+from dsreason.data.adapters import find_adapter, shipped_adapters
+from dsreason.data.types import Sample
+from dsreason.losses.presets import PRESETS
+from dsreason.rewards import BUILT_IN
+from dsreason.rewards.functions import find_reward
+from tests.docs import PAGES, ROOT, Block, blocks, commands, write_files
+
+LANGUAGES = {"sh", "toml", "yaml", "python", "json", "mermaid"}
+RECIPES = {"sft": "builtin_sft.toml", "grpo": "builtin_grpo.toml", "eval": "eval.toml"}
+SCHEMAS: dict[str, Any] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig}
+NEEDED = {
+    "sft": [],
+    "grpo": ["reward.functions={format = 1.0}"],
+    "eval": ["datasets=['robovqa']", "model.path=tiny:qwen3_vl"],
+}
+"""What a part of a configuration leaves to the rest of it."""
+PATHS = re.compile(r"`((?:dsreason|data_adapters|ds_configs|launch|docs|tests|benchmarks)/[\w./-]*)`")
+KEYS = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]*))?`")
+MAX_README_LINES = 120
+MAX_PNG_BYTES = 200_000
+
+
+def by_name(item: Block | Path) -> str:
+    return item.name
+
+
+def load(kind: str, file: Path | None, *overrides: str) -> Any:
+    """The configuration in `file`, where a part that it lacks is made up."""
+    text = file.read_text() if file else ""
+    needed = [one for one in NEEDED[kind] if not re.search(rf"^\W*{re.split(r'[.=]', one)[0]}\b", text, re.MULTILINE)]
+    return load_config(SCHEMAS[kind], file, [*needed, *overrides], default_recipe=RECIPES[kind])
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_a_picture_is_small() -> None:
+    pictures = list((ROOT / "docs").glob("*.png"))
+    assert pictures
+    assert all(picture.stat().st_size <= MAX_PNG_BYTES for picture in pictures)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_block_says_its_language(page: Path) -> None:
+    assert {block.language for block in blocks(page=page)} <= LANGUAGES
+    assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page=page))
+
+
+def headings(page: Path) -> set[str]:
+    """As GitHub links them: `## What the curves mean` is `what-the-curves-mean`."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]*)\)", page.read_text(encoding="utf-8")):
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_file_of_the_project_that_is_named_exists(page: Path) -> None:
+    named = PATHS.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "keys.md"], ids=by_name)
+def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
+    known = {kind: {dotted(key) for key in all_keys(schema)} for kind, schema in SCHEMAS.items()}
+    sections = {key.partition(".")[0] for keys in known.values() for key in keys if "." in key}
+    for key, value in KEYS.findall(page.read_text(encoding="utf-8")):
+        if key.partition(".")[0] not in sections or key.endswith((".md", ".py")):
+            continue
+        kinds = [kind for kind, keys in known.items() if key in keys]
+        assert kinds, key
+        if value:
+            load(kinds[0], None, f"{key}={value}")
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("block", blocks("toml", "yaml"), ids=by_name)
+def test_a_configuration_loads_and_what_it_names_exists(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(block.page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / f"example.{block.language}"
+    file.write_text(block.text, encoding="utf-8")
+    config = load(block.words[0], file)
+    sources = config.sources if isinstance(config, EvalConfig) else config.data.all_sources()
+    for source in sources:
+        find_adapter(source.adapter)
+    if isinstance(config, GRPOConfig):
+        for name in config.reward.functions:
+            find_reward(name, config.reward.options.get(name))
+
+
+# ---------------------------------------------------------------- commands
+
+
+def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command and its parameters, as the command line reads them; nothing is run."""
+    found: Any = typer.main.get_command(app)
+    name = ""
+    while isinstance(getattr(found, "commands", None), dict):
+        name, *words = words
+        found = found.commands[name]
+    return name, found.make_context(name, words).params
+
+
+def started(words: list[str]) -> list[str] | None:
+    """The words after `dsreason` that a command ends in; None where it starts nothing of ours."""
+    program, *rest = words
+    if program in ("dsreason", ".venv/bin/dsreason"):
+        return rest
+    if program in ("torchrun", "deepspeed"):
+        return rest[rest.index("dsreason") + 1 :]
+    if program == "launch/torchrun.sh" or rest[:1] == ["launch/slurm.sbatch"]:
+        config, folder, *more = rest if program == "launch/torchrun.sh" else rest[1:]
+        return ["sft", "--config", config, "--output-dir", folder, "--resume", "auto", *more]
+    return None
+
+
+def check_other(words: list[str]) -> None:
+    program, *rest = words
+    assert program in ("make", "kubectl", "tensorboard", "pkill"), words
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets)
+    if program == "kubectl":
+        assert (ROOT / rest[-1]).is_file()
+
+
+def check_configuration(name: str, options: dict[str, Any]) -> None:
+    kind = options["command"].value if options.get("command") else name
+    kind = kind if kind in SCHEMAS else "sft"
+    if options.get("ds_config"):
+        find_file(options["ds_config"], "ds_configs")
+    if options.get("config") or options.get("overrides"):
+        file = options.get("config") and find_file(str(options["config"]), "launch/recipes")
+        load(kind, file, *(options.get("overrides") or ()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_command_is_one_and_its_configuration_loads(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for line, words in commands(page):
+        for word in words:
+            assert not word.startswith("launch/") or (ROOT / word).is_file(), (line, word)
+        ours = started(words)
+        if ours is None:
+            check_other(words)
+        else:
+            check_configuration(*parsed(ours))
+
+
+# ---------------------------------------------------------------- Python and rows
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=by_name)
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", example)
+    exec(compile(block.text, block.name, "exec", dont_inherit=True), vars(example))
+    kind = block.words[0] if block.words else ""
+    if kind == "reward":
+        for function in written_in(example):
+            check_reward(function)
+    if kind == "adapter":
+        check_adapter(block, tmp_path)
+
+
+def written_in(module: ModuleType) -> list[Callable[..., Any]]:
+    return [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
+
+
+def check_reward(function: Callable[..., Any]) -> None:
+    sample = Sample("1", [], answer="left")
+    worth = function("left, please", sample)
+    worth = asyncio.run(worth) if inspect.isawaitable(worth) else worth
+    score, metrics = worth if isinstance(worth, tuple) else (worth, {})
+    assert score == 1.0
+    assert metrics in ({}, {"words": 2})
+
+
+def check_adapter(block: Block, folder: Path) -> None:
+    """`to_sample` has an example row in the comment behind it; an adapter that finds its rows finds it as a file."""
+    (written,) = re.findall(r"def to_sample\(.*\):  # (.*)", block.text)
+    row = json.loads(written)
+    (folder / "example.py").write_text(block.text)
+    (folder / "rows").mkdir()
+    (folder / "rows" / "1.json").write_text(written)
+    adapter = find_adapter("example.py")
+    data = DataConfig(adapter="example.py", path="rows", split="train[:1]")
+    if "def rows" in block.text:
+        assert [adapter.rows(data).row(0)] == [row]
+    sample = adapter.to_sample(row, data)
+    assert isinstance(sample, Sample)
+    assert sample.messages[-1]["content"] in row.values()
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=by_name)
+def test_a_row_is_one_of_the_adapter_jsonl(block: Block) -> None:
+    for line in block.text.splitlines():
+        row = json.loads(line)
+        assert jsonl.to_sample(row).answer == row["answer"]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_after(page: str, heading: str) -> list[list[str]]:
+    """The cells of the rows of the first table after a heading, without backticks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    found = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert found, heading
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in found[0].splitlines()[2:]]
+
+
+def test_the_presets_are_those_of_the_code() -> None:
+    yes = {True: "yes", False: "no"}
+    assert table_after("grpo.md", "Presets") == [
+        [
+            name,
+            preset.advantage,
+            ", ".join("none" if clip == float("inf") else f"{clip:g}" for clip in (preset.clip_low, preset.clip_high)),
+            f"{preset.kl_coef:g}",
+            yes[preset.overlong_filter],
+            yes[preset.dynamic_sampling],
+        ]
+        for name, preset in PRESETS.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "names"), [("grpo.md", "Rewards", BUILT_IN), ("data.md", "Adapters", shipped_adapters())]
+)
+def test_what_is_built_in_is_listed(page: str, heading: str, names: list[str]) -> None:
+    listed = {name.strip(" `") for row in table_after(page, heading) for name in row[0].split(",")}
+    assert set(names) <= listed
+
+
+# ---------------------------------------------------------------- keys.md
+
+
+@pytest.fixture(scope="module")
+def make_keys() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_keys", ROOT / "docs" / "make_keys.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_of_all_keys_is_up_to_date(make_keys: ModuleType) -> None:
+    assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == make_keys.reference(), "run `make docs`"
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+def test_every_key_is_described(make_keys: ModuleType, schema: Any) -> None:
+    sections = make_keys.sections_of(schema)
+    empty = [f"{one.path}.{key}" for one in sections for key, field in one.keys.items() if "description" not in field]
+    assert empty == []
+    assert sum(len(one.keys) for one in sections) > 50
+
+
+@pytest.mark.parametrize(
+    ("field", "shown", "bounds"),
+    [
+        ({"type": "integer", "minimum": 1}, "integer", "≥ 1"),
+        ({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}, "number", "> 0"),
+        ({"enum": ["a", "b"], "type": "string"}, "`a`, `b`", ""),
+        ({"type": "array", "items": {"type": "string"}, "minItems": 1}, "list of text", "not empty"),
+        ({"prefixItems": [{"type": "number", "maximum": 1}] * 2, "type": "array"}, "2 numbers", "≤ 1"),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, "table of numbers", ""),
+        ({"type": "object", "additionalProperties": True}, "table", ""),
+    ],
+)
+def test_types_and_bounds_read_plainly(make_keys: ModuleType, field: dict[str, Any], shown: str, bounds: str) -> None:
+    assert (make_keys.shown_type(field), make_keys.shown_bounds(field)) == (shown, bounds)
