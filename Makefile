@@ -88,8 +88,9 @@ fix: setup ## Format and mend what ruff can mend.
 docs: setup ## Write docs/keys.md, the reference of all keys, from the schemas.
 	$(PY) docs/make_keys.py
 
-screenshot: setup ## Draw docs/report.png, a report of the evaluation, with chromium.
-	$(PY) docs/make_screenshot.py
+# REPORT=path/report.html draws that one.
+screenshot: setup ## Draw docs/report.png from the newest evaluation report in outputs/, with chromium.
+	$(PY) docs/make_screenshot.py $(REPORT)
 
 build: setup ## Build the wheel into dist/.
 	$(UV) build --wheel --python $(PY)

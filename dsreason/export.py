@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dsreason.errors import CheckpointError, ConfigError, DsReasonError, SaveErr
 from dsreason.runtime.checkpoint import read_state
 from dsreason.runtime.checkpoint_folder import check_sizes
 from dsreason.runtime.engine import full_parameters
+from dsreason.runtime.model_card import CARD, Score, model_card
 from dsreason.runtime.shards import checkpoint_tensors
 from dsreason.runtime.world import World, agree, on_rank_zero
 
@@ -45,6 +46,7 @@ def write_model_folder(
     *,
     dtype: str = "bf16",
     max_shard_size: str = "4GB",
+    card: str | None = None,
     on_tensor: OnTensor | None = None,
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
@@ -54,6 +56,7 @@ def write_model_folder(
 
     Args:
         dtype: "bf16" or "fp32".
+        card: text of a model card; that of `source` is another model's, and is left out.
         on_tensor: called with the name of each tensor taken, to show progress.
 
     Raises:
@@ -67,6 +70,8 @@ def write_model_folder(
     try:
         partial.mkdir(parents=True)
         copy_small_files(source, partial, dtype)
+        if card is not None:
+            (partial / CARD).write_text(card, encoding="utf-8")
         write_weights(tensors, partial, DTYPES[dtype], max_bytes, on_tensor)
         if output.exists():
             output.rmdir()
@@ -183,17 +188,21 @@ def export_engine(
     dtype: str = "bf16",
     max_shard_size: str = "4GB",
     bucket_mb: float = 512,
+    run: Path | None = None,
+    step: int = 0,
 ) -> Path:
     """Write the policy that is being trained (all ranks together; rank 0 writes).
 
-    As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from.
+    As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from. With the folder of the
+    `run` and its `step` there is a model card, too.
     """
     tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
     on_rank_zero(lambda: check_target(source, output))
     error: DsReasonError | None = None
     if world.is_main:
         try:
-            write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size)
+            card = model_card(run, step, dtype=dtype) if run is not None else None
+            write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size, card=card)
         except DsReasonError as caught:
             error = caught
     for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
@@ -209,6 +218,7 @@ def export_checkpoint(
     dtype: str = "auto",
     max_shard_size: str = "4GB",
     source: Path | None = None,
+    scores: Sequence[Score] = (),
     on_tensor: OnTensor | None = None,
 ) -> Path:
     """Write the model of a saved checkpoint; one process, no model and no ranks needed.
@@ -216,14 +226,18 @@ def export_checkpoint(
     Args:
         dtype: "bf16", "fp32", or "auto" for the precision of the run.
         source: folder of the base model, where it is no longer the one that the checkpoint names.
+        scores: of evaluations, for the model card.
     """
     saved = read_state(checkpoint)
     check_sizes(checkpoint)
+    dtype = saved["precision"] if dtype == "auto" else dtype
+    run = checkpoint.absolute().parent.parent
     return write_model_folder(
         checkpoint_tensors(checkpoint, saved),
         source or Path(saved["state"]["model_path"]),
         output,
-        dtype=saved["precision"] if dtype == "auto" else dtype,
+        dtype=dtype,
         max_shard_size=max_shard_size,
+        card=model_card(run, saved["state"]["step"], dtype=dtype, scores=scores),
         on_tensor=on_tensor,
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsreason.runtime import launch
 from dsreason.runtime.imports import quick_imports
+
+if TYPE_CHECKING:
+    from dsreason.runtime.model_card import Score
 
 
 class Dtype(StrEnum):
@@ -22,6 +25,9 @@ def export(
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Of the written weights.")] = Dtype.bf16,
     max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "4GB",
+    results_dir: Annotated[
+        Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
@@ -30,5 +36,26 @@ def export(
     from dsreason.runtime.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
-    export_checkpoint(find_checkpoint(folder) or checkpoint, output, dtype=dtype.value, max_shard_size=max_shard_size)
+    export_checkpoint(
+        find_checkpoint(folder) or checkpoint,
+        output,
+        dtype=dtype.value,
+        max_shard_size=max_shard_size,
+        scores=evaluated(results_dir) if results_dir else (),
+    )
     typer.echo(f"exported to {output}", err=True)
+
+
+def evaluated(results_dir: Path) -> list[Score]:
+    """The accuracy on each data set of the evaluations in a folder."""
+    with quick_imports():
+        from dsreason.evaluation.results import find_runs, read_run
+        from dsreason.evaluation.score import score
+        from dsreason.runtime.model_card import Score
+
+    found = []
+    for run in find_runs(results_dir):
+        for name, accuracy in score(read_run(run)).datasets.items():
+            whole = accuracy.over_all
+            found.append(Score(name, run.folder.name, whole.share or 0.0, whole.total))
+    return found

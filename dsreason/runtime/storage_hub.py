@@ -4,10 +4,11 @@ commits when all has arrived."""
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
@@ -17,7 +18,10 @@ from dsreason.config.hub import ADVICE, HUB_ERRORS, hub_error
 from dsreason.config.retries import persist
 from dsreason.config.secrets import quiet_libraries
 from dsreason.errors import StorageError
+from dsreason.runtime.model_card import CARD
 from dsreason.runtime.package import Advance, Package, Sent
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """Of a whole upload: the library has already tried each request again."""
@@ -68,6 +72,7 @@ class HubStorage:
 
     def _upload(self, package: Package) -> None:
         api = self._open(create=True)
+        package = self._without_card(api, package)
         sums = {name: sha256_of(package.folder / name) for name in package.files}
         api.upload_folder(
             repo_id=self.address.repo,
@@ -84,6 +89,14 @@ class HubStorage:
             revision=self.address.revision,
             commit_message=f"Upload of {package.name} is complete",
         )
+
+    def _without_card(self, api: HfApi, package: Package) -> Package:
+        """The package without its model card where there is one already: its owner may have written in it."""
+        place = f"{self.address.folder}/{CARD}".lstrip("/")
+        if CARD not in package.files or not api.file_exists(self.address.repo, place, revision=self.address.revision):
+            return package
+        log.info("%s: the %s that is there stays; delete it to have the new one uploaded", self.address, CARD)
+        return replace(package, files={name: size for name, size in package.files.items() if name != CARD})
 
     def _open(self, *, create: bool) -> HfApi:
         if get_token() is None:

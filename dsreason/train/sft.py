@@ -230,7 +230,16 @@ def export(run: Run, output: Path, *, last: bool) -> None:
     dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: replace_folder(output))
     with run.watchdog.phase("export"), run.progress.phase("exporting"):
-        export_engine(run.engine, run.model_path, output, run.world, dtype=dtype, max_shard_size=config.max_shard_size)
+        export_engine(
+            run.engine,
+            run.model_path,
+            output,
+            run.world,
+            dtype=dtype,
+            max_shard_size=config.max_shard_size,
+            run=run.output_dir,
+            step=run.state.step,
+        )
     run.uploads.add(output, last=last)
 
 

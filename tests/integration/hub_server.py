@@ -41,6 +41,9 @@ def hub_server() -> Iterator[tuple[Hub, str]]:
         def do_GET(self) -> None:
             answer(hub, self, b"")
 
+        def do_HEAD(self) -> None:
+            look(hub, self)
+
         def do_POST(self) -> None:
             answer(hub, self, self.rfile.read(int(self.headers["Content-Length"] or 0)))
 
@@ -61,12 +64,14 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
         return reply(request, 200, ACCOUNT)
     if request.path == "/api/repos/create":
         return create(hub, request, json.loads(body))
+    if request.path == "/api/validate-yaml":
+        return reply(request, 200, {"errors": [], "warnings": []})
     match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(preupload|commit|branch|revision)/([^/?]+))?.*", request.path)
     if match is None:
         return reply(request, 404, {"error": "no such page"})
     repo, action, branch = match[1], match[2], match[3]
     if action == "branch":
-        hub.repositories[f"{repo}@{branch.replace('%2F', '/')}"] = {}
+        hub.repositories.setdefault(f"{repo}@{branch.replace('%2F', '/')}", {})
         return reply(request, 200, {})
     if action == "preupload" and f"{repo}@{branch.replace('%2F', '/')}" not in hub.repositories:
         return reply(request, 404, {"error": "Repository not found"})
@@ -80,6 +85,19 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
     if f"{repo}@main" not in hub.repositories:
         return reply(request, 404, {"error": "Repository not found"})
     return reply(request, 200, {"id": repo, "sha": "a" * 40, "siblings": [], "tags": [], "private": True})
+
+
+def look(hub: Hub, request: BaseHTTPRequestHandler) -> None:
+    """Whether there is a file: `/user/name/resolve/main/config.json`."""
+    found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
+    place = f"{found[1]}@{found[2].replace('%2F', '/')}" if found else ""
+    there = found is not None and found[3] in hub.repositories.get(place, {})
+    request.send_response(200 if there else 404)
+    if not there:
+        request.send_header("X-Error-Code", "EntryNotFound")
+    for name, value in {"ETag": '"a"', "X-Repo-Commit": "a" * 40, "Content-Length": "0"}.items():
+        request.send_header(name, value)
+    request.end_headers()
 
 
 def create(hub: Hub, request: BaseHTTPRequestHandler, asked: dict[str, Any]) -> None:

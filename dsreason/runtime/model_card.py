@@ -1,0 +1,175 @@
+"""The model card of an export: a README.md whose header the Hugging Face Hub reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+import dsreason
+from dsreason.config.output import CONFIG_FILE
+
+log = logging.getLogger(__name__)
+
+CARD = "README.md"
+TAG = "dsreason"
+TASK = "image-text-to-text"
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+FILES = (".json", ".jsonl", ".parquet", ".csv", ".toml", ".yaml")
+LICENSE = """\
+This card names no license. That is for the owner to decide, and to add here and in the header as `license:`; the licenses of
+the base model and of the data sets bind as well."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """An accuracy of the model, between 0 and 1, in an evaluation of `count` questions."""
+
+    dataset: str
+    answer_type: str
+    value: float
+    count: int
+
+
+def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()) -> str:
+    """The text of the README.md of an export of the weights after `step`.
+
+    It tells what `config.json` and `metrics.jsonl` in the folder `run` tell; of a checkpoint without a run that is little.
+    A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
+    the card of that export.
+    """
+    record = read_record(run)
+    config = record.get("config", {})
+    bases, datasets = origins(config)
+    validated = validation_metrics(run / "metrics.jsonl", step)
+    name, command = run.absolute().name, record.get("command", [])
+    data = ModelCardData(
+        base_model=bases,
+        base_model_relation="finetune" if bases else None,
+        datasets=datasets,
+        library_name="transformers",
+        pipeline_tag=TASK,
+        tags=[TAG, *command[:1]],
+        model_name=name,
+        eval_results=[*held_out_results(validated), *evaluation_results(scores)] or None,
+    )
+    facts = {
+        "base model": ", ".join(bases or []) or "not on the Hugging Face Hub",
+        "data sets": ", ".join(datasets or []) or "not on the Hugging Face Hub",
+        "command": f"`{shlex.join(['dsreason', *command])}`" if command else "unknown",
+        "optimizer steps": str(step),
+        "weights": dtype,
+        "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
+        or f"dsreason {dsreason.__version__}",
+    }
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body(name, facts, validated, scores)}"))
+
+
+def body(name: str, facts: dict[str, str], validated: dict[str, float], scores: Sequence[Score]) -> str:
+    lines = [f"# {name}", "", "A vision-language model that was trained with dsreason.", "", "## Training", ""]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {cell(value)} |" for key, value in facts.items())]
+    rows = [f"| {key} | {value:.4g} |" for key, value in validated.items()]
+    rows += [
+        f"| accuracy, {cell(one.dataset)} ({one.answer_type}), {one.count} questions | {one.value:.4g} |"
+        for one in scores
+    ]
+    if rows:
+        lines += ["", "## Scores", "", "`val/…` are measured during training on rows that were held out of it.", ""]
+        lines += ["| | |", "|---|---|", *rows]
+    return "\n".join([*lines, "", "## License", "", LICENSE, ""])
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """`config.json` of a run; empty where it has none."""
+    file = run / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # weights are worth more than their card
+        log.warning("%s: cannot be read (%s); the model card tells nothing of it", file, error)
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else {}
+
+
+def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
+    """Hub names of the base models and of the data sets, None where there are none."""
+    data = config.get("data", {})
+    path = config.get("model", {}).get("path", "")
+    bases = [path] if is_hub_name(path) else []
+    datasets = [source["path"] for source in data.get("sources") or [data] if is_hub_name(source.get("path", ""))]
+    if not bases and (before := read_card(Path(path).expanduser())):
+        bases, datasets = as_list(before.base_model), [*as_list(before.datasets), *datasets]
+    return bases or None, list(dict.fromkeys(datasets)) or None
+
+
+def is_hub_name(path: str) -> bool:
+    is_name = HUB_NAME.fullmatch(path) is not None and not path.endswith(FILES)
+    return is_name and not Path(path).exists()
+
+
+def read_card(folder: Path) -> ModelCardData | None:
+    """The header of an export's card, where it is one of ours."""
+    try:
+        card = ModelCard((folder / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except (OSError, ValueError, TypeError):  # the library raises all of them for what people write there
+        return None
+    data = card.data
+    return data if isinstance(data, ModelCardData) and TAG in as_list(data.tags) else None
+
+
+def as_list(value: Any) -> list[str]:
+    """The texts in a field of a header, which may be one text, a list of them, or anything that a person wrote."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+
+
+def validation_metrics(file: Path, step: int) -> dict[str, float]:
+    """The `val/…` values of the last validation at or before `step`."""
+    found: dict[str, float] = {}
+    for line in lines_of(file):
+        values = {name: value for name, value in line.items() if name.startswith("val/") and value is not None}
+        if values and line.get("step", 0) <= step:
+            found = values
+    return found
+
+
+def lines_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The steps of a metrics.jsonl; the last line may be cut off where a job was killed."""
+    if not file.is_file():
+        return
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            return
+
+
+def held_out_results(validated: dict[str, float]) -> Iterator[EvalResult]:
+    for name, value in validated.items():
+        if name == "val/accuracy":
+            yield result("held-out rows", "accuracy", value)
+
+
+def evaluation_results(scores: Sequence[Score]) -> Iterator[EvalResult]:
+    return (result(f"{one.dataset} ({one.answer_type})", "accuracy", one.value) for one in scores)
+
+
+def result(dataset: str, metric: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=TASK,
+        dataset_type=re.sub(r"\W+", "-", dataset).strip("-").lower(),
+        dataset_name=dataset,
+        metric_type=metric,
+        metric_value=round(value, 4),
+    )
