@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a fresh environment that has the wheel, and everything but dsreason from this one."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    build = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(build, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr + built.stdout
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
@@ -68,3 +69,15 @@ def test_wheel_and_not_the_checkout_is_what_ran(python, tmp_path):
         [python, "-c", "import dsreason; print(dsreason.__file__)"], text=True, cwd=tmp_path
     )
     assert str(python.parents[1]) in where
+
+
+def test_the_license_travels_in_both_packages(python):
+    folder, text = python.parents[2], (ROOT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
+        assert wheel.read(name) == text
+        (metadata,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+        assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode()
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as source:
+        (name,) = [name for name in source.getnames() if name.endswith("/LICENSE")]
+        assert source.extractfile(name).read() == text
