@@ -177,7 +177,7 @@ class OptimConfig(Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's addition to the denominator."""
+    """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
     """Applied to matrices, not to norms and biases."""
     warmup: float | int = Field(0.03, ge=0)
@@ -216,7 +216,7 @@ class UpdateConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is infinite or no number: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
-    """Of the order of rows and of sampling. Which rows are held out does not depend on it."""
+    """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:

@@ -139,7 +139,7 @@ class EvaluationConfig(Section):
     fps: float = Field(DEFAULT_FPS, gt=0)
     """Frames per second to sample from a video, where `[vision]` sets neither `fps` nor `nframes`."""
     seed: int = Field(1, ge=0)
-    """Of sampling."""
+    """Seed of sampling."""
     limit: int | None = Field(None, ge=1)
     """At most this many questions in all: the first ones of each data set, as many of one as of another."""
     system_prompt: str | None = None
