@@ -95,7 +95,7 @@ class HubStorage:
         place = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, place, revision=self.address.revision):
             return package
-        log.info("%s: the %s that is there stays; delete it to have the new one uploaded", self.address, CARD)
+        log.warning("%s: the %s that is there stays; delete it to have the new one uploaded", self.address, CARD)
         return replace(package, files={name: size for name, size in package.files.items() if name != CARD})
 
     def _open(self, *, create: bool) -> HfApi:

@@ -531,7 +531,7 @@ def test_an_export_becomes_a_private_repository_and_its_manifest_comes_last(hub:
 
 @pytest.mark.parametrize(("target", "place"), [("hub:user/name", ""), ("hub:user/name/export@dev", "export/")])
 def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
-    hub: Hub, tmp_path: Path, target: str, place: str
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, place: str
 ) -> None:
     folder = make_export(tmp_path / "export" / "final")
     (folder / "README.md").write_text("made by the run")
@@ -539,12 +539,14 @@ def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
     found = hub.repositories["user/name@dev" if "@" in target else "user/name@main"]
     assert found[f"{place}README.md"] == b"made by the run"
     assert "README.md" in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    assert "stays" not in caplog.text
 
     found[f"{place}README.md"] = b"license: the owner's"
     (folder / "README.md").write_text("made again")
     upload(open_package(folder), parse_target(target))
     assert found[f"{place}README.md"] == b"license: the owner's"
     assert "README.md" not in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    assert f"{target}: the README.md that is there stays; delete it" in caplog.text
 
 
 def test_a_checkpoint_goes_to_the_folder_and_branch_that_were_given(hub: Hub, tmp_path: Path) -> None:
