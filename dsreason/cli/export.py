@@ -48,9 +48,10 @@ def export(
 
 def evaluated(results_dir: Path) -> list[Score]:
     """The accuracy on each data set of the evaluations in a folder."""
-    from dsreason.evaluation.results import find_runs, read_run
-    from dsreason.evaluation.score import score
-    from dsreason.runtime.model_card import Score
+    with quick_imports():
+        from dsreason.evaluation.results import find_runs, read_run
+        from dsreason.evaluation.score import score
+        from dsreason.runtime.model_card import Score
 
     found = []
     for run in find_runs(results_dir):
