@@ -51,8 +51,8 @@ def one_by_one(engine: DeepSpeedEngine) -> Weights:
 def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine, TransformersEngine]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.sft.build import build_policy_engine, build_rollout
 
     config = SFTConfig.model_validate(
         {"model": {"path": str(arguments.model), "gradient_checkpointing": False}, "train": {"precision": "fp32"}}

@@ -197,7 +197,7 @@ def inspect(
     encoder = None
     if model is not None:
         with quick_imports():
-            from dsreason.train.preflight import build_encoder, find_model
+            from dsreason.train.common.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = build_encoder(measured, find_model(measured))
@@ -283,8 +283,8 @@ def renderings(run: RunConfig) -> dict[str, Rendering]:
     with quick_imports():
         from dsreason.data.rendering import Rendering
         from dsreason.data.sources import open_datasets
-        from dsreason.train.check_rewards import row_check
-        from dsreason.train.preflight import build_encoder, find_model, prompt_encoder
+        from dsreason.train.common.preflight import build_encoder, find_model, prompt_encoder
+        from dsreason.train.grpo.check_rewards import row_check
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)

@@ -51,7 +51,7 @@ def grpo(
 
 def check(config: GRPOConfig, resume: str | None) -> None:
     with quick_imports():
-        from dsreason.train.preflight import check_grpo, check_resume, check_upload
+        from dsreason.train.common.preflight import check_grpo, check_resume, check_upload
 
     check_grpo(config)
     check_upload(config, check_resume(config, resume))
@@ -59,6 +59,6 @@ def check(config: GRPOConfig, resume: str | None) -> None:
 
 def run(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> None:
     with quick_imports():
-        from dsreason.train import grpo
+        from dsreason.train.grpo import loop as grpo
 
     grpo.run(config, output_dir=output_dir, resume=resume)

@@ -51,7 +51,7 @@ def sft(
 
 def check(config: SFTConfig, resume: str | None) -> None:
     with quick_imports():
-        from dsreason.train.preflight import check_resume, check_sft, check_upload
+        from dsreason.train.common.preflight import check_resume, check_sft, check_upload
 
     check_sft(config)
     check_upload(config, check_resume(config, resume))
@@ -59,6 +59,6 @@ def check(config: SFTConfig, resume: str | None) -> None:
 
 def run(config: SFTConfig, output_dir: Path | None, resume: str | None) -> None:
     with quick_imports():
-        from dsreason.train import sft
+        from dsreason.train.sft import loop as sft
 
     sft.run(config, output_dir=output_dir, resume=resume)

@@ -81,9 +81,9 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     from dsreason.runtime.memory import MemoryLedger, used_bytes
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.world import init_world, shutdown
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.sampler import Sampler
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.sft.build import build_policy_engine
 
     world, config = init_world(), SFTConfig()
     build_tiny("qwen3_vl", folder, dtype=torch.bfloat16, **sizes)

@@ -46,10 +46,10 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.sampler import Sampler
-    from dsreason.train.validate import validate
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.common.validate import validate
+    from dsreason.train.sft.build import build_policy_engine, build_rollout
 
     world = init_world()
     config = load_config(SFTConfig, None, [f"model.path={json.dumps(model)}"], default_recipe="builtin_sft.toml")

@@ -197,7 +197,7 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.errors import DsReasonError
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.train import grpo
+    from dsreason.train.grpo import loop as grpo
 
     first_sync = TransformersEngine.sync
     synced = []

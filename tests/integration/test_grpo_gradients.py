@@ -50,7 +50,7 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
     """One completion for each of the eight rows, of made-up ids, log-probabilities and advantages."""
     from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import Completion
-    from dsreason.train.rollouts import Rollout
+    from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
     random, found = np.random.default_rng(0), []
@@ -78,9 +78,9 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.runtime.engine import full_gradients, set_learning_rate
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.update import accumulate_gradients, cut
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from dsreason.train.sft.build import build_policy_engine
 
     world, found = init_world(), {}
     engine = None

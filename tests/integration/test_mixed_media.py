@@ -25,10 +25,10 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.runtime.engine import full_gradients
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.rollouts import training_sample
-    from dsreason.train.update import Part, accumulate_gradients, cut
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.rollouts import training_sample
+    from dsreason.train.grpo.update import Part, accumulate_gradients, cut
+    from dsreason.train.sft.build import build_policy_engine
 
     world = init_world()
     config = run_config(rows, model, "grpo", {"micro_batch_size": 2})

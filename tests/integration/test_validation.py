@@ -18,9 +18,9 @@ from dsreason.data.collate import collate
 from dsreason.data.sources import open_datasets
 from dsreason.models.load import load_model
 from dsreason.rollout.protocol import Completion
-from dsreason.train.answers import accuracies
-from dsreason.train.preflight import build_encoder
-from dsreason.train.validate import blank_medium, blank_prompt, blank_sample
+from dsreason.train.common.answers import accuracies
+from dsreason.train.common.preflight import build_encoder
+from dsreason.train.common.validate import blank_medium, blank_prompt, blank_sample
 from tests.distributed import run_on_ranks
 from tests.integration.rows import write_mixed_rows
 
@@ -45,11 +45,11 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import gather_objects, init_world
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import step_order
-    from dsreason.train.sampler import Sampler
-    from dsreason.train.sft import sft_step
-    from dsreason.train.validate import validate
+    from dsreason.train.common.preflight import step_order
+    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.common.validate import validate
+    from dsreason.train.sft.build import build_policy_engine, build_rollout
+    from dsreason.train.sft.loop import sft_step
 
     calls: list[int] = []
     """Prompts of each call of the engine."""
@@ -182,7 +182,7 @@ def test_blanked_samples_are_those_of_grey_files(rows: str, tiny: Path, tmp_path
 
 
 def test_accuracies_of_the_run_follow_from_its_answers(one_rank: dict[str, Any]) -> None:
-    from dsreason.train.answers import Answer
+    from dsreason.train.common.answers import Answer
 
     for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):
         expected = accuracies([Answer(**answer) for answer in answers])

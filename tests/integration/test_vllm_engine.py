@@ -78,7 +78,7 @@ class Explorer:
         from dsreason.models.policy import Policy
         from dsreason.rollout.vllm_engine import VLLMEngine
         from dsreason.runtime.world import init_world
-        from dsreason.train.preflight import build_encoder
+        from dsreason.train.common.preflight import build_encoder
 
         self.setup, self.world = setup, init_world()
         encoder = build_encoder(SFTConfig(), folder / "model")

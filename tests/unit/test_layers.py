@@ -100,8 +100,8 @@ def test_every_layer_is_known() -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from dsreason.train.sft import run", "dsreason.data.chat"),
-        ("def f():\n    import dsreason.cli.main", "dsreason.train.sft"),
+        ("from dsreason.train.sft.loop import run", "dsreason.data.chat"),
+        ("def f():\n    import dsreason.cli.main", "dsreason.train.sft.loop"),
         ("from dsreason import runtime", "dsreason.models.load"),
         ("from ..models import load", "dsreason.runtime.engine"),
         ("from dsreason.models import load", "data_adapters.llava"),

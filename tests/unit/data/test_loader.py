@@ -19,7 +19,7 @@ from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
-from dsreason.train.preflight import build_encoder, step_order
+from dsreason.train.common.preflight import build_encoder, step_order
 from tests.integration.rows import write_mixed_rows
 
 

@@ -14,7 +14,7 @@ from dsreason.errors import ConfigError
 from dsreason.rollout.vllm_arguments import check_engine_options, engine_arguments, known_arguments
 from dsreason.rollout.vllm_engine import VLLMEngine
 from dsreason.runtime.world import World
-from dsreason.train.build_grpo import completions_together
+from dsreason.train.grpo.build import completions_together
 
 
 def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:

@@ -24,10 +24,11 @@ from dsreason.errors import DsReasonError, SaveError
 from dsreason.rollout.protocol import Completion
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.world import World
-from dsreason.train import grpo, nonfinite
-from dsreason.train.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
-from dsreason.train.rollouts import Rollout, training_sample
-from dsreason.train.update import Part, Update
+from dsreason.train.common import nonfinite
+from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
+from dsreason.train.grpo import loop as grpo
+from dsreason.train.grpo.rollouts import Rollout, training_sample
+from dsreason.train.grpo.update import Part, Update
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 INF, NAN = math.inf, math.nan

@@ -15,7 +15,7 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.advantages import batch_normalized, group_centered
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
-from dsreason.train.rollouts import (
+from dsreason.train.grpo.rollouts import (
     Group,
     Rollout,
     choose,

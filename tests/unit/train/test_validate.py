@@ -15,8 +15,8 @@ from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.runtime.metrics import MetricsWriter
 from dsreason.runtime.world import World
-from dsreason.train.answers import Answer, ValidationResult, accuracies, modality_of
-from dsreason.train.validate import HeldOut, blank_sample
+from dsreason.train.common.answers import Answer, ValidationResult, accuracies, modality_of
+from dsreason.train.common.validate import HeldOut, blank_sample
 
 
 def sample(*parts: str, answer: str | None = None, reply: str | None = "left") -> Sample:

@@ -34,7 +34,7 @@ from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.runtime.metrics import check_wandb
 from dsreason.runtime.schedule import warmup_steps
 from dsreason.runtime.storage import check_target
-from dsreason.train.check_rewards import check_format, check_functions, row_check
+from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
 
 log = logging.getLogger(__name__)
 

@@ -27,21 +27,21 @@ from dsreason.runtime.progress import open_progress
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import World, gather_objects
-from dsreason.train.build import build_policy_engine, build_rollout
-from dsreason.train.check_rewards import row_check
-from dsreason.train.nonfinite import finite_check
-from dsreason.train.opening import OpenedRun, metrics_of, open_run, open_writer, record_run
-from dsreason.train.preflight import (
+from dsreason.train.common.nonfinite import finite_check
+from dsreason.train.common.opening import OpenedRun, metrics_of, open_run, open_writer, record_run
+from dsreason.train.common.preflight import (
     DTYPES,
     build_encoder,
     check_grpo,
     prompt_encoder,
     rollout_order,
 )
-from dsreason.train.reference import load_reference
-from dsreason.train.run import Run
-from dsreason.train.run_folder import start_state
-from dsreason.train.sampler import Sampler
+from dsreason.train.common.run import Run
+from dsreason.train.common.run_folder import start_state
+from dsreason.train.common.sampler import Sampler
+from dsreason.train.grpo.check_rewards import row_check
+from dsreason.train.grpo.reference import load_reference
+from dsreason.train.sft.build import build_policy_engine, build_rollout
 
 log = logging.getLogger(__name__)
 

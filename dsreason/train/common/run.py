@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dsreason.runtime.uploads import Uploader
     from dsreason.runtime.watchdog import Watchdog
     from dsreason.runtime.world import World
-    from dsreason.train.nonfinite import FiniteCheck
-    from dsreason.train.sampler import Sampler
+    from dsreason.train.common.nonfinite import FiniteCheck
+    from dsreason.train.common.sampler import Sampler
 
 
 @dataclass(kw_only=True)

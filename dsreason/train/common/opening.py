@@ -36,8 +36,8 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
-from dsreason.train.preflight import check_upload, find_model
-from dsreason.train.run_folder import open_output_dir
+from dsreason.train.common.preflight import check_upload, find_model
+from dsreason.train.common.run_folder import open_output_dir
 
 C = TypeVar("C", bound=RunConfig)
 

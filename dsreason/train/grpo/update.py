@@ -18,8 +18,8 @@ from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.world import World, gather_objects
-from dsreason.train.mismatch import Mismatch, metrics_of, mismatches, tally, worst
-from dsreason.train.rollouts import Rollout, flatten, rollouts_of, training_sample
+from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
+from dsreason.train.grpo.rollouts import Rollout, flatten, rollouts_of, training_sample
 
 
 @dataclass(frozen=True)

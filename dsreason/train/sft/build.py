@@ -26,12 +26,12 @@ from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.offload import StateOffload
 from dsreason.runtime.progress import open_progress
 from dsreason.runtime.world import World, broadcast_object, gather_objects
-from dsreason.train.nonfinite import finite_check
-from dsreason.train.opening import metrics_of, open_run, open_writer, record_run
-from dsreason.train.preflight import DTYPES, build_encoder, check_sft, step_order
-from dsreason.train.run import Run
-from dsreason.train.run_folder import start_state
-from dsreason.train.sampler import Sampler
+from dsreason.train.common.nonfinite import finite_check
+from dsreason.train.common.opening import metrics_of, open_run, open_writer, record_run
+from dsreason.train.common.preflight import DTYPES, build_encoder, check_sft, step_order
+from dsreason.train.common.run import Run
+from dsreason.train.common.run_folder import start_state
+from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,23 @@ from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
 from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.world import all_sum, gather_objects
-from dsreason.train import mismatch
-from dsreason.train.build_grpo import GRPORun, build_grpo
-from dsreason.train.engine_check import check_engine
-from dsreason.train.reference import reset_reference
-from dsreason.train.rollouts import Group, Rollout, choose, cut_steps, informative, rollouts_of, to_groups, to_rollouts
-from dsreason.train.sft import finish, follow_up, is_due, note_skipped, run_validation, save, stop_if_asked
-from dsreason.train.show import describe, show
-from dsreason.train.update import Part, accumulate_gradients, add_fixed_logprobs, cut
+from dsreason.train.grpo import mismatch
+from dsreason.train.grpo.build import GRPORun, build_grpo
+from dsreason.train.grpo.engine_check import check_engine
+from dsreason.train.grpo.reference import reset_reference
+from dsreason.train.grpo.rollouts import (
+    Group,
+    Rollout,
+    choose,
+    cut_steps,
+    informative,
+    rollouts_of,
+    to_groups,
+    to_rollouts,
+)
+from dsreason.train.grpo.show import describe, show
+from dsreason.train.grpo.update import Part, accumulate_gradients, add_fixed_logprobs, cut
+from dsreason.train.sft.loop import finish, follow_up, is_due, note_skipped, run_validation, save, stop_if_asked
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""

@@ -20,9 +20,9 @@ from dsreason.runtime.logs import set_step
 from dsreason.runtime.schedule import lr_factor
 from dsreason.runtime.stop import stopped
 from dsreason.runtime.world import World, all_sum, on_rank_zero
-from dsreason.train.build import SFTRun, build_sft
-from dsreason.train.run import Run
-from dsreason.train.validate import validate
+from dsreason.train.common.run import Run
+from dsreason.train.common.validate import validate
+from dsreason.train.sft.build import SFTRun, build_sft
 
 log = logging.getLogger(__name__)
 

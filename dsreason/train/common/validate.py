@@ -31,7 +31,7 @@ from dsreason.rollout.batches import joined
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.runtime.progress import Advance, Progress
 from dsreason.runtime.world import World, agree, all_sum, gather_objects
-from dsreason.train.answers import (
+from dsreason.train.common.answers import (
     Answer,
     ValidationResult,
     accuracies,
@@ -40,7 +40,7 @@ from dsreason.train.answers import (
     modality_of,
     question_of,
 )
-from dsreason.train.sampler import Sampler
+from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)
 

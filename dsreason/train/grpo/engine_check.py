@@ -9,11 +9,11 @@ from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.self_test import self_test
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.world import gather_objects
-from dsreason.train import mismatch
-from dsreason.train.answers import modality_of
-from dsreason.train.build_grpo import GRPORun
-from dsreason.train.rollouts import Rollout, rollouts_of
-from dsreason.train.update import cut, present_logprobs
+from dsreason.train.common.answers import modality_of
+from dsreason.train.grpo import mismatch
+from dsreason.train.grpo.build import GRPORun
+from dsreason.train.grpo.rollouts import Rollout, rollouts_of
+from dsreason.train.grpo.update import cut, present_logprobs
 
 NUM_ROWS = 64
 """Rows that are looked at for one of each modality."""
