@@ -103,10 +103,10 @@ def take_step(run: GRPORun) -> None:
     started = time.perf_counter()
     rollouts = sample(run)
     sampled = time.perf_counter()
-    for part in optimizer_steps(run, rollouts):
-        metrics = grpo_step(run, part)
+    for micro_batches in optimizer_steps(run, rollouts):
+        metrics = grpo_step(run, micro_batches)
         now = time.perf_counter()
-        finish_step(run, part, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
+        finish_step(run, micro_batches, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:

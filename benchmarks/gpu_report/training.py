@@ -42,8 +42,8 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.runtime.engine import engine_grad_norm
+    from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.sft.build import build_policy_engine
 
     model = tiny_model(setting, family)
     config, started = SFTConfig(), time.perf_counter()

@@ -41,8 +41,9 @@ def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
     from dsreason.runtime.world import gather_objects
-    from dsreason.train.common.preflight import build_encoder, step_order
-    from dsreason.train.sft.build import build_policy_engine
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.sft.preflight import step_order
 
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, model), step_order(training, config)

@@ -80,8 +80,8 @@ def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
     from dsreason.runtime import engine
     from dsreason.train.grpo import update
 
-    def flat_on_the_cpu(batch: Any, rollouts: Any, device: Any) -> Any:
-        return flatten(batch, rollouts, torch.device("cpu"))
+    def flat_on_the_cpu(rollouts: Any, device: Any) -> Any:
+        return flatten(rollouts, torch.device("cpu"))
 
     flatten = update.flatten
     faults = {
@@ -104,8 +104,8 @@ def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.runtime.world import init_world
+    from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.sft.build import build_policy_engine
 
     world = init_world()
     config = GRPOConfig.model_validate(
@@ -238,9 +238,10 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     found = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
-        part = cut(rollouts, changed, encoder)
-        (part,) = add_fixed_logprobs([part], engine, reference if algorithm["kl_coef"] else None, changed, banned)
-        metrics = accumulate_gradients(engine, part, changed, world, banned).metrics
+        micro_batches = cut(rollouts, changed, encoder)
+        against = reference if algorithm["kl_coef"] else None
+        (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
+        metrics = accumulate_gradients(engine, micro_batches, changed, world, banned).metrics
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found

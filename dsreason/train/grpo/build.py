@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,47 +14,34 @@ from torch import Tensor
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
-from dsreason.data.sources import SampleDataset
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
-from dsreason.rollout.protocol import RolloutEngine, media_token_ids
+from dsreason.rollout.opening import EngineSettings, TransformersSettings
+from dsreason.rollout.protocol import media_token_ids
+from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.offload import StateOffload
-from dsreason.runtime.progress import open_progress
 from dsreason.runtime.reference import ReferencePolicy
-from dsreason.runtime.watchdog import Watchdog
 from dsreason.runtime.world import World, gather_objects
-from dsreason.train.common.nonfinite import finite_check
-from dsreason.train.common.opening import OpenedRun, metrics_of, open_run, open_writer, record_run
-from dsreason.train.common.preflight import (
-    DTYPES,
-    build_encoder,
-    check_grpo,
-    prompt_encoder,
-    rollout_order,
-)
-from dsreason.train.common.run import Run
+from dsreason.train.common.opening import OpenedRun, Run, open_run, record_run, start_run
+from dsreason.train.common.policy import build_policy_engine
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.sampler import open_sampler
 from dsreason.train.grpo.check_rewards import row_check
+from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
-from dsreason.train.sft.build import build_policy_engine, build_rollout
-
-log = logging.getLogger(__name__)
 
 MIN_SEQUENCES = 64
 """Completions that vLLM may draw at the same time, however few a rollout has: validation asks for all of its rows."""
 
 
 @dataclass(kw_only=True)
-class GRPORun(Run):
-    config: GRPOConfig
+class GRPORun(Run[GRPOConfig]):
+    """What GRPO has beside the parts of every run."""
+
     scorer: Scorer
     prompt_encoder: Encoder
     """Leaves room for the longest completion."""
-    training_data: SampleDataset
     prompts: Iterator[Prompts]
     reference: ReferencePolicy | None
     """None where no KL is asked for."""
@@ -78,19 +64,30 @@ class GRPORun(Run):
 def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPORun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
-        run = open_run(config, output_dir, resume, command="grpo", check=check_grpo, stack=stack)
-        config, world, model_path, watchdog = run.config, run.world, run.model_path, run.watchdog
-        encoder, objective = build_encoder(config, model_path), objective_of(config.grpo)
-        order = rollout_order(run.training, config)
-        with watchdog.phase("load_model"):
-            engine, reference, state = load_policy(run)
-        record_run(run)
-
-        total_steps = order.num_steps * config.grpo.optimizer_steps_per_rollout
-        next_batch = int(state.extra.get("next_batch", 0))
-        asker = prompt_encoder(config, encoder)
+        opened = open_run(config, output_dir, resume, command="grpo", check=check, stack=stack)
+        config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
+        order = rollout_order(opened.training, config)
+        with opened.watchdog.phase("load_model"):
+            engine, reference, state = load_policy(opened)
+        metrics = record_run(opened, state, stack)
+        with opened.watchdog.phase("start_engine"):
+            settings, bucket_mb = engine_settings(config, world), config.rollout.sync_bucket_mb
+            sampler = open_sampler(
+                engine, settings, config, model_path, encoder, opened.watchdog, stack, bucket_mb=bucket_mb
+            )
+        run = start_run(
+            opened,
+            stack,
+            engine=engine,
+            sampler=sampler,
+            scorer=stack.enter_context(open_scorer(config)),
+            metrics=metrics,
+            state=state,
+            total_steps=order.num_steps * config.grpo.optimizer_steps_per_rollout,
+        )
+        asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
         prompts = PromptLoader(
-            run.training,
+            opened.training,
             asker,
             order,
             config,
@@ -100,42 +97,29 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             start=next_batch,
             check=row_check(config),
         )
-        metrics = metrics_of(run, state)
-        with watchdog.phase("start_engine"):
-            sampler = build_sampler(config, engine, model_path, encoder, watchdog, stack)
-        scorer, metrics = stack.enter_context(open_scorer(config)), stack.enter_context(metrics)
-        progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
-        stack.enter_context(progress)
-        writer = open_writer(run, engine, stack)
         yield GRPORun(
-            config=config,
-            world=world,
-            output_dir=run.output_dir,
-            model_path=model_path,
-            engine=engine,
-            encoder=encoder,
+            **vars(run),
             prompt_encoder=asker,
-            training_data=run.training,
             prompts=iter(prompts),
-            validation_data=run.validation,
-            sampler=sampler,
             reference=reference,
-            objective=objective,
+            objective=objective_of(config.grpo),
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
-            scorer=scorer,
-            metrics=metrics,
-            progress=progress,
-            memory=sampler.memory,
-            watchdog=watchdog,
-            writer=writer,
-            uploads=run.uploads,
-            stop=run.stop,
-            finite=finite_check(config, run.output_dir, world, state),
-            total_steps=total_steps,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
-            state=state,
             next_batch=next_batch,
         )
+
+
+def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
+    """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
+    config, model_path = opened.config, opened.model_path
+    check_reference_folder(config, opened.world)
+    engine = build_policy_engine(config, opened.deepspeed, model_path)
+    # Before a checkpoint is loaded.
+    reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
+    state = start_state(engine, opened.checkpoint, config, model_path, opened.world)
+    if opened.checkpoint is not None and reference is not None:
+        load_reference(reference, config, opened.checkpoint, opened.output_dir)
+    return engine, reference, state
 
 
 def check_reference_folder(config: GRPOConfig, world: World) -> None:
@@ -147,61 +131,21 @@ def check_reference_folder(config: GRPOConfig, world: World) -> None:
         )
 
 
-def load_policy(run: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
-    """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
-    check_reference_folder(run.config, run.world)
-    engine = build_policy_engine(run.config, run.deepspeed, run.model_path)
-    # Before a checkpoint is loaded.
-    reference = ReferencePolicy(engine) if objective_of(run.config.grpo).kl_coef else None
-    state = start_state(engine, run.checkpoint, run.config, run.model_path, run.world)
-    if run.checkpoint is not None and reference is not None:
-        load_reference(reference, run.config, run.checkpoint, run.output_dir)
-    return engine, reference, state
-
-
-def build_sampler(
-    config: GRPOConfig,
-    engine: DeepSpeedEngine,
-    model_path: Path,
-    encoder: Encoder,
-    watchdog: Watchdog,
-    stack: ExitStack,
-) -> Sampler:
-    """The rollout engine, until `stack` closes, beside the policy's. Every rank calls it."""
-    offload = StateOffload(engine)
-    log.info(offload.describe())
-    offload.offload()  # vLLM starts only where its share of the GPU is free
-    rollout = build_rollout_engine(config, model_path, encoder, watchdog.world, stack)
-    offload.reload()
-    memory = MemoryLedger(watchdog.world.device)
-    return Sampler(rollout, engine, offload, memory, config.rollout.sync_bucket_mb, watchdog.phase)
-
-
-def build_rollout_engine(
-    config: GRPOConfig, model_path: Path, encoder: Encoder, world: World, stack: ExitStack
-) -> RolloutEngine:
-    """What samples the completions, until `stack` closes. Every rank calls it."""
-    if config.rollout.engine == "transformers":
-        return build_rollout(config, model_path, encoder, world, config.rollout.batch_size)
-    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
-
-    engine = VLLMEngine(
-        model_path,
-        encoder.processor.tokenizer,
-        world,
-        dtype=DTYPES[config.train.precision],
+def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
+    """Of what samples the completions."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
+    return VLLMSettings(
         # A held-out prompt may be as long as model.max_length by itself.
         max_model_len=config.model.max_length + config.validation.max_completion_length,
-        tensor_parallel_size=config.rollout.tensor_parallel_size,
-        gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-        sleep_level=config.rollout.sleep_level,
-        enforce_eager=config.rollout.enforce_eager,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        sleep_level=rollout.sleep_level,
+        enforce_eager=rollout.enforce_eager,
         max_num_seqs=completions_together(config, world),
-        engine_options=config.rollout.engine_options,
-        trust_remote_code=config.model.trust_remote_code,
+        engine_options=rollout.engine_options,
     )
-    stack.callback(engine.shutdown)
-    return engine
 
 
 def completions_together(config: GRPOConfig, world: World) -> int:

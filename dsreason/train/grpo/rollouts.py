@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,20 +16,8 @@ from dsreason.losses.advantages import informative_groups
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
 
-
-@dataclass(frozen=True)
-class Group:
-    """Completions of one prompt with their scores.
-
-    `place` is (rollout, number of the prompt in it over all ranks): the same on any number of ranks. `number` is its
-    place among the groups that are trained, None for one that is not.
-    """
-
-    place: tuple[int, int]
-    prompt: EncodedPrompt
-    completions: list[Completion]
-    scores: Scores
-    number: int | None = None
+Place = tuple[int, int]
+"""(Batch of prompts, number of the prompt in it over all ranks): the same on any number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +33,38 @@ class Rollout:
     """The weighted sum."""
     rewards: dict[str, float]
     """By function, unweighted."""
-    advantage: float
+    advantage: float = 0.0
     group: int | None = 0
-    """Number of the trained group, over all ranks; None where dynamic sampling left it out."""
+    """Number of the trained group, over all ranks; None where it is not trained."""
+    place: Place = (0, 0)
+    """Of the prompt."""
+
+
+Group = list[Rollout]
+"""The rollouts of one prompt."""
+
+
+@dataclass(frozen=True)
+class RolloutSample(EncodedSample):
+    """Prompt and completion of a rollout as the model reads them."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rollouts that go through one forward.
+
+    The rollouts are those of the first rows of `batch`, in their order; there are fewer than rows where a row only keeps
+    the ranks in step.
+    """
+
+    batch: Batch
+    rollouts: list[Rollout]
+    old_logprobs: Tensor | None = None
+    """`[N]`, of the policy that sampled; None: the policy is still the same."""
+    ref_logprobs: Tensor | None = None
+    """`[N]`, of the reference; None where there is no KL."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +76,20 @@ class FlatRollouts:
     sequence: Tensor  # [N] int64, row of the token in the micro-batch
 
 
-def to_groups(
-    places: Sequence[tuple[int, int]],
-    prompts: Sequence[EncodedPrompt],
-    completions: Sequence[Completion],
-    scores: Scores,
-) -> list[Group]:
-    """One group a prompt; completions and scores are flat, those of a prompt follow each other."""
-    if not prompts:  # a rank without a prompt
-        return []
-    size = len(completions) // len(prompts)
+def scored(
+    prompts: Sequence[EncodedPrompt], places: Sequence[Place], completions: Sequence[Completion], scores: Scores
+) -> list[Rollout]:
+    """The rollouts as they are sampled: without advantages, and not chosen for training yet."""
     return [
-        Group(place, prompt, list(completions[i * size : (i + 1) * size]), scores.part(i * size, (i + 1) * size))
-        for i, (place, prompt) in enumerate(zip(places, prompts, strict=True))
+        Rollout(
+            prompt=prompt,
+            completion=completion,
+            reward=float(scores.total[i]),
+            rewards={name: float(values[i]) for name, values in scores.by_function.items()},
+            group=None,
+            place=place,
+        )
+        for i, (prompt, place, completion) in enumerate(zip(prompts, places, completions, strict=True))
     ]
 
 
@@ -79,52 +97,45 @@ def informative(groups: Sequence[Group], tolerance: float) -> list[bool]:
     """Which groups have rewards that differ by more than `tolerance`."""
     if not groups:
         return []
-    return informative_groups(rewards_of(groups), tolerance=tolerance).tolist()
+    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
+    return informative_groups(rewards, tolerance=tolerance).tolist()
 
 
-def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange) -> list[Group]:
-    """Number the first `wanted` groups that are kept, in the order of their places over all ranks. Collective.
+def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange) -> dict[Place, int]:
+    """Numbers for the first `wanted` groups that are kept, in the order of their places over all ranks. Collective.
 
     Where none is kept none is trained.
     """
-    own = [(group.place, keep) for group, keep in zip(groups, kept, strict=True)]
+    own = [(group[0].place, keep) for group, keep in zip(groups, kept, strict=True)]
     everywhere = sorted(item for part in exchange(own) for item in part)
     places = [place for place, keep in everywhere if keep]
-    numbers = {place: number for number, place in enumerate(places[:wanted])}
-    return [replace(group, number=numbers.get(group.place)) for group in groups]
+    return {place: number for number, place in enumerate(places[:wanted])}
 
 
-def to_rollouts(
-    groups: Sequence[Group], advantages_of: Callable[[Tensor], Tensor], exchange: Exchange
+def with_advantages(
+    groups: Sequence[Group],
+    numbers: Mapping[Place, int],
+    advantages_of: Callable[[Tensor], Tensor],
+    exchange: Exchange,
 ) -> list[Rollout]:
-    """The completions with their advantages, which `advantages_of` (`[P, G]` → `[P, G]`) has from all ranks' trained groups.
+    """The rollouts with their advantages, which `advantages_of` (`[P, G]` → `[P, G]`) has from all ranks' trained groups.
 
-    Collective. The completions of groups that are not trained have advantage 0.
+    Collective. `numbers` are those of the trained groups. The rollouts of the others have advantage 0.
     """
-    own = {group.number: group.scores.total.tolist() for group in groups if group.number is not None}
-    rewards = {number: row for part in exchange(own) for number, row in part.items()}
-    advantages: dict[int | None, list[float]] = {}
+    own = {
+        numbers[group[0].place]: [rollout.reward for rollout in group] for group in groups if group[0].place in numbers
+    }
+    rewards = dict(sorted(pair for part in exchange(own) for pair in part.items()))
+    advantages: dict[int, list[float]] = {}
     if rewards:
-        numbers = sorted(rewards)
-        table = advantages_of(torch.tensor([rewards[number] for number in numbers], dtype=torch.float64))
-        advantages = dict(zip(numbers, table.tolist(), strict=True))
-    return [
-        Rollout(
-            prompt=group.prompt,
-            completion=completion,
-            reward=float(group.scores.total[i]),
-            rewards={name: float(values[i]) for name, values in group.scores.by_function.items()},
-            advantage=advantages[group.number][i] if group.number is not None else 0.0,
-            group=group.number,
-        )
-        for group in groups
-        for i, completion in enumerate(group.completions)
-    ]
-
-
-def rewards_of(groups: Sequence[Group]) -> Tensor:
-    """`[groups, completions]` float64."""
-    return torch.stack([torch.from_numpy(group.scores.total) for group in groups])
+        table = advantages_of(torch.tensor(list(rewards.values()), dtype=torch.float64))
+        advantages = dict(zip(rewards, table.tolist(), strict=True))
+    found = []
+    for group in groups:
+        number = numbers.get(group[0].place)
+        values = [0.0] * len(group) if number is None else advantages[number]
+        found += [replace(rollout, advantage=value, group=number) for rollout, value in zip(group, values, strict=True)]
+    return found
 
 
 def cut_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
@@ -139,36 +150,31 @@ def cut_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> l
     return steps
 
 
-def training_sample(rollout: Rollout, number: int) -> EncodedSample:
-    """Prompt and completion, with the completion's tokens trained; `number` becomes the id."""
+def training_sample(rollout: Rollout) -> RolloutSample:
+    """Prompt and completion, with the completion's tokens trained."""
     prompt, ids = rollout.prompt.encoded, torch.tensor(rollout.completion.ids, dtype=torch.int64)
     trained = torch.cat([torch.zeros_like(prompt.loss_mask), torch.ones(len(ids), dtype=torch.bool)])
     start = prompt.position_ids.max() + 1  # text goes on after the largest of all axes
     positions = (start + torch.arange(len(ids))).expand(3, -1)
-    return EncodedSample(
-        id=str(number),
+    return RolloutSample(
+        id=prompt.id,
         input_ids=torch.cat([prompt.input_ids, ids]),
         loss_mask=trained,
         position_ids=torch.cat([prompt.position_ids, positions], dim=1),
         mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(ids)]),
         mm_kwargs=prompt.mm_kwargs,
+        rollout=rollout,
     )
 
 
-def flatten(batch: Batch, rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
-    """The rollouts of a micro-batch, whose ids are their numbers, in the order in which the policy gives tokens."""
-    chosen = rollouts_of(batch, rollouts)
-    lengths = [len(rollout.completion.ids) for rollout in chosen]
-    logprobs = np.asarray([logprob for rollout in chosen for logprob in rollout.completion.logprobs], np.float32)
-    advantages = np.repeat(np.asarray([rollout.advantage for rollout in chosen], np.float32), lengths)
-    sequence = np.repeat(np.arange(len(chosen)), lengths)
+def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
+    """The rollouts of a micro-batch in the order in which the policy gives tokens."""
+    lengths = [len(rollout.completion.ids) for rollout in rollouts]
+    logprobs = np.asarray([logprob for rollout in rollouts for logprob in rollout.completion.logprobs], np.float32)
+    advantages = np.repeat(np.asarray([rollout.advantage for rollout in rollouts], np.float32), lengths)
+    sequence = np.repeat(np.arange(len(rollouts)), lengths)
     return FlatRollouts(
         rollout_logprobs=torch.from_numpy(logprobs).to(device),
         advantages=torch.from_numpy(advantages).to(device),
         sequence=torch.from_numpy(sequence).to(device),
     )
-
-
-def rollouts_of(batch: Batch, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those of a micro-batch, without what was put there to keep ranks in step."""
-    return [rollouts[int(name)] for name in batch.ids if name]

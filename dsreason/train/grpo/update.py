@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -11,30 +11,14 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.micro_batches import align_micro_batches, cut_by_count, cut_by_tokens
-from dsreason.data.types import Batch
+from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts
 from dsreason.runtime.reference import ReferencePolicy
 from dsreason.runtime.world import World, gather_objects
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
-from dsreason.train.grpo.rollouts import Rollout, flatten, rollouts_of, training_sample
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rollouts of one optimizer step on this rank, cut into micro-batches, with what is known before the step.
-
-    Every rank has as many micro-batches, with the same kinds of media.
-    """
-
-    rollouts: list[Rollout]
-    batches: list[Batch]
-    old_logprobs: list[Tensor] | None = None
-    """Of the policy that sampled, by micro-batch; None: the policy is still the same."""
-    ref_logprobs: list[Tensor] | None = None
-    """Of the reference, by micro-batch; None where there is no KL."""
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
 
 @dataclass
@@ -46,67 +30,68 @@ class Update:
     """Completions whose log-probabilities differ most between engine and trainer."""
 
 
-def cut(rollouts: list[Rollout], config: GRPOConfig, encoder: Encoder) -> Part:
-    """The rollouts as micro-batches. Collective."""
-    samples = [training_sample(rollout, i) for i, rollout in enumerate(rollouts)]
-    if config.train.max_tokens_per_micro_batch is None:
-        groups = cut_by_count(samples, config.train.micro_batch_size or 1)
-    else:
-        groups = cut_by_tokens(samples, config.train.max_tokens_per_micro_batch)
-    return Part(rollouts, align_micro_batches(groups, encoder, gather_objects))
+def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> list[MicroBatch]:
+    """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective."""
+    groups = cut_samples([training_sample(rollout) for rollout in rollouts], config.train)
+    batches = align_micro_batches(groups, encoder, gather_objects)
+    cut_rollouts = [[sample.rollout for sample in group] for group in groups]
+    cut_rollouts += [[]] * (len(batches) - len(groups))
+    return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
 
 
 @torch.no_grad()
 def present_logprobs(
-    engine: DeepSpeedEngine, batches: Sequence[Batch], temperature: float, banned_ids: Tensor
+    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
     """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
-    return [engine(batch.to(engine.device), temperature, banned_ids) for batch in batches]
+    return [engine(one.batch.to(engine.device), temperature, banned_ids) for one in micro_batches]
 
 
 def add_fixed_logprobs(
-    parts: list[Part],
+    steps: Sequence[list[MicroBatch]],
     engine: DeepSpeedEngine,
     reference: ReferencePolicy | None,
     config: GRPOConfig,
     banned_ids: Tensor,
-) -> list[Part]:
-    """The parts with what must be measured before the first of their steps. Collective."""
-    temperature = config.rollout.temperature
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
     def measure() -> list[list[Tensor]]:
-        return [present_logprobs(engine, part.batches, temperature, banned_ids) for part in parts]
+        return [present_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
 
-    olds: Sequence[list[Tensor] | None] = [None] * len(parts)
-    refs: Sequence[list[Tensor] | None] = [None] * len(parts)
-    if len(parts) > 1:  # with one step alone the policy that sampled is the one that is trained
+    olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
+    refs = olds
+    if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
         olds = measure()
     if reference is not None:
         with reference.in_place():
             refs = measure()
-    return [Part(p.rollouts, p.batches, old, ref) for p, old, ref in zip(parts, olds, refs, strict=True)]
+    return [
+        [replace(one, old_logprobs=old, ref_logprobs=ref) for one, old, ref in zip(*parts, strict=True)]
+        for parts in zip(steps, olds, refs, strict=True)
+    ]
 
 
 def accumulate_gradients(
-    engine: DeepSpeedEngine, part: Part, config: GRPOConfig, world: World, banned_ids: Tensor
+    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
 ) -> Update:
     """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut."""
     objective = objective_of(config.grpo)
+    lengths = [len(rollout.completion.ids) for one in micro_batches for rollout in one.rollouts]
     counts = GlobalCounts(
-        num_tokens=sum(gather_objects(sum(len(rollout.completion.ids) for rollout in part.rollouts))),
-        num_sequences=sum(gather_objects(len(part.rollouts))),
+        num_tokens=sum(gather_objects(sum(lengths))),
+        num_sequences=sum(gather_objects(len(lengths))),
         max_length=config.rollout.max_completion_length,
     )
     sums = {"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0}
-    if part.ref_logprobs is not None:
+    if micro_batches[0].ref_logprobs is not None:
         sums["policy/kl"] = 0.0
     found: list[Mismatch] = []
-    for i, batch in enumerate(part.batches):  # every rank runs the same number: forwards are collectives
-        last = i == len(part.batches) - 1
-        logprobs, entropy = engine(batch.to(engine.device), config.rollout.temperature, banned_ids, True)
-        flat = flatten(batch, part.rollouts, engine.device)
-        old = logprobs.detach() if part.old_logprobs is None else part.old_logprobs[i]
-        ref = None if part.ref_logprobs is None else part.ref_logprobs[i]
+    for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
+        last = i == len(micro_batches) - 1
+        logprobs, entropy = engine(one.batch.to(engine.device), config.rollout.temperature, banned_ids, True)
+        flat = flatten(one.rollouts, engine.device)
+        old = logprobs.detach() if one.old_logprobs is None else one.old_logprobs
         correction = None
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
@@ -117,7 +102,7 @@ def accumulate_gradients(
             flat.sequence,
             counts=counts,
             correction=correction,
-            penalty=objective.penalty(logprobs, ref, old, entropy),
+            penalty=objective.penalty(logprobs, one.ref_logprobs, old, entropy),
         )
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
@@ -127,9 +112,9 @@ def accumulate_gradients(
         sums["train/loss"] += result.loss.item()
         sums["policy/clip_fraction"] += float(result.clipped.sum())
         sums["policy/entropy"] += float(entropy.detach().sum())
-        if ref is not None:
-            sums["policy/kl"] += float(k3(logprobs.detach(), ref).sum())
-        found += mismatches(rollouts_of(batch, part.rollouts), old)
+        if one.ref_logprobs is not None:
+            sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
+        found += mismatches(one.rollouts, old)
     everywhere = gather_objects((sums, tally(found), worst(found)))
     totals = {name: sum(part_sums[name] for part_sums, *_ in everywhere) for name in sums}
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
