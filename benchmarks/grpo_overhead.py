@@ -31,7 +31,7 @@ from sft_vs_trl import write_rows
 from dsreason.runtime import launch
 
 if TYPE_CHECKING:
-    from dsreason.train.build_grpo import GRPORun
+    from dsreason.train.grpo.build import GRPORun
 
 GOAL = 0.1
 WORK = ("generate", "forward", "backward")
@@ -82,7 +82,7 @@ def moment() -> Seconds:
 
 def watch(run: GRPORun) -> Clock:
     """Clocks around what the loop calls."""
-    from dsreason.train import grpo
+    from dsreason.train.grpo import loop as grpo
 
     clock = Clock()
     clock.wrap(run.engine, forward="forward", backward="backward", step="optimizer step")
@@ -109,8 +109,8 @@ class Waiting:
 
 def rank(arguments: argparse.Namespace) -> None:
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.train.build_grpo import build_grpo
-    from dsreason.train.grpo import train
+    from dsreason.train.grpo.build import build_grpo
+    from dsreason.train.grpo.loop import train
 
     folder = arguments.folder
     config = GRPOConfig.model_validate(json.loads((folder / "run.json").read_text()))

@@ -86,7 +86,7 @@ def dsreason_side(engine: str, task: dict[str, Any]) -> None:
     from dsreason.runtime.launch import prepare_environment
 
     prepare_environment()
-    from dsreason.train import grpo
+    from dsreason.train.grpo import loop as grpo
 
     ends: dict[int, tuple[float, float]] = {}
     finish_step = grpo.finish_step

@@ -57,7 +57,7 @@ def row_lengths(model: Path, rows: Path) -> list[int]:
     """Tokens of each row, vision tokens included."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.preflight import build_encoder
 
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows)}})
     encoder, (samples, _) = build_encoder(config, model), open_datasets(config.data)

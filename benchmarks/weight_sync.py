@@ -49,10 +49,13 @@ def one_by_one(engine: DeepSpeedEngine) -> Weights:
 
 
 def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine, TransformersEngine]:
+    import torch
+
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import build_encoder
+    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
 
     config = SFTConfig.model_validate(
         {"model": {"path": str(arguments.model), "gradient_checkpointing": False}, "train": {"precision": "fp32"}}
@@ -60,7 +63,8 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
     deepspeed = resolve_deepspeed("zero3.json", config, device="cpu", world_size=world.size)
     deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = arguments.threshold
     engine = build_policy_engine(config, deepspeed, arguments.model)
-    rollout = build_rollout(config, arguments.model, build_encoder(config, arguments.model), world, batch_size=1)
+    tokenizer = build_encoder(config, arguments.model).processor.tokenizer
+    rollout = TransformersEngine(arguments.model, tokenizer, dtype=torch.float32, device=world.device, batch_size=1)
     rollout.wake()
     return engine, rollout
 

@@ -3,4 +3,4 @@
 from dsreason.runtime.imports import quick_imports
 
 with quick_imports():
-    import dsreason.train.sft  # noqa: F401
+    import dsreason.train.sft.loop  # noqa: F401

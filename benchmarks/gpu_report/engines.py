@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dsreason.rollout.protocol import Completion
     from dsreason.rollout.sleep_state import SleepState
     from dsreason.rollout.vllm_engine import VLLMEngine
-    from dsreason.train.sampler import Sampler
+    from dsreason.train.common.sampler import Sampler
 
 HOST_GIB_7B = 100
 """Of host memory: weights, gradients and master weights of 7 billion parameters, and what pinning rounds up."""
@@ -63,9 +63,10 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.runtime.watchdog import Watchdog
     from dsreason.runtime.world import init_world, shutdown
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.build_grpo import build_sampler
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.common.sampler import open_sampler
+    from dsreason.train.grpo.build import engine_settings
 
     settings = grpo_settings(setting, model, prompts=1, generations=2, length=64)
     config = GRPOConfig.model_validate(settings)
@@ -78,7 +79,7 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
         policy = build_policy_engine(config, resolved, model)
         if train:
             train_on_a_clip(policy, encoder)
-        sampler = build_sampler(config, policy, model, encoder, watchdog, stack)
+        sampler = open_sampler(policy, engine_settings(config, world), config, model, encoder, watchdog, stack)
         yield Opened(sampler, encoder, prompts_of(setting, encoder))
 
 

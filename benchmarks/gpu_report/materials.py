@@ -30,7 +30,7 @@ ANSWER = "The ball moves to the left, and the square is green."
 def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
     """A folder with random weights; made once in a call, on the device that trains."""
     from dsreason.models.tiny import build_tiny
-    from dsreason.train.preflight import DTYPES
+    from dsreason.train.common.preflight import DTYPES
 
     size = "tiny" if setting.tiny else size
     folder = setting.scratch / "models" / f"{family}-{size}-{precision}"

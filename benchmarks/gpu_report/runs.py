@@ -20,7 +20,7 @@ from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
 from dsreason.runtime import launch
 
 if TYPE_CHECKING:
-    from dsreason.train.build_grpo import GRPORun
+    from dsreason.train.grpo.build import GRPORun
 
 LEAK_STEPS = 20
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
@@ -83,8 +83,8 @@ def real_grpo(setting: Setting) -> dict[str, Any]:
 def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
     """The start and the first steps of `dsreason grpo`, without the checkpoint at its end. Every rank of a job calls it."""
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.train.build_grpo import build_grpo
-    from dsreason.train.engine_check import check_engine
+    from dsreason.train.grpo.build import build_grpo
+    from dsreason.train.grpo.engine_check import check_engine
 
     started = time.perf_counter()
     with build_grpo(GRPOConfig.model_validate(settings), output, None) as run:
@@ -98,15 +98,15 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
 
 def take_step(run: GRPORun) -> None:
     """As the loop of `dsreason grpo` does."""
-    from dsreason.train.grpo import finish_step, grpo_step, optimizer_steps, sample
+    from dsreason.train.grpo.loop import finish_step, grpo_step, optimizer_steps, sample
 
     started = time.perf_counter()
     rollouts = sample(run)
     sampled = time.perf_counter()
-    for part in optimizer_steps(run, rollouts):
-        metrics = grpo_step(run, part)
+    for micro_batches in optimizer_steps(run, rollouts):
+        metrics = grpo_step(run, micro_batches)
         now = time.perf_counter()
-        finish_step(run, part, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
+        finish_step(run, micro_batches, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:

@@ -42,8 +42,8 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.runtime.engine import engine_grad_norm
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
 
     model = tiny_model(setting, family)
     config, started = SFTConfig(), time.perf_counter()
@@ -95,8 +95,8 @@ def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
 def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
     """The first steps of `dsreason sft`, without the checkpoint at its end. Every rank of a job calls it."""
     from dsreason.config.schema import SFTConfig
-    from dsreason.train.build import build_sft
-    from dsreason.train.sft import finish_step, sft_step
+    from dsreason.train.sft.build import build_sft
+    from dsreason.train.sft.loop import finish_step, sft_step
 
     config = SFTConfig.model_validate(settings)
     with build_sft(config, output, None) as run:

@@ -7,16 +7,15 @@ import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from dsreason.cli.job import ConfigOption, SetOption
+from dsreason.cli.job import C, ConfigOption, SetOption, Trainer, trainers
 from dsreason.cli.work import track
 from dsreason.config.load import load_config, read_config
 from dsreason.config.output import default_output_dir
-from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema import DataConfig, SFTConfig, SourceConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.imports import quick_imports
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from dsreason.data.inspection import Inspection
     from dsreason.data.rendering import Rendering
     from dsreason.data.sources import SampleDataset
-    from dsreason.data.types import Sample
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -34,7 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RECIPE = "builtin_sft.toml"
 SHEET_SAMPLES = 12
 
 
@@ -54,7 +51,6 @@ class Dataset(StrEnum):
 
 
 CutDataset = Literal["agibot", "bridgev2", "holoassist"]
-Command = Literal["sft", "grpo"]
 DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Processes; default: one per CPU core; 0 works in this one.")
@@ -181,7 +177,7 @@ def inspect(
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None:
-        run = load_run(config, overrides, None)
+        run = load_run(choose_trainer(config, overrides, None), config, overrides)
     else:
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
         run = SFTConfig(data=DataConfig(**source, subset=subset, split=split))
@@ -197,7 +193,7 @@ def inspect(
     encoder = None
     if model is not None:
         with quick_imports():
-            from dsreason.train.preflight import build_encoder, find_model
+            from dsreason.train.common.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = build_encoder(measured, find_model(measured))
@@ -249,7 +245,10 @@ def validate(
     config: ConfigOption = None,
     overrides: SetOption = None,
     command: Annotated[
-        Command | None, typer.Option("--for", help="Which command the configuration is for; default: by its sections.")
+        str | None,
+        typer.Option(
+            "--for", metavar="COMMAND", help="Which command the configuration is for; default: by its sections."
+        ),
     ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Every row, which is the default.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many evenly spaced rows of each part.")] = None,
@@ -261,14 +260,15 @@ def validate(
     """
     if all_rows and limit is not None:
         raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
-    run = load_run(config, overrides, command)
+    trainer = choose_trainer(config, overrides, command)
+    run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
         from dsreason.data.rendering import render_rows
 
     count = 0
     bad: list[str] = []
-    for name, rendering in renderings(run).items():
+    for name, rendering in renderings(trainer, run).items():
         rendered, found = render_rows(name, rendering, limit=limit, workers=cores(workers), track=track)
         count, bad = count + rendered, bad + found
     for text in bad:
@@ -278,40 +278,41 @@ def validate(
         raise typer.Exit(1)
 
 
-def renderings(run: RunConfig) -> dict[str, Rendering]:
-    """How training and held-out rows are encoded: whole conversations, but for the prompts that grpo samples from."""
+def renderings(trainer: Trainer[C], run: C) -> dict[str, Rendering]:
+    """How training and held-out rows are encoded: as the trainer does it, and as whole conversations."""
     with quick_imports():
         from dsreason.data.rendering import Rendering
         from dsreason.data.sources import open_datasets
-        from dsreason.train.check_rewards import row_check
-        from dsreason.train.preflight import build_encoder, find_model, prompt_encoder
+        from dsreason.train.common.preflight import build_encoder, find_model
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
-    if not isinstance(run, GRPOConfig):
-        return {
-            "training": Rendering(training, encoder.encode),
-            "validation": Rendering(validation, encoder.encode),
-        }
-    check, prompts = row_check(run), prompt_encoder(run, encoder)
-
-    def encode_prompt(sample: Sample) -> None:
-        check(sample)
-        prompts.encode_prompt(sample)
-
-    return {"training": Rendering(training, encode_prompt), "validation": Rendering(validation, encoder.encode)}
+    return {
+        "training": Rendering(training, trainer.row_encoder(run, encoder)),
+        "validation": Rendering(validation, encoder.encode),
+    }
 
 
-def load_run(config: Path | None, overrides: list[str] | None, command: Command | None) -> RunConfig:
-    """With the schema of the command that it is for: grpo where it has a section that only grpo knows."""
-    if command is None and config is not None:
-        document = read_config(config)
-        asked = [text.partition(".")[0] for text in overrides or ()]
-        command = "grpo" if {"grpo", "reward", "rollout"} & {*document, *asked} else "sft"
+def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
+    """Whose `command` is named, else the one that alone knows a section of the configuration; SFT where there is none.
+
+    Raises:
+        ConfigError: no training command has the name.
+    """
+    known = trainers()
+    if command is not None:
+        if command not in known:
+            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(known)}")
+        return known[command]
+    document = {} if config is None else read_config(config)
+    sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
+    return next((trainer for trainer in known.values() if trainer.own_sections & sections), known["sft"])
+
+
+def load_run(trainer: Trainer[C], config: Path | None, overrides: list[str] | None) -> C:
     if config is None:
-        typer.echo(f"no --config: the built-in recipe {RECIPE}", err=True)
-    schema: type[RunConfig] = GRPOConfig if command == "grpo" else SFTConfig
-    return load_config(schema, config, overrides or (), default_recipe=RECIPE)
+        typer.echo(f"no --config: the built-in recipe {trainer.recipe}", err=True)
+    return load_config(trainer.schema, config, overrides or (), default_recipe=trainer.recipe)
 
 
 def cores(workers: int | None) -> int:

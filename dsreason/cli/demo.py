@@ -20,9 +20,7 @@ from dsreason.cli.export import export
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
 from dsreason.config.load import load_config
 from dsreason.config.output import default_output_dir
-from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.progress import PART, Part, duration
@@ -62,28 +60,19 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     started = time.monotonic()
 
     warm = Job(
-        command="sft",
-        schema=SFTConfig,
-        default_recipe=sft.RECIPE,
+        sft.TRAINER,
         config=WARM_START,
         overrides=changes,
         output_dir=folder / "sft",
         nproc=nproc,
     )
     with announced(1, started):
-        run_job(warm, check=sft.check, run=sft.run, ranks_on_cpu=ranks_on_cpu)
+        run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
-    job = Job(
-        command="grpo",
-        schema=GRPOConfig,
-        default_recipe=grpo.RECIPE,
-        overrides=changes,
-        output_dir=folder / "grpo",
-        nproc=nproc,
-    )
+    job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
     with announced(2, started):
-        run_job(job, check=grpo.check, run=grpo.run, ranks_on_cpu=ranks_on_cpu)
+        run_job(job, ranks_on_cpu=ranks_on_cpu)
     with announced(3, started):
         export(checkpoint=folder / "grpo", output=folder / "export")
     with announced(4, started):

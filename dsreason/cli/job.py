@@ -7,20 +7,27 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast
 
 import typer
 
+from dsreason import train
 from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import RunConfig
-from dsreason.config.world import check_world
 from dsreason.errors import ConfigError
 from dsreason.runtime import launch
 from dsreason.runtime.driver import check_gpus
 from dsreason.runtime.imports import quick_imports
+
+if TYPE_CHECKING:
+    from dsreason.data.chat import Encoder
+    from dsreason.data.types import Sample
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Run configuration: TOML, YAML or JSON.")]
 DeepSpeedOption = Annotated[
@@ -44,13 +51,71 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything,
 C = TypeVar("C", bound=RunConfig)
 
 
+@dataclass
+class Trainer(Generic[C]):
+    """A training command.
+
+    The folder of its name in `dsreason.train` has `preflight.py` with `check(config)` and `row_encoder(config, encoder)`,
+    and `loop.py` with `run(config, output_dir, resume)`. They need torch, and are imported when they are called.
+    """
+
+    name: str
+    schema: type[C]
+    recipe: str
+    """Shipped; it runs without --config."""
+    help: str
+
+    def check(self, config: C) -> None:
+        """Look at data and model before any rank starts."""
+        self._module("preflight").check(config)
+
+    def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
+        """What a row of training goes through; raises DataError for one that cannot be used."""
+        return cast("Callable[[Sample], object]", self._module("preflight").row_encoder(config, encoder))
+
+    def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
+        """The work of one rank. Without an output folder the ranks agree on one."""
+        self._module("loop").run(config, output_dir, resume)
+
+    def _module(self, name: str) -> ModuleType:
+        with quick_imports():
+            return import_module(f"dsreason.train.{self.name}.{name}")
+
+    @property
+    def own_sections(self) -> set[str]:
+        """Sections of the configuration that no other command needs to have."""
+        return self.schema.model_fields.keys() - RunConfig.model_fields.keys()
+
+    def command(self) -> Callable[..., None]:
+        """What typer makes `dsreason NAME` of."""
+
+        def command(
+            config: ConfigOption = None,
+            ds_config: DeepSpeedOption = None,
+            overrides: SetOption = None,
+            output_dir: OutputOption = None,
+            resume: ResumeOption = None,
+            nproc: NprocOption = None,
+            max_restarts: RestartsOption = 0,
+            dry_run: DryRunOption = False,
+        ) -> None:
+            changes = tuple(overrides or ())
+            run_job(Job(self, config, ds_config, changes, output_dir, resume, nproc, max_restarts, dry_run))
+
+        return command
+
+
+def trainers() -> dict[str, Trainer[Any]]:
+    """By name: each folder of `dsreason.train` has a file of its name here, which says what its `TRAINER` is."""
+    names = (found.name for found in iter_modules(train.__path__) if found.ispkg and found.name != "common")
+    return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in names}
+
+
 @dataclass(frozen=True)
 class Job(Generic[C]):
     """One call of a training command."""
 
-    command: str
-    schema: type[C]
-    default_recipe: str
+    trainer: Trainer[C]
     config: Path | None = None
     ds_config: str | None = None
     overrides: tuple[str, ...] = ()
@@ -62,47 +127,47 @@ class Job(Generic[C]):
 
     @property
     def config_name(self) -> str:
-        return str(self.config or f"{self.default_recipe} (shipped)")
+        return str(self.config or f"{self.trainer.recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
         """What python runs in a rank; relative paths stay relative, ranks start in the same folder."""
         options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
         options += [("--set", text) for text in self.overrides]
         options += [("--output-dir", output_dir), ("--resume", resume)]
-        return ["-m", "dsreason", self.command] + [f"{name}={value}" for name, value in options if value is not None]
+        return ["-m", "dsreason", self.trainer.name] + [
+            f"{name}={value}" for name, value in options if value is not None
+        ]
 
 
 def load_job(job: Job[C]) -> C:
     """The run configuration with the command line's own options in it; says which recipe runs without --config."""
     if job.config is None and launch.is_first_rank() and not launch.started_by_us():
-        typer.echo(f"no --config: running the built-in recipe {job.default_recipe}", err=True)
+        typer.echo(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
     overrides = list(job.overrides)
     if job.ds_config is not None:
         overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
     if job.output_dir is not None:
         overrides.append(f"output_dir={json.dumps(str(job.output_dir))}")
-    return load_config(job.schema, job.config, overrides, default_recipe=job.default_recipe)
+    return load_config(job.trainer.schema, job.config, overrides, default_recipe=job.trainer.recipe)
 
 
-def run_job(
-    job: Job[C],
-    *,
-    check: Callable[[C, str | None], None],
-    run: Callable[[C, Path | None, str | None], None],
-    ranks_on_cpu: int = 1,
-) -> Path | None:
-    """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known.
+def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:
+    """Look at data, model and what to resume before any rank starts."""
+    with quick_imports():
+        from dsreason.train.common.preflight import check_resume, check_upload
 
-    Args:
-        check: looks at data, model and what to resume before any rank starts.
-        run: the work of one rank: configuration, output folder (None: the ranks agree on one), what to resume.
-    """
+    trainer.check(config)
+    check_upload(config, check_resume(config, resume))
+
+
+def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
+    """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known."""
     config = load_job(job)
     if launch.is_rank():
-        return _run_rank(job, config, run)
+        return _run_rank(job, config)
     # What is wrong with these is said at once: counting the GPUs takes torch, and that takes seconds.
     read_deepspeed(config.deepspeed)
-    output_dir = _output_dir(job, config) or default_output_dir(job.command)
+    output_dir = _output_dir(job, config) or default_output_dir(job.trainer.name)
     config = config.model_copy(update={"output_dir": str(output_dir)})
     check_output_dir(output_dir, config, job.resume)
     launch.prepare_environment()
@@ -112,15 +177,15 @@ def run_job(
     deepspeed = resolve_deepspeed(
         config.deepspeed, config, device=launch.device_kind(gpus), world_size=ranks, config_name=job.config_name
     )
-    for note in check_world(config, ranks):
+    for note in config.check_ranks(ranks):
         typer.echo(f"note: {note}", err=True)
     typer.echo("checking data and model …", err=True)
-    check(config, job.resume)
+    check_job(job.trainer, config, job.resume)
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir
     started = time.time()
-    typer.echo(f"{job.command} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
+    typer.echo(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     launch.start_ranks(
         lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
         ranks=ranks,
@@ -130,7 +195,7 @@ def run_job(
     return output_dir
 
 
-def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None], None]) -> Path | None:
+def _run_rank(job: Job[C], config: C) -> Path | None:
     world_size = os.environ["WORLD_SIZE"]
     if job.nproc is not None:
         raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
@@ -151,12 +216,12 @@ def _run_rank(job: Job[C], config: C, run: Callable[[C, Path | None, str | None]
         from dsreason.runtime import hosts, lifeline  # they need torch
 
     with lifeline.from_the_start():
-        hosts.check_alike(config, {"command": job.command, "--resume": resume})
+        hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
         if launch.started_by_torchrun():  # it may start the ranks again
-            output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.command))))
+            output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.trainer.name))))
             started = float(launch.agreed("started", str(time.time())))
             resume = _resume_at(launch.attempt(), resume, output_dir, started)
-        run(config, output_dir, resume)
+        job.trainer.run(config, output_dir, resume)
     return output_dir
 
 

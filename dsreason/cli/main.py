@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import data, demo, eval, export, grpo, infer, push, score, sft
+from dsreason.cli import data, demo, eval, export, infer, push, score
+from dsreason.cli.job import trainers
 from dsreason.config.secrets import HidingFormatter
 from dsreason.errors import DsReasonError
 from dsreason.runtime import launch
@@ -25,8 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(sft.sft)
-app.command()(grpo.grpo)
+for trainer in trainers().values():
+    app.command(trainer.name, help=trainer.help)(trainer.command())
 app.command()(export.export)
 app.command("eval")(eval.evaluate)
 app.command()(score.score)

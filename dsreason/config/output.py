@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from dsreason.config.atomic import write_file
 from dsreason.config.disk import existing_part
 from dsreason.config.load import dump_config
 from dsreason.config.lock import check_not_in_use
+from dsreason.config.schema import RunConfig
 from dsreason.config.secrets import hidden
 from dsreason.errors import ConfigError
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
-SAME_RUN_SECTIONS = ("model", "data", "optim", "grpo")
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed")
 MAY_DIFFER = frozenset(
     {"model.gradient_checkpointing", "model.attention", "model.trust_remote_code", "data.workers", "data.prefetch"}
@@ -46,7 +46,7 @@ def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
     return output_dir or _run_of(checkpoint)
 
 
-def check_output_dir(folder: Path, config: BaseModel, resume: str | None) -> None:
+def check_output_dir(folder: Path, config: RunConfig, resume: str | None) -> None:
     """Refuse a folder that is in use or cannot be written, or that holds a run which this one would not continue.
 
     Creates nothing.
@@ -95,11 +95,12 @@ def _run_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
-def _check_same_run(folder: Path, config: BaseModel) -> None:
+def _check_same_run(folder: Path, config: RunConfig) -> None:
     before = read_run_config(folder)
     if before is None:
         return
-    differing = differing_keys(hidden(before), dump_config(config))  # what is masked now may not have been then
+    # What is masked now may not have been then.
+    differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections)
     if differing:
         shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
@@ -109,15 +110,17 @@ def _check_same_run(folder: Path, config: BaseModel) -> None:
         )
 
 
-def differing_keys(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def differing_keys(
+    before: dict[str, Any], now: dict[str, Any], sections: Collection[str]
+) -> list[tuple[str, Any, Any]]:
     """Keys that decide what a run computes and that differ, with the old and the new value."""
     old, new = flat(before), flat(now)
-    keys = [key for key in dict.fromkeys([*new, *old]) if _decides(key)]
+    keys = [key for key in dict.fromkeys([*new, *old]) if _decides(key, sections)]
     return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
-def _decides(key: str) -> bool:
-    return key not in MAY_DIFFER and (key.split(".")[0] in SAME_RUN_SECTIONS or key in SAME_RUN_KEYS)
+def _decides(key: str, sections: Collection[str]) -> bool:
+    return key not in MAY_DIFFER and (key.split(".")[0] in sections or key in SAME_RUN_KEYS)
 
 
 def flat(section: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """The run configuration: every key, its type, its bounds and what it means.
 
 Validators are pure: no file, network, environment or torch. What depends on the number of ranks is checked by
-`check_world`, once, at start-up.
+`RunConfig.check_ranks`, once, at start-up.
 """
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -339,6 +339,9 @@ class MonitorConfig(Section):
 class RunConfig(Section):
     """What every training command has."""
 
+    deciding_sections: ClassVar[tuple[str, ...]] = ("model", "data", "optim")
+    """Sections that decide what a run computes: a resumed run must have the same."""
+
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
@@ -360,6 +363,23 @@ class RunConfig(Section):
     @abstractmethod
     def batch_fact(self) -> str:
         """Which setting makes `samples_per_step`, for messages."""
+
+    def check_ranks(self, num_ranks: int) -> list[str]:
+        """What a person should know about this run on so many ranks; one text each, none of them an error.
+
+        Any global batch can be cut over any number of ranks: uneven shares are even in the loss, and a rank without a
+        sample runs a stand-in that does not count. That only costs time.
+
+        Raises:
+            ConfigError: the trainer cannot run on so many.
+        """
+        idle = num_ranks - self.samples_per_step
+        if idle <= 0:
+            return []
+        return [
+            f"{self.batch_fact}, less than the number of ranks ({num_ranks}): "
+            f"{idle} of them train on nothing in every step; raise it, or start fewer ranks"
+        ]
 
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
 from dsreason.config.schema import RunConfig, Section, UpdateConfig
+from dsreason.errors import ConfigError
 
 
 class AlgorithmConfig(Section):
@@ -191,6 +192,8 @@ class RewardConfig(Section):
 class GRPOConfig(RunConfig):
     """Everything of one `dsreason grpo` run."""
 
+    deciding_sections = (*RunConfig.deciding_sections, "grpo")
+
     train: UpdateConfig = UpdateConfig()
     grpo: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -204,6 +207,15 @@ class GRPOConfig(RunConfig):
     @property
     def batch_fact(self) -> str:
         return f"grpo.prompts_per_step x num_generations / optimizer_steps_per_rollout is {self.samples_per_step}"
+
+    def check_ranks(self, num_ranks: int) -> list[str]:
+        parallel = self.rollout.tensor_parallel_size
+        if num_ranks % parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size ({parallel}) does not divide the number of ranks ({num_ranks}); lower it, "
+                "or start another number"
+            )
+        return super().check_ranks(num_ranks)
 
     @model_validator(mode="after")
     def check_rewards(self) -> Self:

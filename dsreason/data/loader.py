@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.collate import collate
-from dsreason.data.micro_batches import Exchange, align_batches, cut_by_count, cut_by_tokens, media_kinds
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, media_kinds
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
@@ -66,6 +67,10 @@ def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T 
         return BadRow(f"{dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
 
 
+def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | BadRow]:
+    return [read_row(dataset, row, use) for row in rows]
+
+
 def refusal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
     """The first of these rows that `data.on_bad_row` or `model.on_too_long` does not allow to leave out."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
@@ -93,8 +98,8 @@ class StepLoader:
         self.exchange_seconds = 0.0  # of the current step
 
     def __iter__(self) -> Iterator[StepBatches]:
-        batching = Batching(Encoding(self.dataset, self.encoder), self.config)
-        shares = decode_ahead(batching, self._assignments(), self.config.data)
+        work = partial(encode_share, self.dataset, self.encoder, self.config)
+        shares = decode_ahead(work, self._assignments(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
             share = next(shares)
@@ -110,7 +115,8 @@ class StepLoader:
 
     def _assignments(self) -> Iterator[list[int]]:
         """This rank's rows of each step."""
-        unknown = decode_ahead(Measuring(self.dataset, self.encoder), self._unmeasured(), self.config.data)
+        work = partial(measure_rows, self.dataset, self.encoder)
+        unknown = decode_ahead(work, self._unmeasured(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             for measured in self._exchange(next(unknown)):
                 self.lengths.update(measured)
@@ -150,32 +156,6 @@ class StepLoader:
         )
 
 
-class Measuring(Dataset[list[tuple[int, int]]]):
-    """Row numbers → (row, token count). A bad row counts 0 here and is told when it is encoded."""
-
-    def __init__(self, dataset: SampleDataset, encoder: Encoder) -> None:
-        self.dataset, self.encoder = dataset, encoder
-
-    def __getitem__(self, rows: list[int]) -> list[tuple[int, int]]:
-        return [(row, self._measure(row)) for row in rows]
-
-    def _measure(self, row: int) -> int:
-        try:
-            return self.encoder.measure(self.dataset[row])
-        except DataError:
-            return 0
-
-
-class Encoding(Dataset[list[EncodedSample | BadRow]]):
-    """Row numbers → encoded samples."""
-
-    def __init__(self, dataset: SampleDataset, encoder: Encoder) -> None:
-        self.dataset, self.encoder = dataset, encoder
-
-    def __getitem__(self, rows: list[int]) -> list[EncodedSample | BadRow]:
-        return [read_row(self.dataset, row, self.encoder.encode) for row in rows]
-
-
 @dataclass(frozen=True)
 class Share:
     """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
@@ -188,36 +168,37 @@ class Share:
     error: str | None = None
 
 
-class Batching(Dataset[Share]):
-    """Row numbers → micro-batches. An error is a value here, so that its text reaches the ranks whole."""
+def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Each row and its token count. A bad row counts 0 here and is told when it is encoded."""
 
-    def __init__(self, encoding: Encoding, config: SFTConfig) -> None:
-        self.encoding, self.config = encoding, config
-
-    def __getitem__(self, rows: list[int]) -> Share:
-        found = self.encoding[rows]
-        samples = [item for item in found if isinstance(item, EncodedSample)]
-        bad = [item for item in found if isinstance(item, BadRow)]
-        refused = refusal(bad, self.config)
-        if refused is not None:
-            return Share([], error=refused)
+    def measure(row: int) -> int:
         try:
-            groups = self._cut(samples)
-        except DataError as error:
-            return Share([], error=str(error))
-        return Share(
-            batches=[collate(group, pad_id=self.encoding.encoder.pad_id) for group in groups],
-            num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
-            num_input_tokens=sum(map(len, samples)),
-            num_samples=len(samples),
-            skipped=tuple(row.reason for row in bad),
-        )
+            return encoder.measure(dataset[row])
+        except DataError:
+            return 0
 
-    def _cut(self, samples: Sequence[EncodedSample]) -> list[list[EncodedSample]]:
-        train = self.config.train
-        if train.max_tokens_per_micro_batch is None:
-            return cut_by_count(samples, train.micro_batch_size or 1)
-        return cut_by_tokens(samples, train.max_tokens_per_micro_batch)
+    return [(row, measure(row)) for row in rows]
+
+
+def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, rows: Sequence[int]) -> Share:
+    """The rows as micro-batches. An error is a value here, so that its text reaches the ranks whole."""
+    found = read_rows(dataset, encoder.encode, rows)
+    samples = [item for item in found if isinstance(item, EncodedSample)]
+    bad = [item for item in found if isinstance(item, BadRow)]
+    refused = refusal(bad, config)
+    if refused is not None:
+        return Share([], error=refused)
+    try:
+        groups = cut_samples(samples, config.train)
+    except DataError as error:
+        return Share([], error=str(error))
+    return Share(
+        batches=[collate(group, pad_id=encoder.pad_id) for group in groups],
+        num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
+        num_input_tokens=sum(map(len, samples)),
+        num_samples=len(samples),
+        skipped=tuple(row.reason for row in bad),
+    )
 
 
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
@@ -242,20 +223,22 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
     return shares
 
 
-def decode_ahead(work: Dataset[T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
+def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
     """Apply `work` to every task in worker processes, in order, about `data.prefetch` tasks ahead."""
     ahead = math.ceil(data.prefetch / data.workers) if data.workers else None
     return in_workers(work, tasks, workers=data.workers, ahead=ahead)
 
 
-def in_workers(work: Dataset[T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None) -> Iterator[T]:
-    """`work[task]` of every task, in order, made by `workers` processes (0: by this one), each `ahead` tasks ahead.
+def in_workers(
+    work: Callable[[Any], T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None
+) -> Iterator[T]:
+    """`work(task)` of every task, in order, made by `workers` processes (0: by this one), each `ahead` tasks ahead.
 
     Raises:
         DsReasonError: what `work` raised, or that a worker died.
     """
     loader = DataLoader(
-        Telling(work),
+        Work(work),
         batch_size=None,
         sampler=tasks,
         num_workers=workers,
@@ -276,15 +259,15 @@ def in_workers(work: Dataset[T], tasks: Iterable[Any], *, workers: int, ahead: i
         ) from error
 
 
-class Telling(Dataset[Any]):
-    """Returns the errors that are told to people: torch would put a worker's traceback into their text."""
+class Work(Dataset[Any]):
+    """A function as torch's loader takes it. Errors for people are returned: torch would add a worker's traceback."""
 
-    def __init__(self, work: Dataset[Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work
 
     def __getitem__(self, task: Any) -> Any:
         try:
-            return self.work[task]
+            return self.work(task)
         except DsReasonError as error:
             return error
 

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from dsreason.config.schema import UpdateConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, collate
 from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
 
+S = TypeVar("S", bound=EncodedSample)
+
 Exchange = Callable[[Any], list[Any]]
 """This rank's value in, every rank's value out, by rank. A collective."""
 
 
-def cut_by_count(samples: Sequence[EncodedSample], size: int) -> list[list[EncodedSample]]:
+def cut_samples(samples: Sequence[S], train: UpdateConfig) -> list[list[S]]:
+    """By tokens where the configuration gives a budget of them, else by number."""
+    if train.max_tokens_per_micro_batch is None:
+        return cut_by_count(samples, train.micro_batch_size or 1)
+    return cut_by_tokens(samples, train.max_tokens_per_micro_batch)
+
+
+def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
     """Groups of at most `size`, like lengths together (less padding)."""
     ordered = sorted(samples, key=len, reverse=True)
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
-def cut_by_tokens(samples: Sequence[EncodedSample], budget: int) -> list[list[EncodedSample]]:
+def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
     """Groups whose padded size, rows x longest row, stays within `budget` tokens."""
-    groups: list[list[EncodedSample]] = []
+    groups: list[list[S]] = []
     for sample in sorted(samples, key=len, reverse=True):
         if len(sample) > budget:
             raise DataError(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-
-from torch.utils.data import Dataset
+from functools import partial
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, prompt_messages
-from dsreason.data.loader import BadRow, decode_ahead, read_row, refusal
+from dsreason.data.loader import BadRow, decode_ahead, read_rows, refusal
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.render import render_prompt
@@ -61,11 +60,11 @@ class PromptLoader:
     ) -> None:
         self.order, self.config, self.exchange = order, config, exchange
         self.rank, self.world_size, self.start = rank, world_size, start
-        self.encoding = PromptEncoding(dataset, encoder, check)
+        self.read = partial(read_rows, dataset, partial(ask, encoder, check))
 
     def __iter__(self) -> Iterator[Prompts]:
         shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
-        found = decode_ahead(self.encoding, shares, self.config.data)
+        found = decode_ahead(self.read, shares, self.config.data)
         for batch in itertools.count(self.start):
             yield self._prompts(batch, next(found))
 
@@ -85,22 +84,11 @@ class PromptLoader:
         )
 
 
-class PromptEncoding(Dataset[list[EncodedPrompt | BadRow]]):
-    """Row numbers → encoded prompts."""
-
-    def __init__(
-        self, dataset: SampleDataset, encoder: Encoder, check: Check | None = None, *, with_pixels: bool = True
-    ) -> None:
-        self.dataset, self.encoder, self.check, self.with_pixels = dataset, encoder, check, with_pixels
-
-    def __getitem__(self, rows: list[int]) -> list[EncodedPrompt | BadRow]:
-        return [read_row(self.dataset, row, self._encode) for row in rows]
-
-    def _encode(self, sample: Sample) -> EncodedPrompt:
-        if self.check is not None:
-            self.check(sample)
-        prompt = self.encoder.encode_prompt(sample)
-        return prompt if self.with_pixels else prompt.without_pixels()
+def ask(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
+    """The prompt of a sample, which `check` may refuse."""
+    if check is not None:
+        check(sample)
+    return encoder.encode_prompt(sample)
 
 
 class PromptEncoder(Encoder):

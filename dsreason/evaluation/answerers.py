@@ -19,7 +19,7 @@ from dsreason.config.secrets import hidden
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Answerer
-from dsreason.evaluation.engine import VERSION, EngineAnswerer, check_weights, load_weights
+from dsreason.evaluation.engine import VERSION, EngineAnswerer, check_weights
 from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
 from dsreason.evaluation.sampling import max_tokens
 from dsreason.evaluation.server import ServerAnswerer
@@ -27,9 +27,10 @@ from dsreason.evaluation.settings import model_fingerprint
 from dsreason.evaluation.types import Kind
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
+from dsreason.rollout.opening import EngineSettings, TransformersSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.rollout.vllm_arguments import check_engine_options
+from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
 from dsreason.runtime.progress import Advance, open_progress
 from dsreason.runtime.world import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
 
@@ -246,41 +247,35 @@ def build_engine(
     config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
 ) -> RolloutEngine:
     """Awake with the folder's weights, until `stack` closes. Collective."""
-    tokenizer, model, options = encoder.processor.tokenizer, config.model, config.evaluation.engine_options
-    if choose_engine(config, world) == "transformers":
-        if options:
-            raise ConfigError(
-                f'evaluation.engine_options ({options}): of vLLM, and without model.engine = "vllm" the answers come from '
-                "transformers here; set it, or remove them"
-            )
-        copy = TransformersEngine(
-            path,
-            tokenizer,
-            dtype=dtype,
-            device=world.device,
-            attention=model.attention,
-            batch_size=config.evaluation.batch_size or TRANSFORMERS_BATCH,
-            trust_remote_code=model.trust_remote_code,
-        )
-        load_weights(copy, path, trust_remote_code=model.trust_remote_code)
-        return copy
-    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
-
-    engine = VLLMEngine(
+    engine = open_rollout_engine(
         path,
-        tokenizer,
+        encoder.processor.tokenizer,
         world,
+        engine_settings(config, length, world),
         dtype=dtype,
-        max_model_len=length,
-        tensor_parallel_size=model.tensor_parallel_size,
-        gpu_memory_utilization=model.gpu_memory_utilization,
         loaded_version=VERSION,
-        enforce_eager=model.enforce_eager,
-        engine_options=options,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    stack.callback(engine.shutdown)
-    return engine
+    return stack.enter_context(engine)
+
+
+def engine_settings(config: EvalConfig, length: int, world: World) -> EngineSettings:
+    model, options = config.model, config.evaluation.engine_options
+    if choose_engine(config, world) == "vllm":
+        return VLLMSettings(
+            max_model_len=length,
+            tensor_parallel_size=model.tensor_parallel_size,
+            gpu_memory_utilization=model.gpu_memory_utilization,
+            enforce_eager=model.enforce_eager,
+            engine_options=options,
+        )
+    if options:
+        raise ConfigError(
+            f'evaluation.engine_options ({options}): of vLLM, and without model.engine = "vllm" the answers come from '
+            "transformers here; set it, or remove them"
+        )
+    batch_size = config.evaluation.batch_size or TRANSFORMERS_BATCH
+    return TransformersSettings(attention=model.attention, batch_size=batch_size)
 
 
 def available_cores(world: World) -> int:

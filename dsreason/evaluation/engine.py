@@ -6,12 +6,10 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.loader import in_workers
@@ -53,8 +51,8 @@ class EngineAnswerer:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
         ahead = self._ahead(batches) if workers else None
-        decoding = Decoding(questions, self.encoder, self.engine.reads_pixels)
-        found = in_workers(decoding, range(len(questions)), workers=workers, ahead=ahead)
+        work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
+        found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
             for asked in joined(
                 self._groups(batch, found),
@@ -108,18 +106,13 @@ class EngineAnswerer:
         self.prompts = {}
 
 
-class Decoding(Dataset[EncodedPrompt | str]):
-    """Question numbers → prompts, or why there is none."""
-
-    def __init__(self, questions: Sequence[Question], encoder: Encoder, with_pixels: bool) -> None:
-        self.questions, self.encoder, self.with_pixels = questions, encoder, with_pixels
-
-    def __getitem__(self, number: int) -> EncodedPrompt | str:
-        try:
-            prompt = self.encoder.encode_prompt(self.questions[number].sample)
-        except DataError as error:
-            return str(error)
-        return prompt if self.with_pixels else prompt.without_pixels()
+def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
+    """The prompt of one of the questions, or why there is none."""
+    try:
+        prompt = encoder.encode_prompt(questions[number].sample)
+    except DataError as error:
+        return str(error)
+    return prompt if with_pixels else prompt.without_pixels()
 
 
 def stream_of(question_id: str) -> int:
@@ -133,22 +126,3 @@ def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_cod
     weights = find_weights(model_path, family_of(config.model_type).rename)
     check_depth(config, weights)
     check_tensors(empty_model(config, torch.float32, attention, trust_remote_code), weights)
-
-
-def load_weights(engine: RolloutEngine, model_path: Path, *, trust_remote_code: bool = False) -> None:
-    """Wake the engine and give it the weights of a Hugging Face folder; every one is checked to arrive. Collective."""
-    config = model_config(model_path, trust_remote_code=trust_remote_code)
-    engine.wake()
-    engine.sync(folder_weights(model_path, config), VERSION)
-
-
-def folder_weights(model_path: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the folder by its name in memory; an output matrix stored beside the embeddings it is tied to is
-    left out."""
-    weights = find_weights(model_path, family_of(config.model_type).rename)
-    for name in weights.places:
-        if config.tie_word_embeddings and name == "lm_head.weight":
-            continue
-        found: dict[str, Tensor] = {}
-        weights.read([name], found.__setitem__)
-        yield name, found[name]

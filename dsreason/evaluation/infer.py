@@ -36,8 +36,10 @@ from dsreason.export import DTYPES
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
+from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
 from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
+from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.runtime.gpu import choose_device
 from dsreason.runtime.world import init_world, shutdown
 
@@ -210,25 +212,14 @@ def open_engine(
 def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
     """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
-
     check_weights(folder)
-    world = init_world()
-    engine = VLLMEngine(
-        folder,
-        encoder.processor.tokenizer,
-        world,
-        dtype=dtype,
-        max_model_len=max_length,
-        gpu_memory_utilization=0.9,  # nothing else needs it
-        loaded_version=VERSION,
-    )
-
-    try:
-        yield partial(draw_together, engine)
-    finally:
-        engine.shutdown()
-        shutdown()
+    settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else needs it
+    with ExitStack() as stack:
+        world = init_world()
+        stack.callback(shutdown)
+        tokenizer = encoder.processor.tokenizer
+        engine = open_rollout_engine(folder, tokenizer, world, settings, dtype=dtype, loaded_version=VERSION)
+        yield partial(draw_together, stack.enter_context(engine))
 
 
 def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:

@@ -33,10 +33,6 @@ class Scores:
     metric_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     """`<function>/<metric>` → its sum and how many calls gave it; these add up over ranks."""
 
-    def part(self, start: int, stop: int) -> Scores:
-        """Those of some completions, without the metrics."""
-        return Scores(self.total[start:stop], {name: values[start:stop] for name, values in self.by_function.items()})
-
     @property
     def metrics(self) -> dict[str, float]:
         """The mean of every metric over the calls that gave it."""

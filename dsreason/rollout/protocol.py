@@ -99,12 +99,12 @@ class RolloutEngine(Protocol):
 
     dtype: torch.dtype
     """Of the weights."""
+    max_num_seqs: int
+    """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
     reads_pixels: bool
     """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
+    _stats: dict[str, float]
+    """Of the last wake, sync, generate and sleep."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -144,6 +144,9 @@ class RolloutEngine(Protocol):
         a prompt's completion does not depend on the rank that draws it. Raises `StaleWeightsError` when the engine
         holds other weights than `version`, or none.
         """
+        streams = range(len(prompts)) if streams is None else streams
+        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
+        return [found[i] for i in range(len(prompts))]
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
@@ -157,7 +160,8 @@ class RolloutEngine(Protocol):
         """Gives the memory back. The weights count as lost, unless the engine `keeps_weights`."""
 
     def stats(self) -> dict[str, float]:
-        """Metrics of the last wake, sync, generate and sleep."""
+        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
+        return dict(self._stats)
 
 
 def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -22,6 +22,7 @@ from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
     Held,
+    RolloutEngine,
     Sampling,
     SyncError,
     check_drawn,
@@ -42,7 +43,7 @@ PAD_ID = 0
 """Masked everywhere, so any id will do."""
 
 
-class TransformersEngine:
+class TransformersEngine(RolloutEngine):
     """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back).
 
     A batch has `batch_size` prompts, or more that together have at most `batch_tokens`, completions and padding included.
@@ -64,7 +65,7 @@ class TransformersEngine:
     ) -> None:
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
         self.attention, self.trust_remote_code = attention, trust_remote_code
-        self.batch_size, self.batch_tokens = batch_size, batch_tokens
+        self.batch_size, self.batch_tokens, self.max_num_seqs = batch_size, batch_tokens, batch_size
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
@@ -74,10 +75,6 @@ class TransformersEngine:
         """Fingerprints of what the last sync left here."""
         self.said_what_is_lost = False
         self._stats: dict[str, float] = {}
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.batch_size
 
     @property
     def keeps_weights(self) -> bool:
@@ -121,18 +118,6 @@ class TransformersEngine:
         model = self._awake_model
         return Held(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 
-    def generate(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        sampling: Sampling,
-        *,
-        version: int,
-        streams: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        streams = range(len(prompts)) if streams is None else streams
-        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
-        return [found[i] for i in range(len(prompts))]
-
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
@@ -161,10 +146,6 @@ class TransformersEngine:
             self.model, self.version, self.sent = None, None, {}
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
-
-    def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
-        return dict(self._stats)
 
     def _complete(
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int

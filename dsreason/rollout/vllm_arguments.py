@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +23,51 @@ MEDIA_BYTES_PER_TOKEN = 32 * 1024
 """Of a processed medium in float32; Qwen3-VL's, the largest, take 24 KiB."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VLLMSettings:
+    """How a vLLM engine is laid out."""
+
+    max_model_len: int
+    """Tokens of a prompt and its completion together."""
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.4
+    sleep_level: int = 2
+    """1 keeps a copy of the weights in host memory, 2 keeps nothing."""
+    enforce_eager: bool = False
+    max_num_seqs: int = MAX_SEQUENCES
+    """Completions that are asked for together; more than `MAX_SEQUENCES` wait for their turn."""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `LLM`."""
+
+
 def engine_arguments(
-    world: World,
-    *,
-    dtype: torch.dtype,
-    max_model_len: int,
-    tensor_parallel_size: int,
-    sleep_mode: bool,
-    gpu_memory_utilization: float,
-    enforce_eager: bool,
-    max_num_seqs: int,
-    trust_remote_code: bool,
+    world: World, settings: VLLMSettings, *, dtype: torch.dtype, sleep_mode: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Those of vLLM's `LLM` beside the model. vLLM's own budgets are those of a server, and cost gigabytes."""
     on_cuda = world.device.type == "cuda"
     arguments = {
         "dtype": str(dtype).removeprefix("torch."),
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": tensor_parallel_size,
-        "seed": world.rank // tensor_parallel_size,
-        "max_model_len": max_model_len,
-        "max_num_seqs": min(max_num_seqs, MAX_SEQUENCES),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "seed": world.rank // settings.tensor_parallel_size,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": min(settings.max_num_seqs, MAX_SEQUENCES),
         "max_num_batched_tokens": BATCHED_TOKENS,
-        "enforce_eager": enforce_eager or not on_cuda,
+        "enforce_eager": settings.enforce_eager or not on_cuda,
         "logprobs_mode": "processed_logprobs",
         # Room for the media of two prompts: the completions of one are asked for after each other.
-        "mm_processor_cache_gb": max(1.0, 2 * max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
+        "mm_processor_cache_gb": max(1.0, 2 * settings.max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
         "use_tqdm_on_load": False,
         "trust_remote_code": trust_remote_code,
     }
     if on_cuda:
-        return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": gpu_memory_utilization}
+        return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": settings.gpu_memory_utilization}
     # Without chunked prefill: on a CPU vLLM cannot rewind a request's random stream, as it does after each part of a
     # prompt but the last.
-    return arguments | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(BATCHED_TOKENS, max_model_len)}
+    return arguments | {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(BATCHED_TOKENS, settings.max_model_len),
+    }
 
 
 def check_engine_options(options: Iterable[str], key: str) -> None:

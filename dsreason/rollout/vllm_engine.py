@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
     Held,
+    RolloutEngine,
     RolloutError,
     Sampling,
     SyncError,
@@ -27,7 +28,7 @@ from dsreason.rollout.protocol import (
 )
 from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
 from dsreason.rollout.transformers_engine import stop_token_ids
-from dsreason.rollout.vllm_arguments import MAX_SEQUENCES, engine_arguments
+from dsreason.rollout.vllm_arguments import VLLMSettings, engine_arguments
 from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
 from dsreason.rollout.vllm_versions import keep_video_times
@@ -57,17 +58,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """A `RolloutEngine` on vLLM. Every `tensor_parallel_size` consecutive ranks hold one copy of the policy together.
 
     All ranks construct it together, after `init_world`; it starts asleep. On a CPU vLLM keeps its memory, but goes
     through the same states.
 
     Args:
-        sleep_level: 1 keeps a copy of the weights in host memory, 2 keeps nothing.
         loaded_version: of the folder's weights, where they are what shall answer: the engine stays awake with them.
-        max_num_seqs: completions that are asked for together; more than `MAX_SEQUENCES` wait for their turn.
-        engine_options: further arguments of vLLM's `LLM`.
     """
 
     reads_pixels = False
@@ -77,23 +75,17 @@ class VLLMEngine:
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
         world: World,
+        settings: VLLMSettings,
         *,
         dtype: torch.dtype,
-        max_model_len: int,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.4,
-        sleep_level: int = 2,
         loaded_version: int | None = None,
-        enforce_eager: bool = False,
-        max_num_seqs: int = MAX_SEQUENCES,
-        engine_options: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if world.size % tensor_parallel_size:
-            raise ValueError(f"{world.size} ranks cannot be cut into groups of {tensor_parallel_size}")
+        if world.size % settings.tensor_parallel_size:
+            raise ValueError(f"{world.size} ranks cannot be cut into groups of {settings.tensor_parallel_size}")
         self.tokenizer, self.world, self.dtype = tokenizer, world, dtype
-        self.max_model_len, self.tensor_parallel_size = max_model_len, tensor_parallel_size
-        self.sleep_level = sleep_level
+        self.max_model_len, self.tensor_parallel_size = settings.max_model_len, settings.tensor_parallel_size
+        self.sleep_level = settings.sleep_level
         self.stop_ids = stop_token_ids(path)
         self.banned_ids = media_token_ids(tokenizer)
         self.version = loaded_version
@@ -110,18 +102,11 @@ class VLLMEngine:
             from vllm import LLM
 
             keep_video_times()
+            sleep_mode = loaded_version is None
             arguments = engine_arguments(
-                world,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                tensor_parallel_size=tensor_parallel_size,
-                sleep_mode=loaded_version is None,
-                gpu_memory_utilization=gpu_memory_utilization,
-                enforce_eager=enforce_eager,
-                max_num_seqs=max_num_seqs,
-                trust_remote_code=trust_remote_code,
+                world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
-            arguments |= engine_options or {}
+            arguments |= settings.engine_options
             self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)
             self.places = find_places(self.model, list(self.expected))
@@ -129,7 +114,7 @@ class VLLMEngine:
             self.state = find_sleep_state(runner, vllm_pools())
             log.info("asleep, vLLM loses %.2f GiB beside weights, keys and values: the host keeps it", self.state.gib)
             self.weights_awake = self.cache_awake = True
-            if loaded_version is None:
+            if sleep_mode:
                 self._sleep()
 
     @property
@@ -199,22 +184,10 @@ class VLLMEngine:
         parameters = {f"{place.name} ({place.engine_name})": fingerprint(*held_values(place)) for place in self.places}
         return Held(on_cpu(parameters), fingerprints(self.model.named_buffers()))
 
-    def generate(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        sampling: Sampling,
-        *,
-        version: int,
-        streams: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
-        streams = range(len(prompts)) if streams is None else streams
-        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
-        return [found[i] for i in range(len(prompts))]
-
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
+        """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
         start, tokens = time.perf_counter(), 0
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
@@ -271,10 +244,6 @@ class VLLMEngine:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
-
-    def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
-        return dict(self._stats)
 
     def shutdown(self) -> None:
         """Ends the engine and its process groups, and leaves the trainer's. Safe to call twice."""

@@ -16,7 +16,7 @@ LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm",
 
 
 class RankFormatter(HidingFormatter):
-    """`2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft: text`."""
+    """`2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
 
     step: int | None = None
 

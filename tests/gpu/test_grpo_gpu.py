@@ -77,13 +77,14 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.models.tiny import build_tiny
+    from dsreason.rollout.vllm_arguments import VLLMSettings
     from dsreason.rollout.vllm_engine import VLLMEngine
     from dsreason.runtime.memory import MemoryLedger, used_bytes
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.world import init_world, shutdown
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.sampler import Sampler
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.common.sampler import Sampler
 
     world, config = init_world(), SFTConfig()
     build_tiny("qwen3_vl", folder, dtype=torch.bfloat16, **sizes)
@@ -96,9 +97,8 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
         folder,
         build_encoder(config, folder).processor.tokenizer,
         world,
+        VLLMSettings(max_model_len=1024, gpu_memory_utilization=UTILIZATION),
         dtype=torch.bfloat16,
-        max_model_len=1024,
-        gpu_memory_utilization=UTILIZATION,
     )
     offload.reload()
     sampler, found = Sampler(engine, policy, offload, ledger), []

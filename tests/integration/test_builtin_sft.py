@@ -42,24 +42,32 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
+    from dsreason.rollout.transformers_engine import TransformersEngine
     from dsreason.runtime.memory import MemoryLedger
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.sampler import Sampler
-    from dsreason.train.validate import validate
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import DTYPES, build_encoder
+    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.common.validate import validate
+    from tests.blank import BlankEncoder
 
     world = init_world()
     config = load_config(SFTConfig, None, [f"model.path={json.dumps(model)}"], default_recipe="builtin_sft.toml")
     _, held_out = open_datasets(config.data)
-    encoder = build_encoder(config, Path(model))
+    encoder = BlankEncoder(**vars(build_encoder(config, Path(model))))
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=1)
     engine = build_policy_engine(config, deepspeed, Path(model))
-    rollout = build_rollout(config, Path(model), encoder, world, config.validation.micro_batch_size)
+    rollout = TransformersEngine(
+        Path(model),
+        encoder.processor.tokenizer,
+        dtype=DTYPES[config.train.precision],
+        device=world.device,
+        batch_size=config.validation.micro_batch_size,
+    )
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
-    result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress(), blank_media=True)
+    result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress())
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
 
 

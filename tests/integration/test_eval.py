@@ -25,11 +25,12 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample
 from dsreason.evaluation.answerers import Answering
-from dsreason.evaluation.engine import EngineAnswerer, load_weights
+from dsreason.evaluation.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.questions import load_questions
 from dsreason.evaluation.results import read_results
 from dsreason.evaluation.run import Evaluation, build_grader
 from dsreason.models.encoder import open_encoder
+from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.distributed import run_on_ranks
@@ -362,7 +363,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
     )
     engine.calls, engine.rows = [], []
-    load_weights(engine, tiny_qwen2_5_vl)
+    load_weights(engine, tiny_qwen2_5_vl, VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
     with build_grader(config) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)

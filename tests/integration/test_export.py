@@ -45,7 +45,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
     from dsreason.runtime.checkpoint_writer import save_checkpoint
     from dsreason.runtime.engine import set_learning_rate
     from dsreason.runtime.world import init_world
-    from dsreason.train.sft import accumulate_gradients
+    from dsreason.train.sft.loop import accumulate_gradients
 
     world, found = init_world(), {}
     for stage in STAGES:

@@ -21,7 +21,7 @@ def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients]
     """Full gradients of the first step of each case, on rank 0; `naive` averages each micro-batch by itself."""
     from dsreason.runtime.engine import full_gradients
     from dsreason.runtime.world import init_world
-    from dsreason.train.sft import accumulate_gradients
+    from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()
     found = []
@@ -41,8 +41,9 @@ def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
     from dsreason.runtime.world import gather_objects
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder, step_order
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.sft.preflight import step_order
 
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, model), step_order(training, config)
@@ -133,7 +134,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     from dsreason.losses.sft import sft_loss
     from dsreason.runtime.engine import full_gradients, set_learning_rate
     from dsreason.runtime.world import init_world
-    from dsreason.train.sft import accumulate_gradients
+    from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()
     config = run_config(rows, model, {"precision": "bf16", "global_batch_size": 64, "micro_batch_size": 1})
@@ -161,7 +162,7 @@ def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
     """The same step twice with learning rate 0, its text-only micro-batches first."""
     from dsreason.runtime.engine import full_gradients, set_learning_rate
     from dsreason.runtime.world import init_world
-    from dsreason.train.sft import accumulate_gradients
+    from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()
     engine, batches = first_step(run_config(rows, model, {"micro_batch_size": 1}), Path(model), world)

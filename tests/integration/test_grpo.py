@@ -29,6 +29,7 @@ adapter = "jsonl"
 path = "{rows}"
 workers = 1
 vision.fps = 4.0
+on_bad_row = "skip"
 [optim]
 lr = 3e-3
 warmup = 0
@@ -66,9 +67,14 @@ REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `whole/`: four steps, two a rollout, on 2 ranks with 3 prompts each; checkpoints after two and four."""
+    """With `whole/`: four steps, two a rollout, on 2 ranks with 3 prompts each; checkpoints after two and four.
+
+    One row of the nine is bad, and left out.
+    """
     folder = tmp_path_factory.mktemp("grpo")
     rows = write_mixed_rows(folder / "data")
+    with rows.open("a") as file:
+        file.write('{"id": "bad", "question": "What colour?", "image": "missing.png", "answer": "red"}\n')
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen3_vl, rows=rows))
     (folder / "rewards.py").write_text(REWARDS)
     train(folder, "whole")
@@ -117,6 +123,12 @@ def test_every_completion_is_written_with_its_reward_and_advantage(folder: Path)
         assert group[0]["trained"] <= (max(values) - min(values) > 1.0)  # dapo samples dynamically
         assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
     assert len({row["completion"] for row in rows}) > 6
+
+
+def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
+    counts = [line["train/skipped_rows"] for line in metrics(folder / "whole") if "train/loss" in line]
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
 
 
 def test_the_curves_that_the_readme_explains_are_there(folder: Path) -> None:
@@ -197,7 +209,7 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.errors import DsReasonError
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.train import grpo
+    from dsreason.train.grpo import loop as grpo
 
     first_sync = TransformersEngine.sync
     synced = []

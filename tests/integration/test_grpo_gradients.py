@@ -50,7 +50,7 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
     """One completion for each of the eight rows, of made-up ids, log-probabilities and advantages."""
     from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import Completion
-    from dsreason.train.rollouts import Rollout
+    from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
     random, found = np.random.default_rng(0), []
@@ -62,14 +62,10 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
     return found[rank::size]
 
 
-def other_logprobs(part: Any, distance: float) -> list[torch.Tensor]:
-    """Made-up log-probabilities of another policy, by micro-batch: they depend on the completion alone."""
-    found = []
-    for batch in part.batches:
-        rollouts = [part.rollouts[int(name)] for name in batch.ids if name]
-        rows = [np.sin(np.asarray(rollout.completion.ids)) * distance - 4.5 for rollout in rollouts]
-        found.append(torch.from_numpy(np.concatenate([*rows, []]).astype(np.float32)))
-    return found
+def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
+    """Made-up log-probabilities of another policy: they depend on the completion alone."""
+    rows = [np.sin(np.asarray(rollout.completion.ids)) * distance - 4.5 for rollout in micro_batch.rollouts]
+    return torch.from_numpy(np.concatenate([*rows, []]).astype(np.float32))
 
 
 def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], Gradients] | None:
@@ -78,9 +74,9 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.runtime.engine import full_gradients, set_learning_rate
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.update import accumulate_gradients, cut
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.update import accumulate_gradients, cut
 
     world, found = init_world(), {}
     engine = None
@@ -92,12 +88,12 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
                 engine = build_policy_engine(config, deepspeed, Path(model))
                 set_learning_rate(engine, 0.0)
-            part = cut(made_up_rollouts(config, encoder, world.rank, world.size), config, encoder)
-            part = replace(part, old_logprobs=other_logprobs(part, 0.1))
+            micro_batches = cut(made_up_rollouts(config, encoder, world.rank, world.size), config, encoder)
+            micro_batches = [replace(one, old_logprobs=other_logprobs(one, 0.1)) for one in micro_batches]
             if variant.startswith("kl"):
-                part = replace(part, ref_logprobs=other_logprobs(part, 0.5))
+                micro_batches = [replace(one, ref_logprobs=other_logprobs(one, 0.5)) for one in micro_batches]
             banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
-            accumulate_gradients(engine, part, config, world, banned)
+            accumulate_gradients(engine, micro_batches, config, world, banned)
             found[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()
     return found if world.is_main else None

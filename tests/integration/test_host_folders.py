@@ -22,7 +22,7 @@ RUN = Path("run")
 def own_host(folder: str) -> Any:
     """Make this rank the only one of its host; its world."""
     from dsreason.runtime.world import init_world
-    from dsreason.train.run_folder import find_folders
+    from dsreason.train.common.run_folder import find_folders
 
     host = Path(folder) / f"host_{os.environ['RANK']}"
     host.mkdir()
@@ -33,7 +33,7 @@ def own_host(folder: str) -> Any:
 
 def find(folder: str) -> tuple[Any, Any]:
     """Who shares the folder, where each host has one and where all have the same."""
-    from dsreason.train.run_folder import find_folders
+    from dsreason.train.common.run_folder import find_folders
 
     world = own_host(folder)
     shared = find_folders(Path(folder) / "shared", replace(world, folder_ranks=()))

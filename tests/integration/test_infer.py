@@ -11,9 +11,10 @@ import torch
 import typer
 
 from dsreason.cli.infer import infer as command
-from dsreason.evaluation.engine import VERSION, load_weights
+from dsreason.evaluation.engine import VERSION
 from dsreason.evaluation.infer import InferSettings, draw_together, infer, prompt_encoder, sample_of
 from dsreason.models.load import load_processor
+from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.integration.command import dsreason
@@ -60,7 +61,7 @@ def test_answers_are_those_of_the_rollout_engine(
     engine = TransformersEngine(
         tiny, load_processor(tiny).tokenizer, dtype=torch_dtype, device=torch.device("cpu"), batch_size=1
     )
-    load_weights(engine, tiny)
+    load_weights(engine, tiny, VERSION)
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)

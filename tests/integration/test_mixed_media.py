@@ -25,10 +25,10 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.runtime.engine import full_gradients
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
-    from dsreason.train.rollouts import training_sample
-    from dsreason.train.update import Part, accumulate_gradients, cut
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.rollouts import MicroBatch, training_sample
+    from dsreason.train.grpo.update import accumulate_gradients, cut
 
     world = init_world()
     config = run_config(rows, model, "grpo", {"micro_batch_size": 2})
@@ -39,11 +39,14 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     everyone = made_up_rollouts(config, encoder, 0, 1)
     rollouts = [everyone[i] for i in mine]
     if with_remedy:
-        part = cut(rollouts, config, encoder)
+        micro_batches = cut(rollouts, config, encoder)
     else:
-        groups = cut_by_count([training_sample(rollout, i) for i, rollout in enumerate(rollouts)], 2)
-        part = Part(rollouts, [collate(group, pad_id=encoder.pad_id) for group in groups])
-    accumulate_gradients(engine, part, config, world, torch.tensor(media_token_ids(encoder.processor.tokenizer)))
+        groups = cut_by_count([training_sample(rollout) for rollout in rollouts], 2)
+        micro_batches = [
+            MicroBatch(collate(group, pad_id=encoder.pad_id), [sample.rollout for sample in group]) for group in groups
+        ]
+    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
+    accumulate_gradients(engine, micro_batches, config, world, banned)
     return float(np.sqrt(sum(float(grad.square().sum()) for grad in full_gradients(engine).values())))
 
 

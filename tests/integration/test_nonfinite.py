@@ -25,7 +25,7 @@ def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
     from dsreason.errors import DsReasonError
     from dsreason.losses.sft import sft_loss
     from dsreason.runtime.world import init_world
-    from dsreason.train import sft
+    from dsreason.train.sft import loop as sft
 
     world, losses = init_world(), []
 
@@ -49,7 +49,7 @@ def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
         }
     )
     try:
-        with mock.patch("dsreason.train.sft.sft_loss", poisoned):
+        with mock.patch("dsreason.train.sft.loop.sft_loss", poisoned):
             sft.run(config, output_dir=Path(folder))
     except DsReasonError as error:
         return str(error)

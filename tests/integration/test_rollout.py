@@ -19,7 +19,7 @@ from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, SyncError
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.train.preflight import build_encoder
+from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
 
 pytestmark = pytest.mark.integration

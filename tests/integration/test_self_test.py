@@ -35,7 +35,7 @@ def explore(path: Path, folder: Path) -> dict[str, Any]:
     from dsreason.models.load import load_model
     from dsreason.rollout.transformers_engine import TransformersEngine
     from dsreason.runtime.world import init_world
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.preflight import build_encoder
     from tests.integration.test_vllm_engine import make_prompts
 
     world = init_world()

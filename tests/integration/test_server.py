@@ -23,11 +23,12 @@ from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.engine import VERSION, load_weights
+from dsreason.evaluation.engine import VERSION
 from dsreason.evaluation.server import ServerAnswerer
 from dsreason.evaluation.server_messages import as_request
 from dsreason.evaluation.types import Question
 from dsreason.models.encoder import open_encoder
+from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.unit.data.videos import write_video
@@ -121,7 +122,7 @@ def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[
     engine = TransformersEngine(
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
     )
-    load_weights(engine, tiny_qwen2_5_vl)
+    load_weights(engine, tiny_qwen2_5_vl, VERSION)
     found = {}
     for name, sample in samples.items():
         prompt = encoder.encode_prompt(sample)

@@ -85,7 +85,7 @@ def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: s
     from dsreason.data import builtin_scenes as scenes
     from dsreason.data.builtin import write_medium
     from dsreason.data.types import Sample
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.preflight import build_encoder
 
     encoder, rng = build_encoder(SFTConfig(), folder / "model"), np.random.default_rng(0)
     place = folder / f"{direction}_{rank}"

@@ -7,10 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import EncodedPrompt
@@ -18,9 +16,8 @@ from dsreason.data.collate import collate
 from dsreason.data.sources import open_datasets
 from dsreason.models.load import load_model
 from dsreason.rollout.protocol import Completion
-from dsreason.train.answers import accuracies
-from dsreason.train.preflight import build_encoder
-from dsreason.train.validate import blank_medium, blank_prompt, blank_sample
+from dsreason.train.common.answers import accuracies
+from dsreason.train.common.preflight import build_encoder
 from tests.distributed import run_on_ranks
 from tests.integration.rows import write_mixed_rows
 
@@ -41,15 +38,16 @@ def run_config(rows: str, model: str, **validation: Any) -> SFTConfig:
 def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
+    from dsreason.rollout.transformers_engine import TransformersEngine
     from dsreason.runtime.memory import MemoryLedger
     from dsreason.runtime.offload import StateOffload
     from dsreason.runtime.progress import NoProgress
     from dsreason.runtime.world import gather_objects, init_world
-    from dsreason.train.build import build_policy_engine, build_rollout
-    from dsreason.train.preflight import step_order
-    from dsreason.train.sampler import Sampler
-    from dsreason.train.sft import sft_step
-    from dsreason.train.validate import validate
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.common.validate import validate
+    from dsreason.train.sft.loop import sft_step
+    from dsreason.train.sft.preflight import step_order
 
     calls: list[int] = []
     """Prompts of each call of the engine."""
@@ -65,7 +63,13 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     encoder = build_encoder(config, Path(model))
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
-    rollout = build_rollout(config, Path(model), encoder, world, config.validation.micro_batch_size)
+    rollout = TransformersEngine(
+        Path(model),
+        encoder.processor.tokenizer,
+        dtype=torch.float32,
+        device=world.device,
+        batch_size=config.validation.micro_batch_size,
+    )
     generate, rollout.generate = rollout.generate, counted
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     order = step_order(dataset, config)
@@ -164,25 +168,8 @@ def test_without_generation_there_is_only_the_loss(one_rank: dict[str, Any]) -> 
     assert set(one_rank["loss_only"]) == {"val/loss"}
 
 
-def test_blanked_samples_are_those_of_grey_files(rows: str, tiny: Path, tmp_path: Path) -> None:
-    config = run_config(rows, str(tiny))
-    encoder, (samples, _) = build_encoder(config, tiny), open_datasets(config.data)
-    image = samples[1]
-    path = image.messages[0]["content"][0]["image"]
-    with Image.open(path) as opened:
-        Image.new("RGB", opened.size, (128, 128, 128)).save(tmp_path / "grey.png")
-    encoded = encoder.encode(image)
-    image.messages[0]["content"][0]["image"] = str(tmp_path / "grey.png")
-    grey = encoder.encode(image).mm_kwargs["pixel_values"]
-    assert torch.allclose(blank_sample(encoded, encoder.processor).mm_kwargs["pixel_values"], grey, atol=1e-5)
-    video = blank_prompt(encoder.encode_prompt(samples[2]), encoder.processor)
-    frames, _ = blank_medium(video.media[0])
-    assert np.unique(frames).tolist() == [128]
-    assert len(video.encoded.mm_kwargs["pixel_values_videos"].unique()) <= 3
-
-
 def test_accuracies_of_the_run_follow_from_its_answers(one_rank: dict[str, Any]) -> None:
-    from dsreason.train.answers import Answer
+    from dsreason.train.common.answers import Answer
 
     for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):
         expected = accuracies([Answer(**answer) for answer in answers])

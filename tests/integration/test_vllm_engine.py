@@ -76,9 +76,10 @@ class Explorer:
         from dsreason.config.schema import SFTConfig
         from dsreason.models.load import load_model
         from dsreason.models.policy import Policy
+        from dsreason.rollout.vllm_arguments import VLLMSettings
         from dsreason.rollout.vllm_engine import VLLMEngine
         from dsreason.runtime.world import init_world
-        from dsreason.train.preflight import build_encoder
+        from dsreason.train.common.preflight import build_encoder
 
         self.setup, self.world = setup, init_world()
         encoder = build_encoder(SFTConfig(), folder / "model")
@@ -94,9 +95,8 @@ class Explorer:
                 folder / "model",
                 encoder.processor.tokenizer,
                 self.world,
+                VLLMSettings(max_model_len=768, tensor_parallel_size=setup.tensor_parallel_size),
                 dtype=torch.float32,
-                max_model_len=768,
-                tensor_parallel_size=setup.tensor_parallel_size,
                 loaded_version=0,
             )
         self.banned = torch.tensor(self.engine.banned_ids)

@@ -78,10 +78,10 @@ def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
     import torch
 
     from dsreason.runtime import engine
-    from dsreason.train import update
+    from dsreason.train.grpo import update
 
-    def flat_on_the_cpu(batch: Any, rollouts: Any, device: Any) -> Any:
-        return flatten(batch, rollouts, torch.device("cpu"))
+    def flat_on_the_cpu(rollouts: Any, device: Any) -> Any:
+        return flatten(rollouts, torch.device("cpu"))
 
     flatten = update.flatten
     faults = {
@@ -104,8 +104,8 @@ def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.runtime.world import init_world
-    from dsreason.train.build import build_policy_engine
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
 
     world = init_world()
     config = GRPOConfig.model_validate(
@@ -183,7 +183,7 @@ def drawing(model: str, attention: str) -> list[Any]:
     from dsreason.rollout.protocol import Sampling
     from dsreason.rollout.transformers_engine import draw_tokens
     from dsreason.runtime.world import init_world
-    from dsreason.train.preflight import build_encoder
+    from dsreason.train.common.preflight import build_encoder
 
     device = init_world().device
     encoder = build_encoder(SFTConfig(), Path(model))
@@ -220,8 +220,8 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     from dsreason.rollout.protocol import Completion, media_token_ids
     from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
     from dsreason.runtime.reference import ReferencePolicy
-    from dsreason.train.rollouts import Rollout
-    from dsreason.train.update import accumulate_gradients, add_fixed_logprobs, cut
+    from dsreason.train.grpo.rollouts import Rollout
+    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
     world, config, encoder, engine = build(model, attention, {})
     set_learning_rate(engine, 0.0)
@@ -238,9 +238,10 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     found = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
-        part = cut(rollouts, changed, encoder)
-        (part,) = add_fixed_logprobs([part], engine, reference if algorithm["kl_coef"] else None, changed, banned)
-        metrics = accumulate_gradients(engine, part, changed, world, banned).metrics
+        micro_batches = cut(rollouts, changed, encoder)
+        against = reference if algorithm["kl_coef"] else None
+        (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
+        metrics = accumulate_gradients(engine, micro_batches, changed, world, banned).metrics
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found
@@ -295,7 +296,9 @@ def run(folder: str, command: str, output_dir: str, options: list[str]) -> list[
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.train import grpo, opening, sft
+    from dsreason.train.common import opening
+    from dsreason.train.grpo import loop as grpo
+    from dsreason.train.sft import loop as sft
 
     here = Path.cwd()
     os.chdir(folder)

@@ -93,6 +93,18 @@ def test_only_the_rollout_layer_imports_vllm(file: Path) -> None:
     assert "vllm" not in names or layer_of(module) == "rollout"
 
 
+TRAINERS = [folder.name for folder in sorted((ROOT / "dsreason" / "train").iterdir()) if (folder / "loop.py").exists()]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "dsreason" / "train").rglob("*.py")), ids=module_name)
+def test_trainers_import_what_they_share_and_not_each_other(file: Path) -> None:
+    module = module_name(file)
+    own = file.parent.name
+    names = [name for _, name in imported(file.read_text(), module.rpartition(".")[0])]
+    others = [name for name in TRAINERS if name != own]
+    assert not [name for name in names if name.startswith(tuple(f"dsreason.train.{other}" for other in others))]
+
+
 def test_every_layer_is_known() -> None:
     assert {layer_of(module_name(file)) for file in sources()} <= ALLOWED.keys()
 
@@ -100,8 +112,8 @@ def test_every_layer_is_known() -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from dsreason.train.sft import run", "dsreason.data.chat"),
-        ("def f():\n    import dsreason.cli.main", "dsreason.train.sft"),
+        ("from dsreason.train.sft.loop import run", "dsreason.data.chat"),
+        ("def f():\n    import dsreason.cli.main", "dsreason.train.sft.loop"),
         ("from dsreason import runtime", "dsreason.models.load"),
         ("from ..models import load", "dsreason.runtime.engine"),
         ("from dsreason.models import load", "data_adapters.llava"),

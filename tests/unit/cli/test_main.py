@@ -38,7 +38,7 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
     """The configurations that the checks before the start were given."""
     seen: list[SFTConfig] = []
-    monkeypatch.setattr(sft, "check", lambda config, resume: seen.append(config))
+    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: seen.append(config))
     return seen
 
 
@@ -99,7 +99,7 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
 def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
     unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.data.builtin"}
-    assert imported_by("import dsreason.train.sft", tmp_path) & unneeded == set()
+    assert imported_by("import dsreason.train.sft.loop", tmp_path) & unneeded == set()
 
 
 def test_imports_are_made_without_the_garbage_collector_which_then_goes_on() -> None:
@@ -155,10 +155,10 @@ def test_a_configuration_error_is_one_text_and_exit_code_2(
 def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(config: SFTConfig, resume: str | None) -> None:
+    def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
         raise DataError("a.jsonl, row 3: video missing.mp4 does not exist; correct the path")
 
-    monkeypatch.setattr(sft, "check", check)
+    monkeypatch.setattr(job, "check_job", check)
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 2
     assert "error: a.jsonl, row 3: video missing.mp4 does not exist; correct the path\n" in capsys.readouterr().err
     assert started == []
@@ -167,10 +167,10 @@ def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
 def test_a_full_disk_is_told_wherever_it_is_met(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(config: SFTConfig, resume: str | None) -> None:
+    def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
 
-    monkeypatch.setattr(sft, "check", check)
+    monkeypatch.setattr(job, "check_job", check)
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 1
     text = capsys.readouterr().err
     assert "error: out/metrics.jsonl: No space left on device; make room there" in text
@@ -180,10 +180,10 @@ def test_a_full_disk_is_told_wherever_it_is_met(
 def test_other_exceptions_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(config: SFTConfig, resume: str | None) -> None:
+    def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr(sft, "check", check)
+    monkeypatch.setattr(job, "check_job", check)
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 1
     text = capsys.readouterr().err
     assert text.count("Traceback") == 1
@@ -196,7 +196,7 @@ def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monk
     program = (
         "from dsreason.cli import main, sft\n"
         "def run(*given): raise ZeroDivisionError('a bug of ours')\n"
-        "sft.run = run\n"
+        "sft.TRAINER.run = run\n"
         "main.main()\n"
     )
     monkeypatch.setenv(launch.ERROR_DIR, str(tmp_path))
@@ -319,7 +319,7 @@ def test_a_rank_does_the_work_itself(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs: list[tuple[SFTConfig, Path | None, str | None]] = []
-    monkeypatch.setattr(sft, "run", lambda *given: runs.append(given))
+    monkeypatch.setattr(sft.TRAINER, "run", lambda *given: runs.append(given))
     assert call("sft", "--config", "run.toml", "--output-dir", "out", "--resume", "auto", monkeypatch=monkeypatch) == 0
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 0
     assert [(str(folder), resume) for _, folder, resume in runs] == [("out", "auto"), ("None", None)]
@@ -343,8 +343,6 @@ def test_under_a_launcher_its_own_options_are_refused(
 def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo.sft, "check", lambda config, resume: None)
-    monkeypatch.setattr(demo.grpo, "check", lambda config, resume: None)
     exported: list[dict[str, Path]] = []
     monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
     monkeypatch.setattr(demo, "evaluate_export", lambda folder: folder / "results")

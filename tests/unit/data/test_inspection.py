@@ -21,7 +21,7 @@ from dsreason.data.rendering import Rendering, render_rows
 from dsreason.data.row_facts import UnusableRow, normalised, told_answer
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.train.preflight import build_encoder
+from dsreason.train.common.preflight import build_encoder
 from tests.unit.data.videos import write_video
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
-from dsreason.train.preflight import build_encoder, step_order
+from dsreason.train.common.preflight import build_encoder
+from dsreason.train.sft.preflight import step_order
 from tests.integration.rows import write_mixed_rows
 
 
@@ -175,13 +175,12 @@ def test_lengths_are_balanced_over_ranks(lengths, ranks, same_count, expected):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
-    class Refused(Dataset[int]):
-        def __getitem__(self, task: int) -> int:
-            if task == 1:
-                raise StorageError("s3://b/k: Forbidden", status=403)
-            return task
+    def refused(task: int) -> int:
+        if task == 1:
+            raise StorageError("s3://b/k: Forbidden", status=403)
+        return task
 
-    found = in_workers(Refused(), [0, 1], workers=workers)
+    found = in_workers(refused, [0, 1], workers=workers)
     assert next(found) == 0
     with pytest.raises(StorageError) as caught:
         next(found)
@@ -189,10 +188,9 @@ def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
 
 
 def test_a_worker_that_dies_is_told() -> None:
-    class Deadly(Dataset[int]):
-        def __getitem__(self, task: int) -> int:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return task
+    def deadly(task: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return task
 
     with pytest.raises(DsReasonError, match="a data worker died"):
-        next(in_workers(Deadly(), [0], workers=1))
+        next(in_workers(deadly, [0], workers=1))

@@ -18,7 +18,8 @@ from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.train.preflight import build_encoder, check_rows, prompt_encoder, rollout_order
+from dsreason.train.common.preflight import build_encoder, check_rows
+from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
 from tests.integration.rows import write_mixed_rows
 from tests.unit.data.test_loader import gathering
 

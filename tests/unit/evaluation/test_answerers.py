@@ -43,9 +43,9 @@ def test_vllm_answers_with_the_weights_it_has_loaded(tiny_qwen3_vl: Path, encode
         engine = build_engine(config("vllm", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
         assert engine.mock_calls == []
     assert engine.mock_calls == [mock.call.shutdown()]
-    settings = made.call_args.kwargs
-    assert (settings["loaded_version"], settings["enforce_eager"]) == (VERSION, True)
-    assert settings["engine_options"] == {"max_num_seqs": 8}
+    settings = made.call_args.args[3]
+    assert made.call_args.kwargs["loaded_version"] == VERSION
+    assert (settings.enforce_eager, settings.engine_options) == (True, {"max_num_seqs": 8})
 
 
 def test_so_it_does_for_single_prompts(tiny_qwen3_vl: Path, encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

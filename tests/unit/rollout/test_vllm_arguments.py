@@ -11,28 +11,20 @@ import torch
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
-from dsreason.rollout.vllm_arguments import check_engine_options, engine_arguments, known_arguments
+from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options, engine_arguments, known_arguments
 from dsreason.rollout.vllm_engine import VLLMEngine
 from dsreason.runtime.world import World
-from dsreason.train.build_grpo import completions_together
+from dsreason.train.grpo.build import completions_together
 
 
 def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
     return World(rank=rank, size=size, local_rank=rank, device=torch.device(device))
 
 
-def arguments(device: str = "cuda", **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "max_model_len": 16384,
-        "tensor_parallel_size": 2,
-        "sleep_mode": True,
-        "gpu_memory_utilization": 0.5,
-        "enforce_eager": False,
-        "max_num_seqs": 64,
-        "trust_remote_code": False,
-    }
-    return engine_arguments(world(device), **settings | changes)
+def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) -> dict[str, Any]:
+    given = {"max_model_len": 16384, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 64}
+    settings, dtype = VLLMSettings(**given | changes), torch.bfloat16
+    return engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
 def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:

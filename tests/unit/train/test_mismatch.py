@@ -13,8 +13,8 @@ from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.rollout.protocol import Completion
-from dsreason.train.mismatch import Mismatch, MismatchError, check, metrics_of, mismatches, tally, worst
-from dsreason.train.rollouts import Rollout
+from dsreason.train.grpo.mismatch import Mismatch, MismatchError, check, metrics_of, mismatches, tally, worst
+from dsreason.train.grpo.rollouts import Rollout
 
 NOTHING = torch.zeros(1)
 ENCODED = EncodedSample("p", NOTHING, NOTHING, NOTHING, NOTHING, {})

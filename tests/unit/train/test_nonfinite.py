@@ -24,10 +24,11 @@ from dsreason.errors import DsReasonError, SaveError
 from dsreason.rollout.protocol import Completion
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.world import World
-from dsreason.train import grpo, nonfinite
-from dsreason.train.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
-from dsreason.train.rollouts import Rollout, training_sample
-from dsreason.train.update import Part, Update
+from dsreason.train.common import nonfinite
+from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
+from dsreason.train.grpo import loop as grpo
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
+from dsreason.train.grpo.update import Update
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 INF, NAN = math.inf, math.nan
@@ -107,8 +108,9 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
-    batches = [collate([training_sample(one, i)], pad_id=0) for i, one in enumerate(rollouts)]
+    batches = [collate([training_sample(one)], pad_id=0) for one in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
+    micro_batches = [MicroBatch(batch, [one]) for batch, one in zip(batches, rollouts, strict=True)]
     monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: Update({"train/loss": NAN}))
     monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
@@ -125,7 +127,7 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
         finite=FiniteCheck("stop", tmp_path / "nonfinite", WORLD),
     )
     with pytest.raises(DsReasonError, match="step 5: loss nan, gradient norm inf"):
-        grpo.grpo_step(run, Part(rollouts, batches))
+        grpo.grpo_step(run, micro_batches)
     saved = json.loads((tmp_path / "nonfinite/step_5/rank_0.json").read_text())
     shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
     assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]

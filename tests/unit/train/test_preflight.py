@@ -12,8 +12,9 @@ from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
-from dsreason.train import preflight
-from dsreason.train.preflight import check_deepspeed, check_grpo, check_upload
+from dsreason.train.common import preflight
+from dsreason.train.common.preflight import check_deepspeed, check_upload
+from dsreason.train.grpo.preflight import check as check_grpo
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
 

@@ -15,16 +15,16 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.advantages import batch_normalized, group_centered
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
-from dsreason.train.rollouts import (
+from dsreason.train.grpo.rollouts import (
     Group,
     Rollout,
     choose,
     cut_steps,
     flatten,
     informative,
-    to_groups,
-    to_rollouts,
+    scored,
     training_sample,
+    with_advantages,
 )
 
 
@@ -47,17 +47,17 @@ def rollout(ids: tuple[int, ...], logprobs: tuple[float, ...], advantage: float)
 
 
 def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
-    sample = training_sample(rollout((8, 9), (-1.0, -2.0), 0.5), 3)
-    assert sample.id == "3"
+    sample = training_sample(rollout((8, 9), (-1.0, -2.0), 0.5))
+    assert sample.id == "p"
     assert sample.input_ids.tolist() == [1, 2, 3, 8, 9]
     assert sample.loss_mask.tolist() == [False, False, False, True, True]
     assert sample.position_ids[:, 3:].tolist() == [[8, 9]] * 3  # after the largest of all axes
 
 
 def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
-    rollouts = [rollout((8, 9), (-1.0, -2.0), 0.5), rollout((7,), (-3.0,), -1.5)]
-    batch = collate([training_sample(rollouts[1], 1), training_sample(rollouts[0], 0)], pad_id=0)
-    flat = flatten(batch, rollouts, torch.device("cpu"))
+    rollouts = [rollout((7,), (-3.0,), -1.5), rollout((8, 9), (-1.0, -2.0), 0.5)]
+    batch = collate([training_sample(one) for one in rollouts], pad_id=0)
+    flat = flatten(rollouts, torch.device("cpu"))
     assert batch.input_ids[batch.loss_mask].tolist() == [7, 8, 9]
     assert flat.rollout_logprobs.tolist() == [-3.0, -1.0, -2.0]
     assert flat.advantages.tolist() == [-1.5, 0.5, 0.5]
@@ -65,14 +65,14 @@ def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
 
 
 def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
-    untrained = collate([training_sample(rollout((), (), 0.0), 0)], pad_id=0)
-    flat = flatten(untrained, [rollout((), (), 0.0)], torch.device("cpu"))
+    flat = flatten([], torch.device("cpu"))
     assert flat.advantages.shape == flat.rollout_logprobs.shape == flat.sequence.shape == (0,)
 
 
-def group(place: tuple[int, int], rewards: list[float], number: int | None = None) -> Group:
+def group(place: tuple[int, int], rewards: list[float]) -> Group:
     completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
-    return Group(place, prompt([1], 0), completions, Scores(np.array(rewards), {"right": np.array(rewards)}), number)
+    scores = Scores(np.array(rewards), {"right": np.array(rewards)})
+    return scored([prompt([1], 0)] * len(rewards), [place] * len(rewards), completions, scores)
 
 
 def with_others(*others: object) -> Callable[[object], list[object]]:
@@ -81,27 +81,24 @@ def with_others(*others: object) -> Callable[[object], list[object]]:
 
 
 def test_a_rank_without_prompts_has_no_rollouts() -> None:
-    assert to_groups([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
+    assert scored([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
     assert informative([], 0.0) == []
-    assert to_rollouts([], group_centered, with_others()) == []
+    assert with_advantages([], {}, group_centered, with_others()) == []
 
 
-def test_the_completions_of_a_prompt_become_a_group() -> None:
-    prompts, completions = (
-        [prompt([1], 0), prompt([2], 0)],
-        [Completion((i,), "", (-1.0,), "stop", 0) for i in range(4)],
-    )
-    scores = Scores(np.array([1.0, 0.0, 3.0, 3.0]), {"right": np.array([1.0, 0.0, 1.0, 1.0])})
-    found = to_groups([(7, 0), (7, 2)], prompts, completions, scores)
-    assert [one.place for one in found] == [(7, 0), (7, 2)]
-    assert [[c.ids for c in one.completions] for one in found] == [[(0,), (1,)], [(2,), (3,)]]
-    assert [one.scores.total.tolist() for one in found] == [[1.0, 0.0], [3.0, 3.0]]
-    assert found[1].scores.by_function["right"].tolist() == [1.0, 1.0]
+def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
+    completions = [Completion((i,), "", (-1.0,), "stop", 0) for i in range(2)]
+    scores = Scores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
+    found = scored([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
+    assert [(one.place, one.completion.ids, one.reward, one.rewards, one.advantage, one.group) for one in found] == [
+        ((7, 0), (0,), 1.0, {"right": 0.0}, 0.0, None),
+        ((7, 2), (1,), 3.0, {"right": 1.0}, 0.0, None),
+    ]
 
 
 def test_advantages_are_measured_within_each_prompts_group() -> None:
-    groups = [group((0, 0), [1.0, 0.0], number=0), group((0, 1), [3.0, 3.0], number=1), group((0, 2), [5.0, 9.0])]
-    found = to_rollouts(groups, group_centered, with_others())
+    groups = [group((0, 0), [1.0, 0.0]), group((0, 1), [3.0, 3.0]), group((0, 2), [5.0, 9.0])]
+    found = with_advantages(groups, {(0, 0): 0, (0, 1): 1}, group_centered, with_others())
     assert [one.advantage for one in found] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert [one.reward for one in found] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
     assert [one.group for one in found] == [0, 0, 1, 1, None, None]
@@ -110,7 +107,8 @@ def test_advantages_are_measured_within_each_prompts_group() -> None:
 
 def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
     # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
-    found = to_rollouts([group((0, 0), [1.0, 0.0], number=0)], batch_normalized, with_others({1: [1.0, 1.0]}))
+    numbers = {(0, 0): 0, (0, 1): 1}
+    found = with_advantages([group((0, 0), [1.0, 0.0])], numbers, batch_normalized, with_others({1: [1.0, 1.0]}))
     assert [one.advantage for one in found] == pytest.approx([1.1547, -1.1547], abs=1e-4)
 
 
@@ -119,9 +117,9 @@ def test_the_first_informative_groups_of_all_ranks_are_chosen() -> None:
     kept = informative(own, 0.0)
     assert kept == [True, False, True]
     other = [((4, 1), True), ((4, 3), False), ((5, 1), True)]
-    assert [one.number for one in choose(own, kept, 2, with_others(other))] == [0, None, None]
-    assert [one.number for one in choose(own, kept, 3, with_others(other))] == [0, None, 2]
-    assert [one.number for one in choose(own, kept, 9, with_others(other))] == [0, None, 2]
+    assert choose(own, kept, 2, with_others(other)) == {(4, 0): 0, (4, 1): 1}
+    assert choose(own, kept, 3, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
+    assert choose(own, kept, 9, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2, (5, 1): 3}
 
 
 def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
@@ -130,9 +128,9 @@ def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
 
 def test_without_any_informative_group_none_is_trained() -> None:
     own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    found = choose(own, [False, False], 3, with_others([((4, 1), False)]))
-    assert [one.number for one in found] == [None, None]
-    assert [one.advantage for one in to_rollouts(found, group_centered, with_others({}))] == [0.0] * 4
+    numbers = choose(own, [False, False], 3, with_others([((4, 1), False)]))
+    assert numbers == {}
+    assert [one.advantage for one in with_advantages(own, numbers, group_centered, with_others({}))] == [0.0] * 4
 
 
 def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.train.show import reward_means, summarise
+from dsreason.train.grpo.show import reward_means, summarise
 
 
 def row(reward: float, length: int, finish: str = "stop", trained: bool = True) -> dict[str, Any]:

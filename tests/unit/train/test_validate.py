@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from PIL import Image
 
 from dsreason.config.schema import MonitorConfig, SFTConfig
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.types import EncodedSample, Sample
+from dsreason.data.types import Sample
 from dsreason.runtime.metrics import MetricsWriter
 from dsreason.runtime.world import World
-from dsreason.train.answers import Answer, ValidationResult, accuracies, modality_of
-from dsreason.train.validate import HeldOut, blank_sample
+from dsreason.train.common.answers import Answer, ValidationResult, accuracies, modality_of
+from dsreason.train.common.validate import HeldOut
 
 
 def sample(*parts: str, answer: str | None = None, reply: str | None = "left") -> Sample:
@@ -80,29 +79,14 @@ def test_every_rank_has_as_many_groups(num_rows: int, size: int, groups: list[li
     config = SFTConfig.model_validate({"validation": {"micro_batch_size": size}})
     for rank in range(2):
         world = World(rank, rank, 2, torch.device("cpu"))
-        assert HeldOut([None] * num_rows, None, config, world, blank_media=False).groups() == groups[rank]
+        assert HeldOut([None] * num_rows, None, config, world).groups() == groups[rank]
 
 
 def test_max_samples_and_show_limit_the_rows() -> None:
     config = SFTConfig.model_validate({"validation": {"max_samples": 10, "show": 3}})
-    held_out = HeldOut([None] * 99, None, config, World(0, 0, 1, torch.device("cpu")), blank_media=False)
+    held_out = HeldOut([None] * 99, None, config, World(0, 0, 1, torch.device("cpu")))
     assert held_out.num_rows == 10
     assert held_out.shown == {0, 29, 59}
-
-
-def test_blanked_pixels_are_what_the_processor_makes_of_grey() -> None:
-    image = SimpleNamespace(image_mean=[0.5, 0.25, 0.0], image_std=[0.5, 0.5, 1.0])
-    video = SimpleNamespace(image_mean=[128 / 255] * 3, image_std=[0.1] * 3)
-    processor = SimpleNamespace(image_processor=image, video_processor=video)
-    row = torch.zeros(1, dtype=torch.int64)
-    pixels = {"pixel_values": torch.rand(4, 6), "pixel_values_videos": torch.rand(2, 6), "image_grid_thw": row}
-    encoded = EncodedSample("7", row, row.bool(), row.expand(3, -1), row, pixels)
-    blank = blank_sample(encoded, processor).mm_kwargs
-    grey = 128 / 255
-    expected = torch.tensor([2 * grey - 1] * 2 + [2 * grey - 0.5] * 2 + [grey] * 2)
-    assert torch.allclose(blank["pixel_values"], expected.expand(4, -1), atol=1e-6)
-    assert torch.allclose(blank["pixel_values_videos"], torch.zeros(2, 6), atol=1e-6)
-    assert blank["image_grid_thw"] is row
 
 
 def test_results_are_written_with_every_answer_and_the_shown_sheets(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What SFT and GRPO open alike: job, output folder, watchdog, data, metrics, and the writer of checkpoints."""
+"""The parts of a run that every trainer has, and what opens them: first without a model, then around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -16,13 +16,16 @@ from dsreason.config.load import dump_config
 from dsreason.config.lock import FolderLock
 from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema import RunConfig
-from dsreason.config.world import check_world
+from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.rewards.scoring import Scorer
 from dsreason.runtime.checkpoint import TrainerState
 from dsreason.runtime.checkpoint_writer import CheckpointWriter
 from dsreason.runtime.launch import started_by_us
 from dsreason.runtime.logs import setup_logs
+from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.metrics import Metrics, open_metrics
+from dsreason.runtime.progress import Progress, open_progress
 from dsreason.runtime.record import run_facts
 from dsreason.runtime.stop import StopRequest
 from dsreason.runtime.uploads import Uploader, uploading
@@ -36,13 +39,16 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
-from dsreason.train.preflight import check_upload, find_model
-from dsreason.train.run_folder import open_output_dir
+from dsreason.train.common.nonfinite import FiniteCheck, finite_check
+from dsreason.train.common.preflight import build_encoder, check_upload, find_model
+from dsreason.train.common.run_folder import open_output_dir
+from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.skipped import SkippedRows
 
 C = TypeVar("C", bound=RunConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class OpenedRun(Generic[C]):
     """A run on one rank before its model is loaded."""
 
@@ -52,6 +58,7 @@ class OpenedRun(Generic[C]):
     checkpoint: Path | None
     """To continue from."""
     model_path: Path
+    encoder: Encoder
     deepspeed: dict[str, Any]
     training: SampleDataset
     validation: SampleDataset
@@ -84,7 +91,7 @@ def open_run(
     config = config.model_copy(update={"output_dir": str(output_dir)})
     world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)
     setup_logs(output_dir, world.rank)
-    check_world(config, world.size)
+    config.check_ranks(world.size)
     monitor = config.monitor
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
@@ -102,6 +109,7 @@ def open_run(
         output_dir=output_dir,
         checkpoint=checkpoint,
         model_path=model_path,
+        encoder=build_encoder(config, model_path),
         deepspeed=deepspeed_of(config, world),
         training=training,
         validation=validation,
@@ -119,34 +127,93 @@ def deepspeed_of(config: RunConfig, world: World) -> dict[str, Any]:
     return resolved
 
 
-def record_run(run: OpenedRun[C]) -> None:
-    """Write what the run is made of into its folder, and upload what an earlier job has left. Every rank calls it."""
-    facts = run_facts(run.world.size) | {"deepspeed": run.deepspeed, "model_path": str(run.model_path.resolve())}
-    on_rank_zero(lambda: write_run_config(run.output_dir, run.config, facts))
-    run.uploads.add_left(run.output_dir)
+@dataclass(kw_only=True)
+class Run(OpenedRun[C]):
+    """The parts of a run on one rank; `state` says how far it is.
+
+    A trainer's own run is this with more: `SFTRun(**vars(run), loader=loader)`.
+    """
+
+    engine: DeepSpeedEngine
+    sampler: Sampler
+    scorer: Scorer | None
+    """None where there are no rewards."""
+    metrics: Metrics
+    progress: Progress
+    writer: CheckpointWriter
+    finite: FiniteCheck
+    total_steps: int
+    state: TrainerState
+    skipped: SkippedRows = field(default_factory=SkippedRows)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+    @property
+    def memory(self) -> MemoryLedger:
+        return self.sampler.memory
 
 
-def metrics_of(run: OpenedRun[C], state: TrainerState) -> Metrics:
-    """Curves, which go on after the step of `state` where the run is resumed."""
-    return open_metrics(
-        run.output_dir,
-        rank=run.world.rank,
-        resume_step=state.step if run.checkpoint is not None else None,
-        config=run.config.monitor,
-        run_config=dump_config(run.config),
+def record_run(opened: OpenedRun[C], state: TrainerState, stack: ExitStack) -> Metrics:
+    """Write what the run is made of into its folder, upload what an earlier job has left, and open the curves.
+
+    They go on after the step of `state` where the run is resumed, and are closed with `stack`. Every rank calls it.
+    """
+    model_path = str(opened.model_path.resolve())
+    facts = run_facts(opened.world.size) | {"deepspeed": opened.deepspeed, "model_path": model_path}
+    on_rank_zero(lambda: write_run_config(opened.output_dir, opened.config, facts))
+    opened.uploads.add_left(opened.output_dir)
+    metrics = open_metrics(
+        opened.output_dir,
+        rank=opened.world.rank,
+        resume_step=state.step if opened.checkpoint is not None else None,
+        config=opened.config.monitor,
+        run_config=dump_config(opened.config),
+    )
+    return stack.enter_context(metrics)
+
+
+def start_run(
+    opened: OpenedRun[C],
+    stack: ExitStack,
+    *,
+    engine: DeepSpeedEngine,
+    sampler: Sampler,
+    metrics: Metrics,
+    state: TrainerState,
+    total_steps: int,
+    scorer: Scorer | None = None,
+) -> Run[C]:
+    """The run, with the progress bar and the writer of checkpoints open until `stack` closes.
+
+    Call it when everything else is open.
+    """
+    progress = open_progress(rank=opened.world.rank, total_steps=total_steps, first_step=state.step)
+    return Run(
+        **vars(opened),
+        engine=engine,
+        sampler=sampler,
+        scorer=scorer,
+        metrics=metrics,
+        progress=stack.enter_context(progress),
+        writer=open_writer(opened, engine, stack),
+        finite=finite_check(opened.config, opened.output_dir, opened.world, state),
+        total_steps=total_steps,
+        state=state,
     )
 
 
-def open_writer(run: OpenedRun[C], engine: DeepSpeedEngine, stack: ExitStack) -> CheckpointWriter:
-    """What saves checkpoints, until `stack` closes. Call it when everything else is open."""
-    folder, background = run.output_dir / "checkpoints", run.config.checkpoint.background
-    writer = CheckpointWriter(engine, folder, run.world, background=background)
+def open_writer(opened: OpenedRun[C], engine: DeepSpeedEngine, stack: ExitStack) -> CheckpointWriter:
+    """What saves checkpoints, until `stack` closes."""
+    folder, background = opened.output_dir / "checkpoints", opened.config.checkpoint.background
+    writer = CheckpointWriter(engine, folder, opened.world, background=background)
     stack.callback(writer.close)
-    stack.push(run.watchdog.close_in_time)
+    stack.push(opened.watchdog.close_in_time)
 
     def make_up(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            with run.watchdog.phase("checkpoint"):
+            with opened.watchdog.phase("checkpoint"):
                 writer.make_up()
 
     stack.push(make_up)

@@ -15,8 +15,8 @@ from torch import Tensor
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.errors import DsReasonError
 from dsreason.losses.kl import k3
-from dsreason.train.answers import modality_of
-from dsreason.train.rollouts import Rollout
+from dsreason.train.common.answers import modality_of
+from dsreason.train.grpo.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 

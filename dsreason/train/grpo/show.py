@@ -11,9 +11,9 @@ import numpy as np
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
 from dsreason.runtime.world import gather_objects
-from dsreason.train.answers import modality_of, question_of
-from dsreason.train.build_grpo import GRPORun
-from dsreason.train.rollouts import Rollout
+from dsreason.train.common.answers import modality_of, question_of
+from dsreason.train.grpo.build import GRPORun
+from dsreason.train.grpo.rollouts import Rollout
 
 
 def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:

@@ -38,11 +38,6 @@ def finite_check(config: RunConfig, output_dir: Path, world: World, state: Train
     )
 
 
-def ids_of(batch: Batch) -> list[Any]:
-    """What names the samples of a micro-batch."""
-    return list(batch.ids)
-
-
 @dataclass
 class FiniteCheck:
     """Looks at every step of a run. `folder` is where batches are saved. The counts go on in a resumed run."""
@@ -63,12 +58,13 @@ class FiniteCheck:
         metrics: dict[str, float],
         batches: Sequence[Batch],
         step: int,
-        names: Callable[[Batch], list[Any]] = ids_of,
+        names: Callable[[], list[list[Any]]] | None = None,
     ) -> dict[str, float]:
         """The step's metrics where loss and gradient norm are finite, else those of them that are. Collective.
 
         DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. An infinite loss
-        may have a finite gradient, which is applied. Raises DsReasonError with the rule "stop", naming where every rank has
+        may have a finite gradient, which is applied. `names` tells by micro-batch what is saved with the samples, their ids
+        where it is None. Raises DsReasonError with the rule "stop", naming where every rank has
         saved its batch, and with "skip" after `MAX_SKIPPED` in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
@@ -78,7 +74,8 @@ class FiniteCheck:
         what = f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
         if self.rule == "stop":
             saved = self.folder / f"step_{step}"
-            agree(self._save(batches, names, saved, what))
+            shown = [list(batch.ids) for batch in batches] if names is None else names()
+            agree(self._save(batches, shown, saved, what))
             raise DsReasonError(
                 f"{what}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
                 'train.on_nonfinite = "skip"'
@@ -94,11 +91,9 @@ class FiniteCheck:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
-    def _save(
-        self, batches: Sequence[Batch], names: Callable[[Batch], list[Any]], folder: Path, what: str
-    ) -> SaveError | None:
+    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> SaveError | None:
         try:
-            save_batches(batches, list(map(names, batches)), folder, self.world.rank)
+            save_batches(batches, names, folder, self.world.rank)
         except (OSError, SafetensorError) as error:
             return SaveError(f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}")
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from pathlib import Path
@@ -15,26 +14,20 @@ from pydantic import ValidationError
 from dsreason.config.cache import cache_dir
 from dsreason.config.deepspeed import settings_to_try, shown, zero_section
 from dsreason.config.problems import config_error
-from dsreason.config.schema import RunConfig, SFTConfig
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import BadRow, read_row, refusal
-from dsreason.data.order import StepOrder
-from dsreason.data.prompts import Check, PromptEncoder
-from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.prompts import Check
+from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError
-from dsreason.losses.objective import objective_of
+from dsreason.errors import DataError
 from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import parameter_names, resolve_model
-from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.runtime.checkpoint import check_stage, read_state
 from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.runtime.metrics import check_wandb
-from dsreason.runtime.schedule import warmup_steps
 from dsreason.runtime.storage import check_target
-from dsreason.train.check_rewards import check_format, check_functions, row_check
 
 log = logging.getLogger(__name__)
 
@@ -42,22 +35,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 MAX_SECONDS = 30.0
 """Time for looking at rows one by one; in larger data sets the rest is met while training."""
-NUM_PROMPTS = 8
-"""Prompts whose text is looked at."""
-
-
-def check_sft(config: SFTConfig) -> None:
-    """Raise what a person can mend: nothing is trained, and no weight is read.
-
-    Raises:
-        DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
-    """
-    encoder = check_model(config)
-    training, validation = open_datasets(config.data)
-    for note in notes(step_order(training, config), config):
-        log.warning("%s", note)
-    check_dataset("training", training, encoder, config)
-    check_dataset("validation", validation, encoder, config)
 
 
 def check_model(config: RunConfig) -> Encoder:
@@ -77,43 +54,6 @@ def check_dataset(
     if left_out:
         more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
         log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
-
-
-def check_grpo(config: GRPOConfig) -> None:
-    """Raise what a person can mend, as `check_sft` does; also rewards that cannot be had, or never be given."""
-    check_functions(config)
-    check_engine_choice(config)
-    encoder = check_model(config)
-    prompts = prompt_encoder(config, encoder)
-    training, validation = open_datasets(config.data)
-    rollout_order(training, config)
-    first = [read_row(training, index, lambda sample: sample) for index in spread(len(training))[:NUM_PROMPTS]]
-    check_format(config, [sample for sample in first if isinstance(sample, Sample)])
-    check_dataset("training", training, prompts, config, row_check(config))
-    check_dataset("validation", validation, encoder, config)
-
-
-def check_engine_choice(config: GRPOConfig) -> None:
-    """ConfigError where the rollout engine or the reference policy cannot be had with these settings."""
-    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
-        )
-    check_engine_options(config.rollout.engine_options, "rollout.engine_options")
-    if config.rollout.engine == "transformers" and config.rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "
-            "parallelism; remove it"
-        )
-    zero = zero_section(config.deepspeed)
-    copies = {"zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1}
-    copies["zero_quantized_weights"] = zero.get("zero_quantized_weights") is True
-    if any(copies.values()) and objective_of(config.grpo).kl_coef:
-        key = next(key for key, found in copies.items() if found)
-        raise ConfigError(
-            f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference policy of "
-            "the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
-        )
 
 
 def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
@@ -182,23 +122,6 @@ def told(error: Exception) -> str:
     return str(error)
 
 
-def notes(order: StepOrder, config: SFTConfig) -> list[str]:
-    """What a person should know about the steps; one text each, none of them an error."""
-    found = []
-    unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
-    if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
-        found.append(
-            f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
-            f"train.global_batch_size ({order.batch_size}) and are not used"
-        )
-    warmup = warmup_steps(order.num_steps, config.optim)
-    if warmup >= order.num_steps:
-        found.append(
-            f"optim.warmup ({warmup} steps) is as long as the run ({order.num_steps}): optim.lr is not reached"
-        )
-    return found
-
-
 def find_model(config: RunConfig) -> Path:
     """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
     return resolve_model(config.model, cache_dir() / "models")
@@ -214,45 +137,6 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         max_length=longest,
         max_length_key=key,
         trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
-    """For prompts: with room for the longest completion behind each."""
-    longest = config.rollout.max_completion_length
-    room = encoder.max_length - longest
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_completion_length ({longest}) leaves no room for a prompt in {encoder.max_length_key} "
-            f"({encoder.max_length}); raise that or lower it"
-        )
-    key = f"{encoder.max_length_key} without rollout.max_completion_length"
-    return PromptEncoder(encoder.processor, encoder.position_ids, room, key)
-
-
-def step_order(training: SampleDataset, config: SFTConfig) -> StepOrder:
-    train = config.train
-    return StepOrder(
-        training.weighted_lengths,
-        batch_size=train.global_batch_size,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-        seed=train.seed,
-        shuffle=config.data.shuffle,
-    )
-
-
-def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
-    """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
-    train, steps = config.train, config.grpo.optimizer_steps_per_rollout
-    return StepOrder(
-        training.weighted_lengths,
-        batch_size=config.grpo.prompts_per_step,
-        epochs=train.epochs,
-        max_steps=None if train.max_steps is None else -(-train.max_steps // steps),
-        seed=train.seed,
-        shuffle=config.data.shuffle,
-        batch_key="grpo.prompts_per_step",
     )
 
 

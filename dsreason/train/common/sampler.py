@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.config.schema import Phase
+from dsreason.config.schema import Phase, RunConfig
+from dsreason.data.chat import Encoder
+from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.runtime.engine import frozen_names, full_parameters
 from dsreason.runtime.memory import MemoryLedger
 from dsreason.runtime.offload import StateOffload
+from dsreason.runtime.watchdog import Watchdog
+from dsreason.train.common.preflight import DTYPES
+
+log = logging.getLogger(__name__)
+
+BUCKET_MB = 512.0
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Sampler:
     policy: DeepSpeedEngine
     offload: StateOffload
     memory: MemoryLedger
-    bucket_mb: float = 512.0
+    bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
     """The watchdog's `phase`."""
 
@@ -46,3 +56,31 @@ class Sampler:
             self.rollout.sleep()
         with self.memory.phase("reload"):
             self.offload.reload()
+
+
+def open_sampler(
+    policy: DeepSpeedEngine,
+    settings: EngineSettings,
+    config: RunConfig,
+    model_path: Path,
+    encoder: Encoder,
+    watchdog: Watchdog,
+    stack: ExitStack,
+    *,
+    bucket_mb: float = BUCKET_MB,
+) -> Sampler:
+    """The rollout engine, until `stack` closes, beside the policy's. Every rank calls it."""
+    offload = StateOffload(policy)
+    log.info(offload.describe())
+    offload.offload()  # vLLM starts only where its share of the GPU is free
+    engine = open_rollout_engine(
+        model_path,
+        encoder.processor.tokenizer,
+        watchdog.world,
+        settings,
+        dtype=DTYPES[config.train.precision],
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    rollout = stack.enter_context(engine)
+    offload.reload()
+    return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.phase)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from PIL import Image
-from torch.utils.data import Dataset
 
 from dsreason.config.schema import RunConfig
-from dsreason.data.chat import EncodedPrompt, Encoder, Medium
+from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, Encoding, in_workers, refusal
+from dsreason.data.loader import BadRow, in_workers, read_rows, refusal
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
-from dsreason.data.prompts import PromptEncoding
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import EncodedSample
+from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.grading import is_correct, reference_of
 from dsreason.rewards.scoring import Scorer
@@ -31,7 +28,7 @@ from dsreason.rollout.batches import joined
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.runtime.progress import Advance, Progress
 from dsreason.runtime.world import World, agree, all_sum, gather_objects
-from dsreason.train.answers import (
+from dsreason.train.common.answers import (
     Answer,
     ValidationResult,
     accuracies,
@@ -40,13 +37,11 @@ from dsreason.train.answers import (
     modality_of,
     question_of,
 )
-from dsreason.train.sampler import Sampler
+from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-GREY = 128
 
 
 def validate(
@@ -59,17 +54,15 @@ def validate(
     version: int,
     progress: Progress,
     scorer: Scorer | None = None,
-    blank_media: bool = False,
 ) -> ValidationResult:
     """Measure the policy on `dataset`. Collective: every rank calls it and runs the same forwards and gathers.
 
-    `version` is stamped on the weights that the rollout engine gets (the step). `blank_media` makes all pixels grey, to
-    see what the answers owe to the media. The metrics are `val/loss`, the mean negative log-likelihood of the trained
-    tokens, and with `validation.generate` the share of right answers: `val/accuracy`, and `val/accuracy/<name>` of each
-    modality and each `meta["kind"]`; with a `scorer` also `val/reward/mean` and `val/reward/<function>/mean`. Raises
-    DataError for a bad row, unless the config says to skip it.
+    `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
+    negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
+    `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
+    `val/reward/mean` and `val/reward/<function>/mean`. Raises DataError for a bad row, unless the config says to skip it.
     """
-    held_out = HeldOut(dataset, encoder, config, world, blank_media)
+    held_out = HeldOut(dataset, encoder, config, world)
     with progress.phase("validation: loss", held_out.num_rows, "samples") as advance:
         metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
     if not config.validation.generate:
@@ -98,7 +91,6 @@ class HeldOut:
     encoder: Encoder
     config: RunConfig
     world: World
-    blank_media: bool
 
     @cached_property
     def num_rows(self) -> int:
@@ -123,10 +115,11 @@ class HeldOut:
         num_groups = -(-self.num_rows // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
-    def read(self, work: Dataset[list[T | BadRow]]) -> Iterator[list[tuple[int, T]]]:
-        """Each group's usable items by row, made in worker processes. Raises on all ranks when one has a bad row."""
+    def read(self, use: Callable[[Sample], T]) -> Iterator[list[tuple[int, T]]]:
+        """What `use` makes of each group's usable rows, in worker processes. Raises on all ranks when one has a bad row."""
         groups = self.groups()
-        found = in_workers(work, groups, workers=min(self.config.data.workers, len(groups)))
+        read = partial(read_rows, self.dataset, use)
+        found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, found, strict=True):
             bad = [item for item in items if isinstance(item, BadRow)]
             refused = refusal(bad, self.config)
@@ -139,14 +132,12 @@ class HeldOut:
 @torch.no_grad()
 def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Advance) -> float:
     """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped."""
-    encoder, processor = held_out.encoder, held_out.encoder.processor
+    encoder = held_out.encoder
     was_training = policy_engine.training
     policy_engine.eval()
     total, num_tokens = 0.0, 0
-    for found in held_out.read(Encoding(held_out.dataset, encoder)):
+    for found in held_out.read(encoder.encode):
         samples = [sample for _, sample in found]
-        if held_out.blank_media:
-            samples = [blank_sample(sample, processor) for sample in samples]
         for batch in align_micro_batches([samples] if samples else [], encoder, gather_objects):
             logprobs = policy_engine(batch.to(policy_engine.device))
             total -= float(logprobs.double().sum())
@@ -198,12 +189,15 @@ def read_prompts(
     held_out: HeldOut, advance: Advance, *, with_pixels: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
     """Each group's rows that have a reference answer; the others are done with."""
-    for found in held_out.read(PromptEncoding(held_out.dataset, held_out.encoder, with_pixels=with_pixels)):
+    encoder = held_out.encoder
+    for found in held_out.read(encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)):
         asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
         advance((len(found) - len(asked)) * held_out.world.size)
-        if held_out.blank_media:
-            asked = [(row, blank_prompt(prompt, held_out.encoder.processor)) for row, prompt in asked]
         yield asked
+
+
+def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
+    return encoder.encode_prompt(sample).without_pixels()
 
 
 def score(
@@ -240,30 +234,3 @@ def to_answer(
         media=media_paths(sample.messages),
         rewards=rewards,
     )
-
-
-def blank_prompt(prompt: EncodedPrompt, processor: Any) -> EncodedPrompt:
-    media = [blank_medium(medium) for medium in prompt.media]
-    return replace(prompt, encoded=blank_sample(prompt.encoded, processor), media=media)
-
-
-def blank_medium(medium: Medium) -> Medium:
-    if isinstance(medium, Image.Image):
-        return Image.new("RGB", medium.size, (GREY, GREY, GREY))
-    frames, metadata = medium
-    return np.full_like(frames, GREY), metadata
-
-
-def blank_sample(sample: EncodedSample, processor: Any) -> EncodedSample:
-    """The same tokens and sizes with grey in place of every picture.
-
-    A row of pixels is one patch, channel by channel, normalised: grey is one number per channel.
-    """
-    mm_kwargs = dict(sample.mm_kwargs)
-    of_key = {"pixel_values": processor.image_processor, "pixel_values_videos": processor.video_processor}
-    for key, part in of_key.items():
-        if key in mm_kwargs:
-            grey = (GREY / 255 - torch.tensor(part.image_mean)) / torch.tensor(part.image_std)  # [C]
-            pixels = mm_kwargs[key]  # [patches, C * frames * height * width]
-            mm_kwargs[key] = grey.repeat_interleave(pixels.shape[1] // len(grey)).expand_as(pixels).contiguous()
-    return replace(sample, mm_kwargs=mm_kwargs)

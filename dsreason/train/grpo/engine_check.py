@@ -9,11 +9,11 @@ from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.self_test import self_test
 from dsreason.runtime.engine import full_parameters
 from dsreason.runtime.world import gather_objects
-from dsreason.train import mismatch
-from dsreason.train.answers import modality_of
-from dsreason.train.build_grpo import GRPORun
-from dsreason.train.rollouts import Rollout, rollouts_of
-from dsreason.train.update import cut, present_logprobs
+from dsreason.train.common.answers import modality_of
+from dsreason.train.grpo import mismatch
+from dsreason.train.grpo.build import GRPORun
+from dsreason.train.grpo.rollouts import Rollout
+from dsreason.train.grpo.update import cut, present_logprobs
 
 NUM_ROWS = 64
 """Rows that are looked at for one of each modality."""
@@ -31,7 +31,7 @@ def check_engine(grpo: GRPORun) -> None:
         MismatchError: the two sides are further apart than `rollout.mismatch_stop`.
     """
     config, sampler = grpo.config.rollout, grpo.sampler
-    prompts = one_of_each(grpo.training_data, grpo)
+    prompts = one_of_each(grpo.training, grpo)
     with grpo.watchdog.phase("self_test"), grpo.progress.phase("self-test of the rollout engine"):
         sampler.offload.offload()
         try:
@@ -45,12 +45,13 @@ def check_engine(grpo: GRPORun) -> None:
             raise SelfTestError(str(error)) from error
         sampler.offload.reload()
         pairs = zip(prompts, report.completions, strict=True)
-        part = cut([Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs], grpo.config, grpo.encoder)
-        logprobs = present_logprobs(grpo.engine, part.batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
+        rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
+        micro_batches = cut(rollouts, grpo.config, grpo.encoder)
+        logprobs = present_logprobs(grpo.engine, micro_batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
     found = [
         one
-        for batch, values in zip(part.batches, logprobs, strict=True)
-        for one in mismatch.mismatches(rollouts_of(batch, part.rollouts), values)
+        for micro_batch, values in zip(micro_batches, logprobs, strict=True)
+        for one in mismatch.mismatches(micro_batch.rollouts, values)
     ]
     metrics = mismatch.metrics_of(gather_objects(mismatch.tally(found)))
     by_modality = ", ".join(

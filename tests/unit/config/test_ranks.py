@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from dsreason.config.schema import SFTConfig
-from dsreason.config.world import check_world
 
 
 def make(global_batch_size: int) -> SFTConfig:
@@ -12,11 +11,11 @@ def make(global_batch_size: int) -> SFTConfig:
 
 @pytest.mark.parametrize(("batch", "ranks"), [(8, 8), (10, 4), (1, 1)])
 def test_any_batch_that_reaches_every_rank_is_fine(batch: int, ranks: int) -> None:
-    assert check_world(make(batch), ranks) == []
+    assert make(batch).check_ranks(ranks) == []
 
 
 def test_ranks_without_a_sample_are_pointed_out() -> None:
-    assert check_world(make(2), 4) == [
+    assert make(2).check_ranks(4) == [
         (
             "train.global_batch_size is 2, less than the number of ranks (4): 2 of them train on nothing in every step; "
             "raise it, or start fewer ranks"

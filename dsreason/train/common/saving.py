@@ -1,0 +1,100 @@
+"""Checkpoints and exports while a run goes on, when it is asked to stop, and at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dsreason.export import export_engine
+from dsreason.runtime.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
+from dsreason.runtime.stop import stopped
+from dsreason.runtime.world import on_rank_zero
+from dsreason.train.common.opening import C, Run
+
+
+def poll_checkpoint(run: Run[C]) -> None:
+    """Follow up a checkpoint that has become complete since the last step."""
+    with run.watchdog.phase("checkpoint"):
+        follow_up(run, run.writer.poll())
+
+
+def save(run: Run[C], *, last: bool) -> None:
+    """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it."""
+    config, step = run.config.checkpoint, run.state.step
+    started = time.perf_counter()
+    with run.watchdog.phase("checkpoint"), run.progress.phase("saving checkpoint"):
+        follow_up(run, run.writer.wait())
+        run.writer.start(step, run.state)
+        if last:
+            follow_up(run, run.writer.wait())
+    if config.export == "all" or (last and config.export == "final"):
+        export(run, run.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
+    run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+
+
+def stop_if_asked(run: Run[C]) -> None:
+    """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
+    step, name = run.state.step, run.stop.asked()
+    if not name or step == run.total_steps:
+        return
+    checkpoint = run.checkpoints / f"step_{step}"
+    with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
+        follow_up(run, run.writer.wait())
+        if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+            run.writer.start(step, run.state)
+            follow_up(run, run.writer.wait())
+    raise stopped(name, step)
+
+
+def follow_up(run: Run[C], written: Path | None) -> None:
+    """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
+    if written is None or not run.world.keeps_folder:
+        return
+    config = run.config.checkpoint
+    run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
+    run.uploads.add(written, last=written.name == f"step_{run.total_steps}")
+    # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
+    bests = {run.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
+    run.writer.prune(config.keep, {run.checkpoints / f"step_{best}" for best in bests if best} | run.uploads.in_use())
+
+
+def finish(run: Run[C]) -> None:
+    """Make up for an export or upload that a run broke off before, and say that all is done."""
+    checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
+    if run.config.checkpoint.export != "none":
+        if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
+            export(run, final, last=True)
+        run.uploads.add(final, last=True)
+    run.uploads.add(checkpoint, last=True)
+    run.progress.say(run.memory.report())
+    run.progress.say(f"finished at step {run.state.step}; everything is in {run.output_dir}")
+
+
+def is_older(path: Path, other: Path) -> bool:
+    """Whether `path` is missing, or was written before `other`, which may be missing too."""
+    return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
+
+
+def export(run: Run[C], output: Path, *, last: bool) -> None:
+    """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
+    config = run.config.checkpoint
+    dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
+    on_rank_zero(lambda: replace_folder(output))
+    with run.watchdog.phase("export"), run.progress.phase("exporting"):
+        export_engine(
+            run.engine,
+            run.model_path,
+            output,
+            run.world,
+            dtype=dtype,
+            max_shard_size=config.max_shard_size,
+            run=run.output_dir,
+            step=run.state.step,
+        )
+    run.uploads.add(output, last=last)
+
+
+def replace_folder(output: Path) -> None:
+    """Delete an older export."""
+    with as_save_error(output):
+        delete_folder(output)

@@ -1,0 +1,102 @@
+"""What happens around the steps of every trainer: counting and showing them, validation, checkpoints, a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from dsreason.runtime.logs import set_step
+from dsreason.runtime.schedule import lr_factor
+from dsreason.train.common.opening import C, Run
+from dsreason.train.common.saving import save, stop_if_asked
+from dsreason.train.common.validate import validate
+
+
+def before_steps(run: Run[C]) -> None:
+    """Validate what is trained from here on, unless the run is resumed."""
+    if run.state.step == 0 and run.config.validation.before_training:
+        run_validation(run)
+
+
+def after_steps(run: Run[C], first: int) -> None:
+    """Validate and save where one of the steps after `first` is due for it, and stop where a rank got a signal."""
+    config, steps, last = run.config, range(first + 1, run.state.step + 1), run.state.step == run.total_steps
+    improved = run_validation(run) if last or is_due(steps, config.validation.every) else False
+    if last or improved or is_due(steps, config.checkpoint.every):
+        save(run, last=last)
+    stop_if_asked(run)
+
+
+def is_due(steps: Iterable[int], every: int) -> bool:
+    """Whether one of the steps is a multiple of `every`; 0 is never."""
+    return every > 0 and any(step % every == 0 for step in steps)
+
+
+def learning_rate(run: Run[C]) -> float:
+    """Of the next step."""
+    return run.config.optim.lr * lr_factor(run.state.step, run.total_steps, run.config.optim)
+
+
+def count_step(run: Run[C], *, epoch: float, extra: dict[str, Any] | None = None) -> None:
+    """The engine has finished a step. `extra` is what the trainer wants back from a checkpoint; JSON values only."""
+    step = run.engine.global_steps
+    run.state = replace(
+        run.state,
+        step=step,
+        epoch=epoch,
+        consumed_samples=step * run.config.samples_per_step,
+        extra={**(extra or {}), **run.finite.counts},
+    )
+    set_step(step)
+
+
+def show_step(
+    run: Run[C],
+    metrics: dict[str, float],
+    shown: dict[str, float],
+    *,
+    num_samples: int,
+    num_tokens: int,
+    seconds: float,
+) -> None:
+    """The counted step in the progress bar, with the values `shown`, and in the curves.
+
+    Samples and tokens are those of all ranks; `seconds` is how long the step took as a whole.
+    """
+    step = run.state.step
+    run.progress.step(step, shown, samples=num_samples, tokens=num_tokens)
+    found = metrics | run.memory.take()
+    found |= {
+        "train/epoch": run.state.epoch,
+        "train/skipped_rows": run.skipped.count,
+        "perf/tokens_per_second": num_tokens / seconds,
+    }
+    if step % run.config.monitor.log_every == 0 or step == run.total_steps:
+        run.metrics.scalars(step, found)
+
+
+def run_validation(run: Run[C]) -> bool:
+    """Measure the held-out rows; True where they are the best so far, which is worth a checkpoint."""
+    config, step = run.config, run.state.step
+    if len(run.validation) == 0:
+        return False
+    with run.watchdog.phase("validation"):
+        result = validate(
+            run.sampler,
+            run.validation,
+            run.encoder,
+            config,
+            run.world,
+            version=step,
+            progress=run.progress,
+            scorer=run.scorer,
+        )
+    run.metrics.scalars(step, result.metrics)
+    run.progress.say(result.summary(step))
+    result.write(run.output_dir, step, run.metrics, run.world)
+    value, best = result.metrics[config.checkpoint.best_metric], run.state.best_metric
+    better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)
+    if better and step > 0:
+        run.state = replace(run.state, best_metric=value, best_name=config.checkpoint.best_metric, best_step=step)
+    return better and step > 0 and config.checkpoint.keep_best

@@ -1,0 +1,93 @@
+"""What GRPO can find wrong before a model is loaded, and the order of its prompts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+from dsreason.config.deepspeed import zero_section
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.loader import read_row
+from dsreason.data.order import StepOrder
+from dsreason.data.prompts import PromptEncoder, ask
+from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError
+from dsreason.losses.objective import objective_of
+from dsreason.rollout.vllm_arguments import check_engine_options
+from dsreason.train.common.preflight import check_dataset, check_model, spread
+from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
+
+NUM_PROMPTS = 8
+"""Prompts whose text is looked at."""
+
+
+def check(config: GRPOConfig) -> None:
+    """Raise what a person can mend, as every trainer does; also rewards that cannot be had, or never be given."""
+    check_functions(config)
+    check_engine_choice(config)
+    encoder = check_model(config)
+    prompts = prompt_encoder(config, encoder)
+    training, validation = open_datasets(config.data)
+    rollout_order(training, config)
+    first = [read_row(training, index, lambda sample: sample) for index in spread(len(training))[:NUM_PROMPTS]]
+    check_format(config, [sample for sample in first if isinstance(sample, Sample)])
+    check_dataset("training", training, prompts, config, row_check(config))
+    check_dataset("validation", validation, encoder, config)
+
+
+def check_engine_choice(config: GRPOConfig) -> None:
+    """ConfigError where the rollout engine or the reference policy cannot be had with these settings."""
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
+        )
+    check_engine_options(config.rollout.engine_options, "rollout.engine_options")
+    if config.rollout.engine == "transformers" and config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "
+            "parallelism; remove it"
+        )
+    zero = zero_section(config.deepspeed)
+    copies = {"zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1}
+    copies["zero_quantized_weights"] = zero.get("zero_quantized_weights") is True
+    if any(copies.values()) and objective_of(config.grpo).kl_coef:
+        key = next(key for key, found in copies.items() if found)
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference policy of "
+            "the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
+        )
+
+
+def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
+    """For prompts: with room for the longest completion behind each."""
+    longest = config.rollout.max_completion_length
+    room = encoder.max_length - longest
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_completion_length ({longest}) leaves no room for a prompt in {encoder.max_length_key} "
+            f"({encoder.max_length}); raise that or lower it"
+        )
+    key = f"{encoder.max_length_key} without rollout.max_completion_length"
+    return PromptEncoder(encoder.processor, encoder.position_ids, room, key)
+
+
+def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
+    """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
+    train, steps = config.train, config.grpo.optimizer_steps_per_rollout
+    return StepOrder(
+        training.weighted_lengths,
+        batch_size=config.grpo.prompts_per_step,
+        epochs=train.epochs,
+        max_steps=None if train.max_steps is None else -(-train.max_steps // steps),
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+        batch_key="grpo.prompts_per_step",
+    )
+
+
+def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
+    """What a row of training goes through; raises DataError for one that cannot be used."""
+    return partial(ask, prompt_encoder(config, encoder), row_check(config))

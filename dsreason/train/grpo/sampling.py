@@ -1,0 +1,70 @@
+"""One rollout: the next prompts, completions of the present policy, and their rewards and advantages."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dsreason.data.prompts import Prompts
+from dsreason.rewards.text import with_length
+from dsreason.rollout.protocol import RolloutEngine, Sampling
+from dsreason.runtime.world import all_sum, gather_objects
+from dsreason.train.grpo.build import GRPORun
+from dsreason.train.grpo.rollouts import Group, Rollout, choose, informative, scored, with_advantages
+
+
+def sample(grpo: GRPORun) -> list[Rollout]:
+    """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after."""
+    config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
+    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/reward"), 0.0)
+    dynamic = grpo.objective.dynamic_sampling
+    groups: list[Group] = []
+    with grpo.sampler.awake(version=grpo.state.step) as engine:
+        for _ in range(1 + config.max_refills if dynamic else 1):
+            groups += sample_groups(grpo, engine, next_prompts(grpo))
+            kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
+            if all_sum(sum(kept)) >= wanted:
+                break
+    numbers = choose(groups, kept, wanted, gather_objects)
+    return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
+
+
+def next_prompts(grpo: GRPORun) -> Prompts:
+    """This rank's share of the next prompts."""
+    started = time.perf_counter()
+    with grpo.watchdog.phase("data"):
+        prompts = next(grpo.prompts)
+    grpo.rollout_metrics["time/data"] += time.perf_counter() - started
+    grpo.skipped.add(prompts.skipped)
+    grpo.next_batch = prompts.batch + 1
+    return prompts
+
+
+def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> list[Group]:
+    """`num_generations` completions of each of this rank's prompts, scored."""
+    rollout, size = grpo.config.rollout, grpo.config.grpo.num_generations
+    seed = int(np.random.SeedSequence((grpo.config.train.seed, prompts.batch)).generate_state(1)[0])
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_completion_length=rollout.max_completion_length,
+        seed=seed,
+    )
+    repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
+    streams = [number * size + i for number in prompts.numbers for i in range(size)]  # the same on any number of ranks
+    completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
+
+    started = time.perf_counter()
+    samples = [
+        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
+        for prompt, completion in zip(repeated, completions, strict=True)
+    ]
+    with grpo.watchdog.phase("reward"):
+        scores = grpo.scorer.score([completion.text for completion in completions], samples)
+    grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
+    grpo.reward_sums.append(scores.metric_sums)
+    places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
+    rollouts = scored(repeated, places, completions, scores)
+    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]

@@ -1,0 +1,122 @@
+"""One optimizer step of GRPO: rollouts → micro-batches → log-probabilities → loss → gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.micro_batches import align_micro_batches, cut_samples
+from dsreason.losses.kl import k3
+from dsreason.losses.objective import objective_of
+from dsreason.losses.policy import GlobalCounts
+from dsreason.runtime.reference import ReferencePolicy
+from dsreason.runtime.world import World, gather_objects
+from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
+
+
+@dataclass
+class Update:
+    """What a step found out, over all ranks."""
+
+    metrics: dict[str, float]
+    worst: list[Mismatch] = field(default_factory=list)
+    """Completions whose log-probabilities differ most between engine and trainer."""
+
+
+def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> list[MicroBatch]:
+    """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective."""
+    groups = cut_samples([training_sample(rollout) for rollout in rollouts], config.train)
+    batches = align_micro_batches(groups, encoder, gather_objects)
+    cut_rollouts = [[sample.rollout for sample in group] for group in groups]
+    cut_rollouts += [[]] * (len(batches) - len(groups))
+    return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
+
+
+@torch.no_grad()
+def present_logprobs(
+    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
+) -> list[Tensor]:
+    """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
+    return [engine(one.batch.to(engine.device), temperature, banned_ids) for one in micro_batches]
+
+
+def add_fixed_logprobs(
+    steps: Sequence[list[MicroBatch]],
+    engine: DeepSpeedEngine,
+    reference: ReferencePolicy | None,
+    config: GRPOConfig,
+    banned_ids: Tensor,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
+
+    def measure() -> list[list[Tensor]]:
+        return [present_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
+
+    olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
+    refs = olds
+    if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
+        olds = measure()
+    if reference is not None:
+        with reference.in_place():
+            refs = measure()
+    return [
+        [replace(one, old_logprobs=old, ref_logprobs=ref) for one, old, ref in zip(*parts, strict=True)]
+        for parts in zip(steps, olds, refs, strict=True)
+    ]
+
+
+def accumulate_gradients(
+    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
+) -> Update:
+    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut."""
+    objective = objective_of(config.grpo)
+    lengths = [len(rollout.completion.ids) for one in micro_batches for rollout in one.rollouts]
+    counts = GlobalCounts(
+        num_tokens=sum(gather_objects(sum(lengths))),
+        num_sequences=sum(gather_objects(len(lengths))),
+        max_length=config.rollout.max_completion_length,
+    )
+    sums = {"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0}
+    if micro_batches[0].ref_logprobs is not None:
+        sums["policy/kl"] = 0.0
+    found: list[Mismatch] = []
+    for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
+        last = i == len(micro_batches) - 1
+        logprobs, entropy = engine(one.batch.to(engine.device), config.rollout.temperature, banned_ids, True)
+        flat = flatten(one.rollouts, engine.device)
+        old = logprobs.detach() if one.old_logprobs is None else one.old_logprobs
+        correction = None
+        if objective.correction is not None:
+            correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
+        result = objective.loss(
+            logprobs,
+            old,
+            flat.advantages,
+            flat.sequence,
+            counts=counts,
+            correction=correction,
+            penalty=objective.penalty(logprobs, one.ref_logprobs, old, entropy),
+        )
+        engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
+        engine.backward(result.loss * world.size, scale_wrt_gas=False)
+        if not last:
+            engine.step()
+        sums["train/loss"] += result.loss.item()
+        sums["policy/clip_fraction"] += float(result.clipped.sum())
+        sums["policy/entropy"] += float(entropy.detach().sum())
+        if one.ref_logprobs is not None:
+            sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
+        found += mismatches(one.rollouts, old)
+    everywhere = gather_objects((sums, tally(found), worst(found)))
+    totals = {name: sum(part_sums[name] for part_sums, *_ in everywhere) for name in sums}
+    per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
+    metrics = {"train/loss": totals["train/loss"], **per_token, **metrics_of([part for _, part, _ in everywhere])}
+    return Update(metrics, worst([one for *_, part in everywhere for one in part]))

@@ -1,0 +1,96 @@
+"""Building an SFT run: model, engine, batches, and what shows the run to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.loader import StepLoader
+from dsreason.models.load import model_config
+from dsreason.rollout.batches import tokens_that_fit
+from dsreason.rollout.opening import TransformersSettings
+from dsreason.runtime.flops import ModelFlops, model_flops, peak_flops
+from dsreason.runtime.world import World, broadcast_object, gather_objects
+from dsreason.train.common.opening import Run, open_run, record_run, start_run
+from dsreason.train.common.policy import build_policy_engine
+from dsreason.train.common.preflight import DTYPES
+from dsreason.train.common.run_folder import start_state
+from dsreason.train.common.sampler import open_sampler
+from dsreason.train.sft.preflight import check, step_order
+
+
+@dataclass(kw_only=True)
+class SFTRun(Run[SFTConfig]):
+    """What SFT has beside the parts of every run."""
+
+    loader: StepLoader
+    flops: ModelFlops
+    peak_flops: float | None
+    """Of all devices together; None where the device's peak is not known."""
+    steps_per_epoch: float
+
+
+@contextmanager
+def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTRun]:
+    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    with ExitStack() as stack:
+        opened = open_run(config, output_dir, resume, command="sft", check=check, stack=stack)
+        config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
+        order = step_order(opened.training, config)
+        with opened.watchdog.phase("load_model"):
+            engine = build_policy_engine(config, opened.deepspeed, model_path)
+            state = start_state(engine, opened.checkpoint, config, model_path, world)
+        metrics = record_run(opened, state, stack)
+        settings = TransformersSettings(
+            attention=config.model.attention,
+            batch_size=config.validation.micro_batch_size,
+            batch_tokens=validation_tokens(config, model_path, world),
+        )
+        sampler = open_sampler(engine, settings, config, model_path, encoder, opened.watchdog, stack)
+        run = start_run(
+            opened,
+            stack,
+            engine=engine,
+            sampler=sampler,
+            metrics=metrics,
+            state=state,
+            total_steps=order.num_steps,
+        )
+        loader = StepLoader(
+            opened.training,
+            encoder,
+            order,
+            config,
+            rank=world.rank,
+            world_size=world.size,
+            exchange=gather_objects,
+            start_step=state.step,
+        )
+        yield SFTRun(
+            **vars(run),
+            loader=loader,
+            flops=model_flops(engine.module.model),
+            peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
+            steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
+        )
+
+
+def validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
+    """Of a batch of held-out answers: what fits a quarter of the GPU, where the optimizer's state has made room."""
+    if world.device.type != "cuda":
+        return 0
+    memory = torch.cuda.get_device_properties(world.device).total_memory // 4
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    return tokens_that_fit(model, DTYPES[config.train.precision], memory)
+
+
+def job_peak_flops(world: World) -> float | None:
+    if world.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(world.device))
+    return None if peak is None else peak * world.size

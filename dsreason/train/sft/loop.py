@@ -1,0 +1,99 @@
+"""Supervised fine-tuning: samples → micro-batches → log-probabilities → loss → optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed import DeepSpeedEngine
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.loader import StepBatches
+from dsreason.losses.sft import sft_loss
+from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
+from dsreason.runtime.world import World, all_sum
+from dsreason.train.common.saving import finish, poll_checkpoint
+from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
+from dsreason.train.sft.build import SFTRun, build_sft
+
+
+def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
+    """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
+    with build_sft(config, output_dir, resume) as sft:
+        train(sft)
+
+
+def train(sft: SFTRun) -> None:
+    before_steps(sft)
+    for batches in watched(sft):
+        poll_checkpoint(sft)
+        started, first = time.perf_counter(), sft.state.step
+        with sft.watchdog.phase("step"):
+            with sft.memory.phase("train"):
+                metrics = sft_step(sft.engine, batches, lr=learning_rate(sft), world=sft.world)
+                metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
+            finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
+        after_steps(sft, first)
+    finish(sft)
+
+
+def watched(sft: SFTRun) -> Iterator[StepBatches]:
+    """The batches of each step, from the resumed one on."""
+    batches = iter(sft.loader)
+    while True:
+        with sft.watchdog.phase("data"):
+            found = next(batches, None)
+        if found is None:
+            return
+        yield found
+
+
+def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
+    """One optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
+    set_learning_rate(engine, lr)
+    loss = accumulate_gradients(engine, batches, world)
+    engine.step()
+    return {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+
+
+def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
+    """Forward and backward of every micro-batch; returns the mean loss over the trained tokens of the global batch."""
+    total = 0.0
+    for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
+        last = i == len(batches.micro_batches) - 1
+        logprobs = engine(batch.to(engine.device))
+        loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
+        engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if not last:
+            engine.step()
+        total += loss.item()
+    return all_sum(total)
+
+
+def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
+    """Count the step and show it."""
+    count_step(sft, epoch=sft.engine.global_steps / sft.steps_per_epoch)
+    sft.skipped.add(batches.skipped)
+    whole = seconds + batches.data_seconds
+    shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
+    metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
+    if sft.peak_flops is not None:
+        metrics["perf/mfu"] = step_flops(sft, batches) / whole / sft.peak_flops
+    show_step(sft, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
+
+
+def step_flops(sft: SFTRun, batches: StepBatches) -> float:
+    """FLOPs of the step on all ranks. Collective."""
+    lengths = [n for batch in batches.micro_batches for n in batch.attention_mask.sum(dim=1).tolist()]
+    grids = [
+        grid
+        for batch in batches.micro_batches
+        for key in ("image_grid_thw", "video_grid_thw")
+        if key in batch.mm_kwargs
+        for grid in batch.mm_kwargs[key].tolist()
+    ]
+    trained = sum(int(batch.loss_mask.sum()) for batch in batches.micro_batches)
+    return all_sum(sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids))

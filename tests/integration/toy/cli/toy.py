@@ -1,0 +1,9 @@
+"""`dsreason toy`: the command."""
+
+from __future__ import annotations
+
+from dsreason.config.schema_toy import ToyConfig
+
+from dsreason.cli.job import Trainer
+
+TRAINER = Trainer("toy", ToyConfig, "builtin_sft.toml", help="Rows in their order, with a scaled loss.")

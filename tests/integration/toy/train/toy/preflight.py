@@ -1,0 +1,22 @@
+"""What is looked at before any rank starts, and how a row is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dsreason.config.schema_toy import ToyConfig
+
+from dsreason.data.chat import Encoder
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import Sample
+from dsreason.train.common.preflight import check_dataset, check_model
+
+
+def check(config: ToyConfig) -> None:
+    encoder = check_model(config)
+    for name, dataset in zip(("training", "validation"), open_datasets(config.data), strict=True):
+        check_dataset(name, dataset, encoder, config)
+
+
+def row_encoder(config: ToyConfig, encoder: Encoder) -> Callable[[Sample], object]:
+    return encoder.encode
