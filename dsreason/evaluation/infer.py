@@ -20,6 +20,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from dsreason.answers.parsing import parse
 from dsreason.config.cache import cache_dir
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
@@ -31,7 +32,6 @@ from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.engine import VERSION, check_weights
 from dsreason.evaluation.models import exported, is_checkpoint, meant
-from dsreason.evaluation.parsing import parse
 from dsreason.export import DTYPES
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model

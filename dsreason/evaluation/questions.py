@@ -18,6 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from dsreason.answers.correct import kind_of, reference_of
+from dsreason.answers.parsing import parse
+from dsreason.answers.types import Kind
 from dsreason.config.problems import nearest
 from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
@@ -29,10 +32,8 @@ from dsreason.data.rows import option_lines, options_field, own_letter, read_row
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.evaluation.grading import kind_of, reference_of
 from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
-from dsreason.evaluation.parsing import parse
-from dsreason.evaluation.types import Kind, Question
+from dsreason.evaluation.types import Question
 from dsreason.rewards.text import final_answer
 
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"

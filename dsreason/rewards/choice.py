@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+from dsreason.answers.choices import option_with_text
+from dsreason.answers.compat import tagged_answer
+from dsreason.answers.text import plain
 from dsreason.data.types import Sample
-from dsreason.rewards.text import final_answer, plain, tagged_answer
+from dsreason.rewards.text import final_answer
 
 
 def single_choice(completion: str, sample: Sample) -> float:
@@ -65,16 +68,6 @@ def _letter_and_text(text: str, letters: str, options: dict[str, str] | None) ->
     letter, mark, rest = found[1].upper(), found[2], found[3].strip()
     named = _only_letter(rest, letters) or option_with_text(rest, options)
     return letter if named == letter or (named is None and mark) else None
-
-
-def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
-    """The letter of the one option with this text, case and final punctuation aside."""
-    found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
-    return found[0] if len(found) == 1 else None
-
-
-def _bare(text: str) -> str:
-    return plain(text).rstrip(" .!;,")
 
 
 def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from dsreason.answers.compat import hash_number, tagged_answer
+from dsreason.answers.text import plain
 from dsreason.data.types import Sample
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
@@ -40,12 +42,6 @@ def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     return None
 
 
-def tagged_answer(text: str) -> str:
-    """What is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[1] if found else text).strip()
-
-
 def final_answer(text: str) -> str:
     """Like `tagged_answer`, but only what comes after the thoughts is looked at."""
     return tagged_answer(text.rpartition("</think>")[2])
@@ -58,11 +54,6 @@ def exact_match(completion: str, sample: Sample) -> float:
     return float(plain(final_answer(completion)) == plain(final_answer(sample.answer)))
 
 
-def plain(text: str) -> str:
-    """Comparable: case and the amount of white space do not count."""
-    return " ".join(text.split()).casefold()
-
-
 def gsm8k(completion: str, sample: Sample) -> float:
     """1 if the first `#### number` is the reference's, digit for digit (thousands commas aside), else 0.
 
@@ -73,11 +64,6 @@ def gsm8k(completion: str, sample: Sample) -> float:
     if number is None or sample.answer is None:
         return 0.0
     return float(number == (hash_number(sample.answer) or sample.answer.strip().replace(",", "")))
-
-
-def hash_number(text: str) -> str | None:
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    return found[1].replace(",", "") if found else None
 
 
 def overlong(completion: str, sample: Sample, *, buffer: int | None = None, factor: float = 1.0) -> float:

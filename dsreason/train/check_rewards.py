@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from dsreason.answers.compat import hash_number
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import text_of
@@ -17,7 +18,7 @@ from dsreason.rewards import BUILT_IN
 from dsreason.rewards.choice import read_choice
 from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.rewards.scoring import open_remote
-from dsreason.rewards.text import FORMAT, REQUEST, format_problem, hash_number, soft_overlong
+from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
 
 WITHOUT_ANSWER = {"format", "overlong"}
 """Built-in rewards that look at the completion alone."""

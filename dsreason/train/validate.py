@@ -14,6 +14,7 @@ from deepspeed import DeepSpeedEngine
 from PIL import Image
 from torch.utils.data import Dataset
 
+from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, Medium
 from dsreason.data.contact_sheet import contact_sheet
@@ -24,7 +25,6 @@ from dsreason.data.prompts import PromptEncoding
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import EncodedSample
 from dsreason.errors import DataError
-from dsreason.evaluation.grading import is_correct, reference_of
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
 from dsreason.rollout.batches import joined

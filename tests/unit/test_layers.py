@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {"dsreason", "errors", "config"}  # `dsreason` itself holds only the version
 DATA = BASE | {"data"}
-PURE = DATA | {"losses", "rewards"}
+PURE = DATA | {"answers", "losses", "rewards"}
 ROLLOUT = PURE | {"models", "runtime", "rollout"}
 TOP = ROLLOUT | {"evaluation", "export", "train"}
 ALLOWED = {
@@ -20,6 +20,7 @@ ALLOWED = {
     "errors": set(),
     "config": BASE,
     "data": DATA,
+    "answers": DATA | {"answers"},
     "losses": PURE,
     "rewards": PURE,
     "models": DATA | {"models"},
