@@ -1,4 +1,4 @@
-"""Whether an answer is right: the one rule of training's validation and of evaluation."""
+"""Whether an answer is right: the one rule of training's validation, rewards and evaluation."""
 
 from __future__ import annotations
 

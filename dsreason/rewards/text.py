@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from dsreason.answers.compat import hash_number, tagged_answer
-from dsreason.answers.text import plain
+from dsreason.answers.compat import hash_number
+from dsreason.answers.text import plain, split_response
 from dsreason.data.types import Sample
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
@@ -23,7 +23,7 @@ REQUEST = (
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
     """1 if the whole completion matches the regular expression (where `.` is any character), else 0.
 
-    A second `<answer>` block belongs to the answer's text, as in cosmos-rl; the rewards that read answers read the first.
+    A second `<answer>` block belongs to the answer's text, as in cosmos-rl.
     """
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
@@ -42,16 +42,15 @@ def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     return None
 
 
-def final_answer(text: str) -> str:
-    """Like `tagged_answer`, but only what comes after the thoughts is looked at."""
-    return tagged_answer(text.rpartition("</think>")[2])
-
-
 def exact_match(completion: str, sample: Sample) -> float:
-    """1 if the final answer is the reference, case and the amount of white space aside, else 0."""
+    """1 if the final answer is the reference, case and the amount of white space aside, else 0.
+
+    Evaluation also forgives a final full stop.
+    """
     if sample.answer is None:
         return 0.0
-    return float(plain(final_answer(completion)) == plain(final_answer(sample.answer)))
+    answer, right = (plain(split_response(text).answer) for text in (completion, sample.answer))
+    return float(answer != "" and answer == right)
 
 
 def gsm8k(completion: str, sample: Sample) -> float:
