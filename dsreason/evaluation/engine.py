@@ -18,7 +18,7 @@ from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.types import Question
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
@@ -145,9 +145,10 @@ def load_weights(engine: RolloutEngine, model_path: Path, *, trust_remote_code: 
 def folder_weights(model_path: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the folder by its name in memory; an output matrix stored beside the embeddings it is tied to is
     left out."""
-    weights = find_weights(model_path, family_of(config.model_type).rename)
+    family = family_of(config.model_type)
+    weights = find_weights(model_path, family.rename)
     for name in weights.places:
-        if config.tie_word_embeddings and name == "lm_head.weight":
+        if config.tie_word_embeddings and name == f"{family.modules.head}.weight":
             continue
         found: dict[str, Tensor] = {}
         weights.read([name], found.__setitem__)

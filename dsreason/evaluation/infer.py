@@ -175,7 +175,7 @@ def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) ->
     longest = int(model_config(folder).text_config.max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
-    return kind(encoder.processor, encoder.position_ids, longest), longest
+    return kind(encoder.processor, encoder.family, encoder.position_ids, longest), longest
 
 
 def open_engine(
@@ -196,7 +196,9 @@ def open_engine(
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
         return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
     model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
-    banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer), dtype=torch.long, device=device)
+    banned_ids = torch.tensor(
+        media_token_ids(encoder.processor.tokenizer, encoder.family), dtype=torch.long, device=device
+    )
     stop_ids = torch.tensor(stop_token_ids(folder), device=device)
 
     def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from dsreason.data.types import Batch
+from dsreason.families import family_of
 from dsreason.models import media_once
 from dsreason.models.logprobs import LogprobHead
 
@@ -35,7 +36,8 @@ class Policy(nn.Module):
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        with media_once.showing(self.model.model.visual, batch.media_numbers):
+        vision_tower = self.model.get_submodule(family_of(self.model.config.model_type).modules.vision_tower)
+        with media_once.showing(vision_tower, batch.media_numbers):
             hidden = self.model.model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,

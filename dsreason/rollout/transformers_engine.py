@@ -16,8 +16,9 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsreason.data.types import EncodedSample
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import model_config
+from dsreason.models.patch import patch
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
@@ -66,7 +67,8 @@ class TransformersEngine:
         self.attention, self.trust_remote_code = attention, trust_remote_code
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
-        self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
+        family = family_of(model_config(path, trust_remote_code=trust_remote_code).model_type)
+        self.banned_ids = torch.tensor(media_token_ids(tokenizer, family), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
@@ -261,7 +263,7 @@ def build_empty_model(
             config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    family_of(config.model_type).patch(model)
+    patch(model, family_of(config.model_type))
     return model.requires_grad_(False).eval()
 
 

@@ -121,7 +121,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             sampler=sampler,
             reference=reference,
             objective=objective,
-            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
+            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device),
             scorer=scorer,
             metrics=metrics,
             progress=progress,

@@ -11,6 +11,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import SFTConfig
+from dsreason.data.collate import GRIDS
 from dsreason.data.loader import StepBatches
 from dsreason.export import export_engine
 from dsreason.losses.sft import sft_loss
@@ -133,7 +134,7 @@ def step_flops(sft: SFTRun, batches: StepBatches) -> float:
     grids = [
         grid
         for batch in batches.micro_batches
-        for key in ("image_grid_thw", "video_grid_thw")
+        for key in GRIDS.values()
         if key in batch.mm_kwargs
         for grid in batch.mm_kwargs[key].tolist()
     ]

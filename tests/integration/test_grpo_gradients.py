@@ -96,7 +96,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
             part = replace(part, old_logprobs=other_logprobs(part, 0.1))
             if variant.startswith("kl"):
                 part = replace(part, ref_logprobs=other_logprobs(part, 0.5))
-            banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
+            banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
             accumulate_gradients(engine, part, config, world, banned)
             found[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()

@@ -43,7 +43,9 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     else:
         groups = cut_by_count([training_sample(rollout, i) for i, rollout in enumerate(rollouts)], 2)
         part = Part(rollouts, [collate(group, pad_id=encoder.pad_id) for group in groups])
-    accumulate_gradients(engine, part, config, world, torch.tensor(media_token_ids(encoder.processor.tokenizer)))
+    accumulate_gradients(
+        engine, part, config, world, torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+    )
     return float(np.sqrt(sum(float(grad.square().sum()) for grad in full_gradients(engine).values())))
 
 
