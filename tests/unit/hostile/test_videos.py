@@ -24,7 +24,6 @@ from tests.unit.hostile.inputs import SAMPLE_TABLE, box_start, damaged, edited
 
 SIZES, TIMES, CHUNKS = (*SAMPLE_TABLE, b"stsz"), (*SAMPLE_TABLE, b"stts"), (*SAMPLE_TABLE, b"stsc")
 TRACK, MEDIA = (b"moov", b"trak", b"tkhd"), (b"moov", b"trak", b"mdia", b"mdhd")
-
 VISION = FAMILIES["qwen2_5_vl"].vision
 
 
