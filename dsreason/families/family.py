@@ -91,8 +91,10 @@ class Modules:
     """In the vision tower: its input needs no gradient."""
     merger: str
     """In the vision tower: what works on merged patches."""
-    without_product: tuple[str, ...]
-    """Parts of the names of weights that take part in no matrix product: norms and tables."""
+    norms: tuple[str, ...]
+    """Parts of the names of weights that scale channels."""
+    tables: tuple[str, ...]
+    """Parts of the names of weights that are looked up: embeddings of tokens and places."""
 
 
 @dataclass(frozen=True)

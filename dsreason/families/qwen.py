@@ -28,7 +28,8 @@ MODULES = Modules(
     head="lm_head",
     patch_embedding="patch_embed",
     merger="merger",
-    without_product=("norm", "ln_q", "embed_tokens", "pos_embed"),
+    norms=("norm", "ln_q"),
+    tables=("embed_tokens", "pos_embed"),
 )
 
 

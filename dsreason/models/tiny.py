@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig, Qwen2Tokenizer
 
 from dsreason.families import Family, family_of
-from dsreason.families.family import Tokens
+from dsreason.families.family import Modules, Tokens
 
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
@@ -227,13 +227,15 @@ def _published_name(family: Family, name: str) -> str:
     return name
 
 
-def _draw(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _draw(
+    name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     """Matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2), norm weights 1, biases 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
-    is_table = "embed_tokens" in name or "pos_embed" in name or name == "lm_head.weight"
+    is_table = any(part in name for part in modules.tables) or name == f"{modules.head}.weight"
     std = 0.02 if is_table else 1 / math.sqrt(math.prod(shape[1:]))
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
@@ -265,7 +267,9 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {_published_name(family, name): _draw(name, shapes[name], dtype, generator) for name in names}
+        tensors = {
+            _published_name(family, name): _draw(name, shapes[name], family.modules, dtype, generator) for name in names
+        }
         save_file(tensors, os.fspath(folder / file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:

@@ -23,7 +23,7 @@ REQUEST = (
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
     """1 if the whole completion matches the regular expression (where `.` is any character), else 0.
 
-    A second `<answer>` block belongs to the answer's text, as in cosmos-rl.
+    A second `<answer>` block belongs to the answer's text, as in cosmos-rl, whose rewards read the first; ours read the last.
     """
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 

@@ -225,11 +225,12 @@ def draw_tokens(
     attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
     next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
     uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
-    width, vocabulary = inputs["input_ids"].shape[1], model.lm_head.weight.shape[0]
+    head = model.get_output_embeddings()
+    width, vocabulary = inputs["input_ids"].shape[1], head.weight.shape[0]
     penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
     finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(sampling.max_completion_length):
-        logits = model.lm_head(hidden).float()  # [B, V]
+        logits = head(hidden).float()  # [B, V]
         if penalties is not None:
             logits = penalties.apply(logits)
         logits[:, banned_ids] = -torch.inf
