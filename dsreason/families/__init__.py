@@ -8,6 +8,8 @@ from dsreason.families.family import Family
 from dsreason.families.qwen2_5_vl import QWEN2_5_VL
 from dsreason.families.qwen3_vl import QWEN3_VL
 
+__all__ = ["FAMILIES", "Family", "control_tokens", "family_of"]
+
 FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL)}
 
 
