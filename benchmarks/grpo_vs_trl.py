@@ -109,9 +109,10 @@ def trl_side(task: dict[str, Any]) -> None:
     import torch
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
-    from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from dsreason.families import family_of
     from dsreason.rollout.protocol import media_token_ids
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -138,7 +139,8 @@ def trl_side(task: dict[str, Any]) -> None:
         features=Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": ImageFeature()}),
     )
     processor = AutoProcessor.from_pretrained(task["model"], padding_side="left", truncation_side="left")
-    never = {*media_token_ids(processor.tokenizer), processor.tokenizer.eos_token_id}
+    family = family_of(AutoConfig.from_pretrained(task["model"]).model_type)
+    never = {*media_token_ids(processor.tokenizer, family), processor.tokenizer.eos_token_id}
     settings = GRPOConfig(
         output_dir=task["output"],
         max_steps=task["steps"],

@@ -96,13 +96,15 @@ class Ours:
         from functools import partial
 
         from dsreason.data.chat import Encoder
-        from dsreason.models.families import family_of
+        from dsreason.families import family_of
         from dsreason.models.load import model_config
+        from dsreason.models.mrope import position_ids
 
         processor, folder = load_processor()
         config = model_config(folder)
-        positions = partial(family_of(config.model_type).position_ids, config=config)
-        self.encoder = Encoder(processor, positions, max_length=10**9)
+        family = family_of(config.model_type)
+        positions = partial(position_ids, family.grids, config=config)
+        self.encoder = Encoder(processor, family, positions, max_length=10**9)
 
     def encode(self, messages: list[dict[str, Any]]) -> Encoded:
         from dsreason.data import media

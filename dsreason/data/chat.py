@@ -21,17 +21,14 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data import media, vision
+from dsreason.data.collate import GRIDS
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
+from dsreason.families import Family
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
-
-VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-PER_VIDEO_LIMITS = ("Qwen3VLVideoProcessor",)
-"""Video processors whose `size` bounds the pixels of all frames together instead of one frame's."""
-
 
 MAX_MEDIA_TOKENS = 1_000_000
 """More than any model takes: samples with more are refused before a list of that length is made."""
@@ -80,6 +77,7 @@ class Encoder:
     """Turns samples into tensors; picklable. `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T]."""
 
     processor: ProcessorMixin
+    family: Family
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
     max_length_key: str = "model.max_length"
@@ -95,7 +93,7 @@ class Encoder:
         DataError names the sample; SampleTooLong when it has more than `max_length` tokens.
         """
         planned = self._plan_media(sample, sample.messages)
-        ids, mask = self._expand(sample, render_training(self.processor, sample), planned)
+        ids, mask = self._expand(sample, render_training(self.processor, self.family.tokens, sample), planned)
         self.check_length(sample, len(ids))
         return self._finish(sample, ids, mask, planned, self._load(sample, planned))
 
@@ -103,7 +101,7 @@ class Encoder:
         """The messages without a last assistant turn, and the generation prompt. Its ids begin those of `encode`."""
         messages = prompt_messages(sample)
         planned = self._plan_media(sample, messages)
-        segments = render_prompt(self.processor, replace(sample, messages=messages))
+        segments = render_prompt(self.processor, self.family.tokens, replace(sample, messages=messages))
         ids, mask = self._expand(sample, segments, planned)
         self.check_length(sample, len(ids))
         loaded = self._load(sample, planned)
@@ -113,7 +111,7 @@ class Encoder:
     def measure(self, sample: Sample) -> int:
         """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
         planned = self._plan_media(sample, sample.messages)
-        ids, _ = self._expand(sample, render_training(self.processor, sample), planned)
+        ids, _ = self._expand(sample, render_training(self.processor, self.family.tokens, sample), planned)
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
@@ -128,7 +126,8 @@ class Encoder:
             metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
             planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
             loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
-        text = VISION_START + self._placeholder(kind) + VISION_END
+        tokens = self.family.tokens
+        text = tokens.media_start + self._placeholder(kind) + tokens.media_end
         segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = self._expand(sample, [segment], [planned])
         return self._finish(sample, ids, mask, [planned], [loaded])
@@ -171,9 +170,10 @@ class Encoder:
         path, patch = _path_of(part), self._temporal_patch
         info = media.probe_video(path)
         try:
-            chosen = vision.sample_frames(info, part, patch)
+            chosen = vision.sample_frames(info, part, self.family.vision, patch)
             count = len(chosen.indices)
-            size = vision.video_size(info.height, info.width, count, part, self._limits("video"), patch)
+            limits = self._limits("video")
+            size = vision.video_size(info.height, info.width, count, part, limits, self.family.vision, patch)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         metadata = _metadata(info.num_frames, chosen, info.fps)
@@ -185,7 +185,6 @@ class Encoder:
             factor=processor.patch_size * processor.merge_size,
             min_pixels=processor.size["shortest_edge"],
             max_pixels=processor.size["longest_edge"],
-            per_video=type(processor).__name__ in PER_VIDEO_LIMITS,
         )
 
     @property
@@ -265,7 +264,7 @@ class Encoder:
         self, sample: Sample, ids: list[int], mask: list[bool], planned: list[PlannedMedium], loaded: list[Medium]
     ) -> EncodedSample:
         mm_kwargs = self._mm_kwargs(loaded)
-        for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+        for kind, key in GRIDS.items():
             grids = [list(medium.grid) for medium in planned if medium.kind == kind]
             if grids and mm_kwargs[key].tolist() != grids:
                 raise DataError(

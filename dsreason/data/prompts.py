@@ -98,5 +98,6 @@ class PromptEncoder(Encoder):
         """`len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
         messages = prompt_messages(sample)
         planned = self._plan_media(sample, messages)
-        ids, _ = self._expand(sample, render_prompt(self.processor, replace(sample, messages=messages)), planned)
+        segments = render_prompt(self.processor, self.family.tokens, replace(sample, messages=messages))
+        ids, _ = self._expand(sample, segments, planned)
         return len(ids)

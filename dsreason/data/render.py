@@ -17,9 +17,9 @@ from transformers import ProcessorMixin
 
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
+from dsreason.families.family import Tokens
 
 ROLES = ("system", "user", "assistant", "tool")
-RESERVED_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Segment:
         return [position < self.num_trained for position in range(len(self.ids))]
 
 
-def render_training(processor: ProcessorMixin, sample: Sample) -> list[Segment]:
+def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
     """The whole conversation; trained are the text of every assistant turn and the end-of-turn token after it.
 
     DataError when there is no assistant turn, or when the template shows an assistant's text otherwise than it is.
     """
-    messages = clean_messages(processor, sample)
+    messages = clean_messages(processor, tokens, sample)
     turns = _assistant_turns(messages)
     if not turns:
         raise DataError(f"sample {sample.id!r}: no assistant message, so there is nothing to train on")
@@ -60,9 +60,9 @@ def render_training(processor: ProcessorMixin, sample: Sample) -> list[Segment]:
     return _segments(processor, rendered, spans)
 
 
-def render_prompt(processor: ProcessorMixin, sample: Sample) -> list[Segment]:
+def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
     """The whole conversation and the prompt for the next assistant turn; nothing is trained."""
-    messages = clean_messages(processor, sample)
+    messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _assistant_turns(messages)}
     spans = [_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
@@ -122,11 +122,12 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
 # ---------------------------------------------------------------- checking messages
 
 
-def clean_messages(processor: ProcessorMixin, sample: Sample) -> list[Message]:
+def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
     """The messages as templates take them: bare media parts, assistant text as one string."""
     if not sample.messages:
         raise DataError(f"sample {sample.id!r} has no messages")
-    reserved = {*RESERVED_TOKENS, processor.image_token, processor.video_token, processor.tokenizer.eos_token}
+    made_by_template = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
+    reserved = made_by_template | {processor.image_token, processor.video_token, processor.tokenizer.eos_token}
     cleaned = []
     for number, message in enumerate(sample.messages):
         where = f"sample {sample.id!r}, message {number}"

@@ -27,18 +27,7 @@ from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.data.vision import PART_SETTINGS
 from dsreason.errors import DataError, StorageError
-
-CONTROL_TOKENS = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-)
-"""The models' own marks: in a text they would be read as media or as the end of a turn."""
+from dsreason.families import control_tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: JSON can say it, no tokenizer takes it."""
@@ -250,7 +239,7 @@ def check_text(text: Any) -> None:
         raise DataError(f"text {text!r:.200} is not a string")
     if SURROGATE.search(text):
         raise DataError(f"the text contains half a character (a lone surrogate): {text!r:.200}")
-    for token in CONTROL_TOKENS:
+    for token in control_tokens():
         if token in text:
             raise DataError(
                 f"the text contains the model's own token {token}, which only media and turns may make: {text!r:.200}"

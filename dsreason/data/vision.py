@@ -1,7 +1,7 @@
 """Which frames of a video are shown and how large: arithmetic only, no pixels and no torch.
 
 The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
-its `vision_process.py`), which Qwen2.5-VL and Qwen3-VL were trained with.
+its `vision_process.py`); what each family has of its own is in its `Family.vision`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsreason.errors import DataError
+from dsreason.families.family import Vision
 
 if TYPE_CHECKING:
     from dsreason.data.media import VideoInfo
 
-DEFAULT_FPS = 2.0
-DEFAULT_MIN_FRAMES = 4
-DEFAULT_MAX_FRAMES = 768
 MAX_ASPECT_RATIO = 200
-MAX_FRAME_TOKENS = 768
-"""Largest size of one video frame in merged patches (qwen-vl-utils `VIDEO_MAX_TOKEN_NUM`)."""
-DEFAULT_VIDEO_TOKENS = 115_200
-"""Largest size of a video in tokens when nothing else bounds it (qwen-vl-utils: 0.9 of 128,000)."""
 MAX_IMAGE_PIXELS = 150_000_000
 """Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
 MAX_SETTING = 10**15
@@ -48,14 +42,12 @@ PART_SETTINGS = frozenset(
 class PixelLimits:
     """A processor's own bounds. `factor` is patch size x merge size: both sides are multiples of it.
 
-    `per_video` says what the bounds mean for videos: False, pixels of one frame (Qwen2.5-VL); True, pixels of all
-    sampled frames together (Qwen3-VL).
+    What they mean for videos is in `Vision.bounds_are_per_video` of the family.
     """
 
     factor: int
     min_pixels: int
     max_pixels: int
-    per_video: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,11 +58,12 @@ class FrameChoice:
     range_frames: int
 
 
-def sample_frames(info: VideoInfo, part: Mapping[str, Any], temporal_patch: int = 2) -> FrameChoice:
+def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temporal_patch: int = 2) -> FrameChoice:
     """Evenly spaced frames, first and last of the range included; their number is a multiple of `temporal_patch`.
 
     With `nframes`: that many (rounded to the multiple). Otherwise duration x `fps`, within `min_frames` and
-    `max_frames`, and never more than there are. A range with fewer frames than one temporal patch repeats them.
+    `max_frames`, and never more than there are; `family` has their defaults. A range with fewer frames than one
+    temporal patch repeats them.
     """
     _check_settings(part)
     start, end = _frame_range(info, part)
@@ -78,7 +71,7 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], temporal_patch: int 
     if part.get("nframes") is not None:
         count = _asked_frames(part["nframes"], available, temporal_patch)
     else:
-        count = _frames_at_rate(info, part, available, temporal_patch)
+        count = _frames_at_rate(info, part, family, available, temporal_patch)
     step = (end - start) / (count - 1) if count > 1 else 0.0
     return FrameChoice(tuple(round(start + i * step) for i in range(count)), available)
 
@@ -93,7 +86,13 @@ def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLi
 
 
 def video_size(
-    height: int, width: int, num_frames: int, part: Mapping[str, Any], limits: PixelLimits, temporal_patch: int = 2
+    height: int,
+    width: int,
+    num_frames: int,
+    part: Mapping[str, Any],
+    limits: PixelLimits,
+    family: Vision,
+    temporal_patch: int = 2,
 ) -> tuple[int, int]:
     """(height, width) of each of `num_frames` sampled frames.
 
@@ -103,14 +102,14 @@ def video_size(
     """
     _check_settings(part)
     cell = limits.factor**2
-    if limits.per_video:
+    if family.bounds_are_per_video:
         min_pixels, total, largest = (
             limits.min_pixels / num_frames,
             limits.max_pixels / temporal_patch,
-            MAX_FRAME_TOKENS * cell,
+            family.max_frame_tokens * cell,
         )
     else:
-        min_pixels, total, largest = limits.min_pixels, DEFAULT_VIDEO_TOKENS * cell, limits.max_pixels
+        min_pixels, total, largest = limits.min_pixels, family.max_video_tokens * cell, limits.max_pixels
     min_pixels = part["min_pixels"] if part.get("min_pixels") is not None else min_pixels
     total = part["total_pixels"] if part.get("total_pixels") is not None else total
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
@@ -183,11 +182,13 @@ def _asked_frames(nframes: float, available: int, temporal_patch: int) -> int:
     return min(count, max(temporal_patch, available // temporal_patch * temporal_patch))
 
 
-def _frames_at_rate(info: VideoInfo, part: Mapping[str, Any], available: int, temporal_patch: int) -> int:
-    fps = part["fps"] if part.get("fps") is not None else DEFAULT_FPS
+def _frames_at_rate(
+    info: VideoInfo, part: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
+) -> int:
+    fps = part["fps"] if part.get("fps") is not None else family.fps
     given_low, given_high = part.get("min_frames"), part.get("max_frames")
-    low = given_low if given_low is not None else min(DEFAULT_MIN_FRAMES, given_high or DEFAULT_MIN_FRAMES)
-    high = given_high if given_high is not None else max(DEFAULT_MAX_FRAMES, given_low or 0)
+    low = given_low if given_low is not None else min(family.min_frames, given_high or family.min_frames)
+    high = given_high if given_high is not None else max(family.max_frames, given_low or 0)
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)

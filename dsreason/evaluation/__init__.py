@@ -1,6 +1,6 @@
 """Asking questions, reading and grading the answers, and reporting what came of it."""
 
-from dsreason.evaluation.parsing import parse
-from dsreason.evaluation.types import Parsed
+from dsreason.answers.parsing import parse
+from dsreason.answers.types import Parsed
 
 __all__ = ["Parsed", "parse"]

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from dsreason.answers.types import Kind
 from dsreason.config.cache import cache_dir
 from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
@@ -24,7 +25,6 @@ from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
 from dsreason.evaluation.sampling import max_tokens
 from dsreason.evaluation.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
-from dsreason.evaluation.types import Kind
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
 from dsreason.rollout.opening import EngineSettings, TransformersSettings, open_rollout_engine

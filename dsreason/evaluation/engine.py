@@ -16,7 +16,7 @@ from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.types import Question
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from dsreason.data.messages import text_of
-from dsreason.data.types import Sample
-from dsreason.evaluation.parsing import Parser, parse, split_response
+from dsreason.answers.correct import is_same
+from dsreason.answers.parsing import Parser, parse
+from dsreason.answers.text import split_response
+from dsreason.answers.types import AnswerType, Parsed
 from dsreason.evaluation.similarity import Overlap, Similarity
-from dsreason.evaluation.types import AnswerType, Kind, Parsed, Question
+from dsreason.evaluation.types import Question
 from dsreason.rewards.scoring import Scorer
-from dsreason.rewards.text import plain
 
 PASS = 0.5
 """From this value of the user's scorer on an answer is right."""
@@ -121,44 +121,3 @@ class Grader:
             )
             for grade, value in zip(graded, values, strict=True)
         ]
-
-
-def is_correct(completion: str, sample: Sample) -> bool:
-    """Whether the completion gives the sample's answer, read and compared as by `Grader`; False without a reference."""
-    reference, kind = reference_of(sample), kind_of(sample)
-    answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
-    return reference is not None and is_same(answer, reference, kind, sample.options)
-
-
-def kind_of(sample: Sample) -> Kind:
-    """`meta["question_kind"]` where it is a kind; else by what the reference is: one of the options, yes or no, another text."""
-    given: Kind = sample.meta.get("question_kind", "")
-    if given in get_args(Kind):
-        return given
-    reference = reference_of(sample) or ""
-    if sample.options and parse(reference, "reasoning", options=sample.options).answer:
-        return "multiple_choice"
-    return "yes_no" if bare(split_response(reference).answer) in ("yes", "no") else "open"
-
-
-def reference_of(sample: Sample) -> str | None:
-    """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any."""
-    if sample.answer is not None:
-        return sample.answer
-    last = sample.messages[-1]
-    if last["role"] != "assistant":
-        return None
-    return text_of(last)
-
-
-def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | None = None) -> bool:
-    """Whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
-    right = parse(reference, "reasoning", kind=kind, options=options).answer
-    if not answer or not right:
-        return False
-    return float(answer) == float(right) if kind == "ordinal" else bare(answer) == bare(right)
-
-
-def bare(text: str) -> str:
-    """Comparable: case, the amount of white space and a final full stop do not count."""
-    return plain(text).removesuffix(".").rstrip()

@@ -20,6 +20,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from dsreason.answers.parsing import parse
 from dsreason.config.cache import cache_dir
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
@@ -31,7 +32,6 @@ from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.engine import VERSION, check_weights
 from dsreason.evaluation.models import exported, is_checkpoint, meant
-from dsreason.evaluation.parsing import parse
 from dsreason.export import DTYPES
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model
@@ -177,7 +177,7 @@ def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) ->
     longest = int(model_config(folder).text_config.max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
-    return kind(encoder.processor, encoder.position_ids, longest), longest
+    return kind(encoder.processor, encoder.family, encoder.position_ids, longest), longest
 
 
 def open_engine(
@@ -198,7 +198,9 @@ def open_engine(
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
         return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
     model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
-    banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer), dtype=torch.long, device=device)
+    banned_ids = torch.tensor(
+        media_token_ids(encoder.processor.tokenizer, encoder.family), dtype=torch.long, device=device
+    )
     stop_ids = torch.tensor(stop_token_ids(folder), device=device)
 
     def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:

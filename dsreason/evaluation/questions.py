@@ -18,6 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from dsreason.answers.correct import kind_of, reference_of
+from dsreason.answers.parsing import parse
+from dsreason.answers.text import split_response
+from dsreason.answers.types import Kind
 from dsreason.config.problems import nearest
 from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
@@ -29,11 +33,8 @@ from dsreason.data.rows import option_lines, options_field, own_letter, read_row
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.evaluation.grading import kind_of, reference_of
 from dsreason.evaluation.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
-from dsreason.evaluation.parsing import parse
-from dsreason.evaluation.types import Kind, Question
-from dsreason.rewards.text import final_answer
+from dsreason.evaluation.types import Question
 
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
 PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
@@ -186,10 +187,10 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
 
 def reference_answer(sample: Sample) -> str:
     """What is inside `<answer>` in the sample's answer or its last turn, or all of that where there are no tags."""
-    answer = reference_of(sample)
-    if answer is None or not final_answer(answer):
+    answer = split_response(reference_of(sample) or "").answer
+    if not answer:
         raise DataError("there is no answer to grade by; give the row one, or end it with the assistant's message")
-    return final_answer(answer)
+    return answer
 
 
 # ---------------------------------------------------------------- both

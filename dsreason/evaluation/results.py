@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from dsreason.answers.types import Kind
 from dsreason.config.atomic import write_file
 from dsreason.errors import DataError
 from dsreason.evaluation.identity import question_id, question_key
-from dsreason.evaluation.types import Kind, Result
+from dsreason.evaluation.types import Result
 
 RUN_FILE = "run.json"
 """Settings of the evaluation, beside its `<dataset>/` folders."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsreason.answers.parsing import Parser, parse
+from dsreason.answers.types import AnswerType, Parsed
 from dsreason.config.lock import FolderLock
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.messages import media_paths, text_of
@@ -15,12 +17,11 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.answerers import Answering, open_answering
 from dsreason.evaluation.asking import Reply, Request
 from dsreason.evaluation.grading import Graded, Grader
-from dsreason.evaluation.parsing import Parser, parse
 from dsreason.evaluation.questions import load_questions
 from dsreason.evaluation.results import dataset_files, make_folder, read_file, result_file, safe_name, write_results
 from dsreason.evaluation.sampling import sampling
 from dsreason.evaluation.settings import open_run_folder, run_folder
-from dsreason.evaluation.types import AnswerType, Parsed, Question, Result
+from dsreason.evaluation.types import Question, Result
 from dsreason.runtime.progress import Advance
 from dsreason.runtime.watchdog import cut_short
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dsreason.answers.types import Kind
 from dsreason.config.schema_eval import PENALTIES, EvalConfig
-from dsreason.evaluation.types import Kind
 from dsreason.rollout.protocol import Sampling
 
 RETRY_TOKENS = 256

@@ -19,12 +19,14 @@ from PIL import Image
 from dsreason.data import media, vision
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
+from dsreason.families import FAMILIES
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
 OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
 """Settings of a clip that a server cannot be told."""
 # Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
+FAMILY = FAMILIES["qwen2_5_vl"].vision
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
 IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
 
@@ -95,7 +97,7 @@ def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
 def chosen_frames(part: Part) -> vision.FrameChoice:
     info = media.probe_video(part["video"])
     try:
-        return vision.sample_frames(info, part)
+        return vision.sample_frames(info, part, FAMILY)
     except DataError as error:
         raise DataError(f"{part['video']}: {error}") from error
 
@@ -103,7 +105,7 @@ def chosen_frames(part: Part) -> vision.FrameChoice:
 def jpegs(part: Part) -> list[bytes]:
     """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
     indices, info = chosen_frames(part).indices, media.probe_video(part["video"])
-    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS)
+    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, FAMILY)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
     frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
     return [encoded(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]

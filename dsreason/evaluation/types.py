@@ -1,26 +1,12 @@
-"""What crosses between asking, grading and reporting: a question, what was read in an answer, and a stored result."""
+"""What crosses between asking, grading and reporting: a question, and a stored result."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
-
-AnswerType = Literal["letter", "reasoning"]
-Kind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
-
-
-class Parsed(NamedTuple):
-    """What was read in a response. `answer` is "" where nothing was, and `rule` then "none".
-
-    Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
-    """
-
-    answer: str
-    reasoning: str
-    rule: str
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from dsreason.data.chat import Encoder
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import load_processor, model_config
+from dsreason.models.mrope import position_ids
 
 
 def open_encoder(
@@ -23,5 +24,6 @@ def open_encoder(
     """
     config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=trust_remote_code)
-    positions = partial(family_of(config.model_type).position_ids, config=config)
-    return Encoder(processor, positions, max_length, max_length_key)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    return Encoder(processor, family, positions, max_length, max_length_key)

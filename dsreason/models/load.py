@@ -20,7 +20,8 @@ from dsreason.config.secrets import without_credentials
 from dsreason.data.remote import local_folder
 from dsreason.data.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.errors import CheckpointError, DataError
-from dsreason.models.families import FAMILIES, family_of
+from dsreason.families import FAMILIES, family_of
+from dsreason.models.patch import patch
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 
@@ -196,8 +197,9 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
 def parameter_names(path: Path) -> list[str]:
     """Parameter names as they are in memory, from the file headers; a tied `lm_head` is not a parameter of its own."""
     config = model_config(path)
-    names = find_weights(path, family_of(config.model_type).rename).places
-    return [name for name in names if not (config.tie_word_embeddings and name == "lm_head.weight")]
+    family = family_of(config.model_type)
+    names = find_weights(path, family.rename).places
+    return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
 
 def load_model(
@@ -231,7 +233,7 @@ def load_model(
             parameter.data = parameter.data.to(dtype, copy=True)
     if (path / "generation_config.json").is_file():
         model.generation_config = generation_config(path)
-    family.patch(model)
+    patch(model, family)
     return model.train()
 
 
@@ -277,12 +279,13 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
 def check_weights(model: nn.Module, weights: Weights) -> None:
     """CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(expected)
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
     headers = weights.headers()
     found = {name: shape for name, (shape, _) in headers.items()}
     problems = {
         "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys() - tied),
+        "unexpected": sorted(found.keys() - expected.keys() - tied.keys()),
         "of another shape": [
             f"{name} {list(found[name])} instead of {list(shape)}"
             for name, shape in expected.items()
@@ -295,13 +298,15 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     lines = [f"  {len(names)} {kind}: {shorten(names)}" for kind, names in problems.items() if names]
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
-    check_tied(weights, tied & found.keys())
+    check_tied(weights, {name: first for name, first in tied.items() if name in found})
 
 
-def check_tied(weights: Weights, stored: set[str]) -> None:
-    """A checkpoint may store a tied lm_head too, but not with values of its own: they would be lost."""
-    embedding = "model.language_model.embed_tokens.weight"
-    for name in stored:
+def check_tied(weights: Weights, stored: dict[str, str]) -> None:
+    """A checkpoint may store a tied lm_head too, but not with values of its own: they would be lost.
+
+    `stored`: its name → the embedding's.
+    """
+    for name, embedding in stored.items():
         tensors: dict[str, Tensor] = {}
         weights.read([name, embedding], tensors.__setitem__)
         if not torch.equal(tensors[name], tensors[embedding]):

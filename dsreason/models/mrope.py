@@ -7,15 +7,16 @@ code and of vLLM: text after a medium continues from the largest index of all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
+from dsreason.families.family import Grid, GridRule, Grids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,33 +25,21 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of `mm_token_type_ids`."""
 
 
-class Grid(NamedTuple):
-    """One run of placeholder tokens: its size in tokens, and how far apart two steps in time are (mRoPE units)."""
+def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config: Any) -> Tensor:
+    """Positions `[3, T]` of one sample: text counts on all axes alike, a grid adds its own to where the text stopped, and
+    the text after it continues from the largest index of all three axes + 1.
 
-    frames: int
-    height: int
-    width: int
-    time_step: float = 1.0
-
-    def positions(self) -> Tensor:
-        """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
-        time = (torch.arange(self.frames, dtype=torch.float64) * self.time_step).long()
-        axes = torch.meshgrid(time, torch.arange(self.height), torch.arange(self.width), indexing="ij")
-        return torch.stack(axes).flatten(1)
+    Source: `get_mrope_input_positions` of vLLM's qwen2_5_vl.py and qwen3_vl.py, which keep the rule of the models'
+    original code. `mm_kwargs` are those of this sample; `config` is the model's, which the family's grid rule reads.
+    """
+    return sample_positions(mm_token_type_ids, grid_rule(mm_kwargs, config))
 
 
-Grids = tuple[Iterable[Grid], Iterable[Grid]]
-"""The runs of image and of video placeholders, each in the order in which they appear."""
-
-GridRule = Callable[[dict[str, Any], Any], Grids]
-"""What a family adds: `(mm_kwargs, config) -> Grids`."""
-
-
-def merged_grids(grid_thw: Tensor | None, merge_size: int) -> list[Grid]:
-    """A processor's `[media, 3]` grid of patches (frames, height, width) as grids of tokens."""
-    if grid_thw is None:
-        return []
-    return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
+def grid_positions(grid: Grid) -> Tensor:
+    """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
+    time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
+    axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
+    return torch.stack(axes).flatten(1)
 
 
 def sample_positions(mm_token_type_ids: Tensor, grids: Grids) -> Tensor:
@@ -78,7 +67,7 @@ def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
             length = sum(1 for _ in takewhile(lambda t: t == TEXT, types[index:]))
             part = torch.arange(length).expand(3, -1)
         else:
-            part = next_grid(types, index, runs).positions()
+            part = grid_positions(next_grid(types, index, runs))
         parts.append(part + start)
         start = int(parts[-1].max()) + 1
         index += part.shape[1]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from dsreason.data.types import Batch
+from dsreason.families import family_of
 from dsreason.models import media_once
 from dsreason.models.logprobs import LogprobHead
 
@@ -20,9 +21,10 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        head = model.lm_head
+        self.names = family_of(model.config.model_type).modules
+        head = model.get_submodule(self.names.head)
         if type(head) is not nn.Linear or head.bias is not None:
-            raise TypeError(f"lm_head is {head}; expected a Linear without bias")
+            raise TypeError(f"{self.names.head} is {head}; expected a Linear without bias")
         head.__class__ = LogprobHead
 
     def forward(
@@ -35,7 +37,7 @@ class Policy(nn.Module):
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        with media_once.showing(self.model.model.visual, batch.media_numbers):
+        with media_once.showing(self.model.get_submodule(self.names.vision_tower), batch.media_numbers):
             hidden = self.model.model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,
@@ -49,5 +51,6 @@ class Policy(nn.Module):
         count = targets.shape[0]
         if count == 0:
             selected, targets = hidden[0, :1], batch.input_ids[0, :1]
-        found = self.model.lm_head(selected, targets, temperature, banned_ids, with_entropy)
+        head = self.model.get_submodule(self.names.head)
+        found = head(selected, targets, temperature, banned_ids, with_entropy)
         return (found[0][:count], found[1][:count]) if with_entropy else found[:count]

@@ -1,4 +1,4 @@
-"""Tiny random Qwen2.5-VL and Qwen3-VL checkpoints, complete folders that transformers and vLLM load like the real ones.
+"""Tiny random checkpoints of each family, complete folders that transformers and vLLM load like the real ones.
 
 They make every command runnable with nothing downloaded: the same classes, tensor names, special tokens, chat format
 and processors as the real models, with a vocabulary of 512. With larger sizes they stand in for a big model in memory
@@ -11,47 +11,23 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Regex as TokenizerRegex
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from torch import nn
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig, Qwen2Tokenizer
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+from dsreason.families import Family, family_of
+from dsreason.families.family import Modules, Tokens
+
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
-PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 
 # What the byte pairs are learned from: words of the chat format and answers, one token each, and sentences.
 WORDS = (
@@ -84,30 +60,31 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# In the templates `$name` is a token of the family.
 PART_TEMPLATE = """\
 {%- macro render(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}
-{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part.type == 'video' or 'video' in part -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}$media_start$image$media_end
+{%- elif part.type == 'video' or 'video' in part -%}$media_start$video$media_end
 {%- elif 'text' in part -%}{{ part.text }}
 {%- endif -%}{%- endfor -%}{%- endif -%}
 {%- endmacro -%}
 """
 DEFAULT_SYSTEM_TEMPLATE = """\
 {%- if messages and messages[0].role != 'system' -%}
-{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{{ '${turn_start}system\\n$default_system$turn_end\\n' }}
 {%- endif -%}
 """
 TURNS_TEMPLATE = """\
 {%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' }}
+{{ '$turn_start' + message.role + '\\n' + render(message.content) + '$turn_end\\n' }}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ '${turn_start}assistant\\n' }}{%- endif -%}
 """
 
 
 def build_tiny(
-    family: str,
+    model_type: str,
     folder: Path,
     *,
     seed: int = 0,
@@ -136,12 +113,14 @@ def build_tiny(
             f"head_size and vision_hidden_size ({vision_hidden_size}) of {HEAD_SIZE}"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    family = family_of(model_type)
     tokenizer = build_tokenizer(family)
-    processor = build_processor(family, tokenizer)
+    patches = {"patch_size": family.tiny.patch_size, "temporal_patch_size": 2, "merge_size": 2}
+    processor = family.tiny.processor(tokenizer, (2 * family.tiny.patch_size) ** 2, patches)
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.video_processor.save_pretrained(folder)
-    text: dict[str, object] = {
+    text = {
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
@@ -150,17 +129,36 @@ def build_tiny(
         "num_key_value_heads": num_key_value_heads,
         "max_position_embeddings": 32768,
     }
-    vision = _vision_sizes(family, hidden_size, vision_hidden_size, vision_depth)
-    config = _config(family, text, head_size, vision, tokenizer, tie_embeddings, dtype)
-    _write_weights(family, config, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
-    end, padding = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    vision = {
+        "depth": vision_depth,
+        "hidden_size": vision_hidden_size,
+        "intermediate_size": 2 * vision_hidden_size,
+        "num_heads": vision_hidden_size // HEAD_SIZE,
+        "patch_size": family.tiny.patch_size,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden_size,
+    }
+    config = _config(family, text, vision, head_size, tokenizer, tie_embeddings, dtype)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(deepcopy(config))  # which it changes
+    config.architectures = [type(model).__name__]
+    _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
+    end, padding = tokenizer.convert_tokens_to_ids([family.tokens.turn_end, family.tokens.padding])
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
 
 
-def build_tokenizer(family: str) -> Qwen2Tokenizer:
-    """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then Qwen's special tokens."""
+def special_tokens(tokens: Tokens) -> tuple[str, ...]:
+    """All of a family, in the order in which they are numbered."""
+    media = (tokens.media_start, tokens.media_end, *tokens.unused_media, tokens.image, tokens.video)
+    return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *media)
+
+
+def build_tokenizer(family: Family) -> Qwen2Tokenizer:
+    """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
+    special = special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.NFC()
     learner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -171,7 +169,7 @@ def build_tokenizer(family: str) -> Qwen2Tokenizer:
     )
     learner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=VOCABULARY_SIZE - len(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -179,109 +177,65 @@ def build_tokenizer(family: str) -> Qwen2Tokenizer:
     learned = json.loads(learner.to_str())["model"]
     first = len(learned["vocab"])
     tokenizer = Qwen2Tokenizer(
-        vocab=learned["vocab"] | {token: first + i for i, token in enumerate(SPECIAL_TOKENS)},
+        vocab=learned["vocab"] | {token: first + i for i, token in enumerate(special)},
         merges=[tuple(pair) for pair in learned["merges"]],
         unk_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token=family.tokens.turn_end,
+        pad_token=family.tokens.padding,
         model_max_length=32768,
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = chat_template(family)
     return tokenizer
 
 
-def chat_template(family: str) -> str:
-    """Qwen's turn format; like the real ones, Qwen2.5-VL adds a default system message and Qwen3-VL does not."""
-    return PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if family == "qwen2_5_vl" else "") + TURNS_TEMPLATE
-
-
-def build_processor(family: str, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
-    """The family's processor classes, allowing pictures down to one merged patch."""
-    unit = (2 * PATCH_SIZE[family]) ** 2  # pixels behind one token
-    patches = {"patch_size": PATCH_SIZE[family], "temporal_patch_size": 2, "merge_size": 2}
-    if family == "qwen2_5_vl":
-        image = Qwen2VLImageProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches)
-        video = Qwen2VLVideoProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches)
-        return Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
-    # vLLM normalises Qwen3-VL's videos with the image processor's values, so both must be the same.
-    half = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    image = Qwen2VLImageProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches, **half)
-    # Here the limits count the pixels of all frames together.
-    video = Qwen3VLVideoProcessor(size={"shortest_edge": 2 * unit, "longest_edge": 768 * unit}, **patches, **half)
-    return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
-
-
-def _vision_sizes(family: str, hidden_size: int, vision_hidden_size: int, depth: int) -> dict[str, object]:
-    sizes = {
-        "depth": depth,
-        "hidden_size": vision_hidden_size,
-        "intermediate_size": 2 * vision_hidden_size,
-        "num_heads": vision_hidden_size // HEAD_SIZE,
-        "patch_size": PATCH_SIZE[family],
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": hidden_size,
-    }
-    if family == "qwen2_5_vl":
-        return sizes | {"window_size": 112, "fullatt_block_indexes": [depth - 1], "tokens_per_second": 2}
-    return sizes | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+def chat_template(family: Family) -> str:
+    """Turns as Qwen's templates write them, with the family's tokens and its default system message, if it has one."""
+    system = family.tiny.default_system
+    template = PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if system is not None else "") + TURNS_TEMPLATE
+    return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
 def _config(
-    family: str,
-    text: dict[str, object],
+    family: Family,
+    text: dict[str, Any],
+    vision: dict[str, Any],
     head_size: int,
-    vision: dict[str, object],
     tokenizer: Qwen2Tokenizer,
     tie_embeddings: bool,
     dtype: torch.dtype,
 ) -> PreTrainedConfig:
-    def token_id(token: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(token))
-
+    tokens = family.tokens
+    names = (tokens.image, tokens.video, tokens.media_start, tokens.media_end, tokens.padding, tokens.turn_end)
+    image, video, media_start, media_end, begin, end = tokenizer.convert_tokens_to_ids(names)
     common = {
-        "vision_config": vision,
-        "image_token_id": token_id("<|image_pad|>"),
-        "video_token_id": token_id("<|video_pad|>"),
-        "vision_start_token_id": token_id("<|vision_start|>"),
-        "vision_end_token_id": token_id("<|vision_end|>"),
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": media_start,
+        "vision_end_token_id": media_end,
         "tie_word_embeddings": tie_embeddings,
         "dtype": dtype,
     }
-    ends = {"bos_token_id": token_id("<|endoftext|>"), "eos_token_id": token_id("<|im_end|>"), "dtype": dtype}
-    wider = head_size // HEAD_SIZE
-    if family == "qwen2_5_vl":
-        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4 * wider, 6 * wider, 6 * wider]}
-        config = Qwen2_5_VLConfig(text_config=text | ends | {"rope_parameters": rope}, **common)
-    else:
-        sections = {"mrope_section": [6 * wider, 5 * wider, 5 * wider], "mrope_interleaved": True}
-        rope = {"rope_type": "default", "rope_theta": 5e6, **sections}
-        config = Qwen3VLConfig(text_config=text | ends | {"rope_parameters": rope, "head_dim": head_size}, **common)
-    config.architectures = [_model_class(family).__name__]
-    return config
+    ends = {"bos_token_id": begin, "eos_token_id": end, "dtype": dtype}
+    return family.tiny.config(text | ends, vision, head_size, common)
 
 
-def _model_class(family: str) -> type[PreTrainedModel]:
-    qwen2_5, qwen3 = Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
-    model_class: type[PreTrainedModel] = qwen2_5 if family == "qwen2_5_vl" else qwen3
-    return model_class
-
-
-def _checkpoint_name(family: str, name: str) -> str:
-    """The name a parameter has in the published checkpoints, where Qwen2.5-VL's differ from the modules'."""
-    if family == "qwen2_5_vl":
-        return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+def _published_name(family: Family, name: str) -> str:
+    """The name that a parameter has in the family's published checkpoints."""
+    for in_memory, published in family.tiny.published_names:
+        name = name.replace(in_memory, published)
     return name
 
 
-def _draw(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _draw(
+    name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     """Matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2), norm weights 1, biases 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
-    is_table = "embed_tokens" in name or "pos_embed" in name or name == "lm_head.weight"
+    is_table = any(part in name for part in modules.tables) or name == f"{modules.head}.weight"
     std = 0.02 if is_table else 1 / math.sqrt(math.prod(shape[1:]))
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
@@ -300,22 +254,22 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
 
 
 def _write_weights(
-    family: str,
-    config: PreTrainedConfig,
+    family: Family,
+    model: nn.Module,
     folder: Path,
     generator: torch.Generator,
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    with torch.device("meta"):
-        model = _model_class(family)(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied ones once
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = list(_shards(sizes, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {_checkpoint_name(family, name): _draw(name, shapes[name], dtype, generator) for name in names}
+        tensors = {
+            _published_name(family, name): _draw(name, shapes[name], family.modules, dtype, generator) for name in names
+        }
         save_file(tensors, os.fspath(folder / file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+from dsreason.answers.compat import tagged_answer
+from dsreason.answers.correct import is_same
+from dsreason.answers.parsing import parse
+from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
-from dsreason.rewards.text import final_answer, plain, tagged_answer
 
 
 def single_choice(completion: str, sample: Sample) -> float:
@@ -19,62 +22,18 @@ def single_choice(completion: str, sample: Sample) -> float:
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
-    """1 if the final answer names the reference's option in any usual way, else 0; see `read_choice`."""
+    """1 if the final answer names the reference's option in any usual way, else 0: evaluation's verdict on multiple choice.
+
+    Read are `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A`, an option's text and more, see
+    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is compared as
+    a text.
+    """
     if sample.answer is None:
         return 0.0
-    right = read_choice(sample.answer, sample.options)
-    chosen = read_choice(completion, sample.options)
-    if right is None or chosen is None:
-        return float(plain(final_answer(completion)) == plain(final_answer(sample.answer)))
-    return float(chosen == right)
-
-
-def read_choice(text: str, options: dict[str, str] | None) -> str | None:
-    """The option's letter in capitals, or None when no single one is named.
-
-    Read are `A`, `(A)`, `A.`, `A) text`, `A: text`, `**A**`, `\\boxed{A}`, `the answer is A`, `option A` and, where options
-    are given, the text of one of them and `A text`. A letter beside the text or letter of another option names none.
-    Without options any single letter counts.
-    """
-    answer = _unwrapped(final_answer(text))
-    letters = "|".join(re.escape(key) for key in options) if options else "[A-Z]"
-    said = re.split(r"\b(?:answer|option|choice)(?:\s+is)?\b\s*:?", answer, flags=re.IGNORECASE)[-1].strip()
-    return _read(answer, letters, options) or _read(said, letters, options)
-
-
-def _read(text: str, letters: str, options: dict[str, str] | None) -> str | None:
-    return _only_letter(text, letters) or option_with_text(text, options) or _letter_and_text(text, letters, options)
-
-
-def _unwrapped(text: str) -> str:
-    for _ in range(2):  # \boxed{\text{A}}
-        text = re.sub(r"\\(?:boxed|text)\{([^{}]*)\}", r"\1", text)
-    return text.replace("*", "").replace("$", "").strip()
-
-
-def _only_letter(text: str, letters: str) -> str | None:
-    found = re.fullmatch(rf"[(\[]?\s*({letters})\s*[)\].:,;]*", text, re.IGNORECASE)
-    return found[1].upper() if found else None
-
-
-def _letter_and_text(text: str, letters: str, options: dict[str, str] | None) -> str | None:
-    """`A) text`, any text; `A text` only with the option's own, since a sentence may begin with "A"."""
-    found = re.match(rf"[(\[]?({letters})(?:([)\].:]+|\s+-+\s)\s*|\s+)(.+)", text, re.DOTALL | re.IGNORECASE)
-    if found is None:
-        return None
-    letter, mark, rest = found[1].upper(), found[2], found[3].strip()
-    named = _only_letter(rest, letters) or option_with_text(rest, options)
-    return letter if named == letter or (named is None and mark) else None
-
-
-def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
-    """The letter of the one option with this text, case and final punctuation aside."""
-    found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
-    return found[0] if len(found) == 1 else None
-
-
-def _bare(text: str) -> str:
-    return plain(text).rstrip(" .!;,")
+    names_option = parse(sample.answer, "reasoning", options=sample.options).answer != ""
+    kind: Kind = "multiple_choice" if names_option else "open"
+    answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
+    return float(is_same(answer, sample.answer, kind, sample.options))
 
 
 def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from dsreason.answers.compat import hash_number
+from dsreason.answers.text import plain, split_response
 from dsreason.data.types import Sample
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
@@ -21,7 +23,7 @@ REQUEST = (
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
     """1 if the whole completion matches the regular expression (where `.` is any character), else 0.
 
-    A second `<answer>` block belongs to the answer's text, as in cosmos-rl; the rewards that read answers read the first.
+    A second `<answer>` block belongs to the answer's text, as in cosmos-rl, whose rewards read the first; ours read the last.
     """
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
@@ -40,27 +42,15 @@ def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     return None
 
 
-def tagged_answer(text: str) -> str:
-    """What is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[1] if found else text).strip()
-
-
-def final_answer(text: str) -> str:
-    """Like `tagged_answer`, but only what comes after the thoughts is looked at."""
-    return tagged_answer(text.rpartition("</think>")[2])
-
-
 def exact_match(completion: str, sample: Sample) -> float:
-    """1 if the final answer is the reference, case and the amount of white space aside, else 0."""
+    """1 if the final answer is the reference, case and the amount of white space aside, else 0.
+
+    Evaluation also forgives a final full stop.
+    """
     if sample.answer is None:
         return 0.0
-    return float(plain(final_answer(completion)) == plain(final_answer(sample.answer)))
-
-
-def plain(text: str) -> str:
-    """Comparable: case and the amount of white space do not count."""
-    return " ".join(text.split()).casefold()
+    answer, right = (plain(split_response(text).answer) for text in (completion, sample.answer))
+    return float(answer != "" and answer == right)
 
 
 def gsm8k(completion: str, sample: Sample) -> float:
@@ -73,11 +63,6 @@ def gsm8k(completion: str, sample: Sample) -> float:
     if number is None or sample.answer is None:
         return 0.0
     return float(number == (hash_number(sample.answer) or sample.answer.strip().replace(",", "")))
-
-
-def hash_number(text: str) -> str | None:
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    return found[1].replace(",", "") if found else None
 
 
 def overlong(completion: str, sample: Sample, *, buffer: int | None = None, factor: float = 1.0) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import model_config
 from dsreason.models.weights import find_weights
 from dsreason.rollout.protocol import RolloutEngine
@@ -91,9 +91,10 @@ def load_weights(engine: RolloutEngine, model_path: Path, version: int, *, trust
 def folder_weights(model_path: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the folder by its name in memory; an output matrix stored beside the embeddings it is tied to is
     left out."""
-    weights = find_weights(model_path, family_of(config.model_type).rename)
+    family = family_of(config.model_type)
+    weights = find_weights(model_path, family.rename)
     for name in weights.places:
-        if config.tie_word_embeddings and name == "lm_head.weight":
+        if config.tie_word_embeddings and name == f"{family.modules.head}.weight":
             continue
         found: dict[str, Tensor] = {}
         weights.read([name], found.__setitem__)

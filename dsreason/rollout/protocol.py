@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dsreason.data.chat import EncodedPrompt
-
-MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>")
-"""Never sampled: a placeholder in a completion has no pixels behind it, and the policy's forward would fail on it."""
+    from dsreason.families import Family
 
 
 class SyncError(RuntimeError):
@@ -164,10 +162,10 @@ class RolloutEngine(Protocol):
         return dict(self._stats)
 
 
-def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of `MEDIA_TOKENS`, those that the vocabulary has."""
+def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
+    """Ids of the family's media tokens, which are never sampled; those that the vocabulary has."""
     vocabulary = tokenizer.get_vocab()
-    return sorted(vocabulary[token] for token in MEDIA_TOKENS if token in vocabulary)
+    return sorted(vocabulary[token] for token in family.tokens.media if token in vocabulary)
 
 
 def check_drawn(

@@ -16,8 +16,9 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsreason.data.types import EncodedSample
-from dsreason.models.families import family_of
+from dsreason.families import family_of
 from dsreason.models.load import model_config
+from dsreason.models.patch import patch
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
@@ -67,7 +68,8 @@ class TransformersEngine(RolloutEngine):
         self.attention, self.trust_remote_code = attention, trust_remote_code
         self.batch_size, self.batch_tokens, self.max_num_seqs = batch_size, batch_tokens, batch_size
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
-        self.banned_ids = torch.tensor(media_token_ids(tokenizer), dtype=torch.long, device=device)
+        family = family_of(model_config(path, trust_remote_code=trust_remote_code).model_type)
+        self.banned_ids = torch.tensor(media_token_ids(tokenizer, family), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
@@ -204,11 +206,12 @@ def draw_tokens(
     attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
     next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
     uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
-    width, vocabulary = inputs["input_ids"].shape[1], model.lm_head.weight.shape[0]
+    head = model.get_output_embeddings()
+    width, vocabulary = inputs["input_ids"].shape[1], head.weight.shape[0]
     penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
     finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(sampling.max_completion_length):
-        logits = model.lm_head(hidden).float()  # [B, V]
+        logits = head(hidden).float()  # [B, V]
         if penalties is not None:
             logits = penalties.apply(logits)
         logits[:, banned_ids] = -torch.inf
@@ -242,7 +245,7 @@ def build_empty_model(
             config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    family_of(config.model_type).patch(model)
+    patch(model, family_of(config.model_type))
     return model.requires_grad_(False).eval()
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dsreason.families import family_of
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
@@ -87,7 +88,6 @@ class VLLMEngine(RolloutEngine):
         self.max_model_len, self.tensor_parallel_size = settings.max_model_len, settings.tensor_parallel_size
         self.sleep_level = settings.sleep_level
         self.stop_ids = stop_token_ids(path)
-        self.banned_ids = media_token_ids(tokenizer)
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of what the last sync sent."""
@@ -98,6 +98,7 @@ class VLLMEngine(RolloutEngine):
         set_environment(world)
         with undisturbed(world), without_zero3_flag(), own_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
+            self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
             self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
             from vllm import LLM
 

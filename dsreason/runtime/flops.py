@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dsreason.families import family_of
+from dsreason.families.family import Modules
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -106,20 +109,22 @@ class ModelFlops:
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Read the costs off a Hugging Face vision-language model (ZeRO-3-partitioned or not).
 
-    Parameters are told apart by name: `visual` (with `merger` and `patch_embed` in it), text layers, head.
+    Parameters are told apart by name: vision tower (with patch embedding and merger in it), text layers, head.
     """
     text, vision = model.config.text_config, model.config.vision_config
-    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if ".visual." in name)
+    family = family_of(model.config.model_type)
+    modules, tower = family.modules, f"{family.modules.vision_tower}."
+    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if name.startswith(tower))
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
-        kind = matmul_kind(name)
+        kind = matmul_kind(name, modules)
         if kind is not None:
-            through = 0 if "patch_embed" in name or (".visual." in name and not vision_trained) else 2
+            through = 0 if modules.patch_embedding in name or (name.startswith(tower) and not vision_trained) else 2
             costs[kind] += numel(parameter) * (2 + through + 2 * parameter.requires_grad)
-    if model.config.tie_word_embeddings or text.tie_word_embeddings:
+    if not costs["head"]:  # tied to the embedding, it is no parameter of its own
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
-    windowed = vision.depth - len(vision.fullatt_block_indexes) if "fullatt_block_indexes" in vision.to_dict() else 0
+    windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
     vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
     return ModelFlops(
         text_token=costs["text"],
@@ -130,21 +135,19 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         vision_pair_full=vision_pair * (vision.depth - windowed),
         vision_pair_windowed=vision_pair * windowed,
         merge_size=vision.spatial_merge_size,
-        window=vision.window_size // vision.patch_size // vision.spatial_merge_size if windowed else None,
+        window=window if windowed else None,
     )
 
 
-def matmul_kind(name: str) -> str | None:
+def matmul_kind(name: str, modules: Modules) -> str | None:
     """What one unit of a parameter's work is; None for what takes part in no matrix product (norms, embeddings)."""
-    if not name.endswith(".weight") or "norm" in name or "embed_tokens" in name or "pos_embed" in name:
+    if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.tables):
         return None
-    if "lm_head" in name:
+    if name.startswith(f"{modules.head}."):
         return "head"
-    if ".visual." not in name:
+    if not name.startswith(f"{modules.vision_tower}."):
         return "text"
-    if re.search(r"\.ln_q\.", name):
-        return None
-    return "merged" if "merger" in name else "patch"
+    return "merged" if modules.merger in name else "patch"
 
 
 def numel(parameter: nn.Parameter) -> int:
@@ -153,5 +156,5 @@ def numel(parameter: nn.Parameter) -> int:
 
 
 def head_size(text: Any) -> int:
-    """Qwen3 states it, Qwen2.5 derives it."""
+    """Some configurations state it, the others derive it."""
     return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

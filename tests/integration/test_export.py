@@ -74,11 +74,12 @@ def reopen(folder: str) -> dict[str, Any]:
     )
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from dsreason.models.families import family_of
+    from dsreason.families import family_of
+    from dsreason.models.patch import patch
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
     assert model.dtype == torch.float32
-    family_of(model.config.model_type).patch(model)
+    patch(model, family_of(model.config.model_type))
     processor = AutoProcessor.from_pretrained(folder)
     with torch.no_grad():
         logits = {name: model(**encode(processor, name)).logits.numpy() for name in CASES}

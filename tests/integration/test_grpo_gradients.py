@@ -92,7 +92,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
             micro_batches = [replace(one, old_logprobs=other_logprobs(one, 0.1)) for one in micro_batches]
             if variant.startswith("kl"):
                 micro_batches = [replace(one, ref_logprobs=other_logprobs(one, 0.5)) for one in micro_batches]
-            banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
+            banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
             accumulate_gradients(engine, micro_batches, config, world, banned)
             found[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()

@@ -45,7 +45,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
         micro_batches = [
             MicroBatch(collate(group, pad_id=encoder.pad_id), [sample.rollout for sample in group]) for group in groups
         ]
-    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer))
+    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
     accumulate_gradients(engine, micro_batches, config, world, banned)
     return float(np.sqrt(sum(float(grad.square().sum()) for grad in full_gradients(engine).values())))
 

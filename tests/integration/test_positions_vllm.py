@@ -122,8 +122,10 @@ def compare(folder: str) -> dict[str, Any]:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
-    from dsreason.models.families import family_of
+    from dsreason.families import family_of
     from dsreason.models.load import load_model, load_processor
+    from dsreason.models.mrope import position_ids
+    from dsreason.models.patch import patch
 
     processor = load_processor(Path(folder))
     model = load_model(Path(folder), dtype=torch.float32).eval()
@@ -132,19 +134,19 @@ def compare(folder: str) -> dict[str, Any]:
     for name in CASES:
         inputs = encode(processor, name)
         kinds = inputs["mm_token_type_ids"][0]
-        found["ours"][name] = family.position_ids(kinds, inputs, model.config).numpy()
+        found["ours"][name] = position_ids(family.grids, kinds, inputs, model.config).numpy()
         if name in VIDEOS:
             own = torch.from_numpy(found["ours"][name])[:, None]
             found["logprobs"][name] = [logprobs(model, inputs, own), logprobs(model, inputs, None)]
             del model.model.get_rope_index  # the instance's override
             found["transformers"][name] = logprobs(model, inputs, None)
-            family.patch(model)
+            patch(model, family)
     encoded = [encode(processor, name) for name in BATCH]
     found["padded"] = {side: padded_positions(model, encoded, side) for side in ("left", "right")}
     found["generated"] = generate(model, processor)
     inputs = encode(processor, ROUNDED)
     model.config.dtype = torch.bfloat16
-    found["ours bfloat16"] = family.position_ids(inputs["mm_token_type_ids"][0], inputs, model.config).numpy()
+    found["ours bfloat16"] = position_ids(family.grids, inputs["mm_token_type_ids"][0], inputs, model.config).numpy()
     found["vllm bfloat16"] = ask_vllm(folder, "bfloat16", [ROUNDED])["vllm"][ROUNDED]
     return found | ask_vllm(folder, "float32", list(CASES))
 

@@ -234,7 +234,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         for prompt in prompts
         for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
     ]
-    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device)
+    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
     found = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})

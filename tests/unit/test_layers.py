@@ -11,19 +11,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 BASE = {"dsreason", "errors", "config"}  # `dsreason` itself holds only the version
-DATA = BASE | {"data"}
-PURE = DATA | {"losses", "rewards"}
+FAMILIES = BASE | {"families"}
+DATA = FAMILIES | {"data"}
+PURE = DATA | {"answers", "losses", "rewards"}
 ROLLOUT = PURE | {"models", "runtime", "rollout"}
 TOP = ROLLOUT | {"evaluation", "export", "train"}
 ALLOWED = {
     "dsreason": set(),
     "errors": set(),
     "config": BASE,
+    "families": FAMILIES,
     "data": DATA,
+    "answers": DATA | {"answers"},
     "losses": PURE,
     "rewards": PURE,
     "models": DATA | {"models"},
-    "runtime": BASE | {"runtime"},
+    "runtime": FAMILIES | {"runtime"},
     "rollout": ROLLOUT,
     "evaluation": TOP,
     "export": TOP,

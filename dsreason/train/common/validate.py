@@ -12,6 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from PIL import Image
 
+from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
@@ -21,7 +22,6 @@ from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.evaluation.grading import is_correct, reference_of
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
 from dsreason.rollout.batches import joined

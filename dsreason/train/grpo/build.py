@@ -103,7 +103,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             prompts=iter(prompts),
             reference=reference,
             objective=objective_of(config.grpo),
-            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer), device=world.device),
+            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device),
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             next_batch=next_batch,
         )

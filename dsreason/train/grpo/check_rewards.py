@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from dsreason.answers.compat import hash_number
+from dsreason.answers.parsing import parse
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import text_of
@@ -14,10 +16,9 @@ from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards import BUILT_IN
-from dsreason.rewards.choice import read_choice
 from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.rewards.scoring import open_remote
-from dsreason.rewards.text import FORMAT, REQUEST, format_problem, hash_number, soft_overlong
+from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
 
 WITHOUT_ANSWER = {"format", "overlong"}
 """Built-in rewards that look at the completion alone."""
@@ -71,8 +72,8 @@ def check_answer(rewards: Iterable[str], sample: Sample) -> None:
 
 
 def no_option(answer: str, options: dict[str, str]) -> str | None:
-    letter = read_choice(answer, None)
-    known = letter is None or letter in {key.upper() for key in options}
+    letter = parse(answer, "reasoning").answer
+    known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
     return None if known or not options else f"none of the options {', '.join(options)}"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import SFTConfig
+from dsreason.data.collate import GRIDS
 from dsreason.data.loader import StepBatches
 from dsreason.losses.sft import sft_loss
 from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
@@ -91,7 +92,7 @@ def step_flops(sft: SFTRun, batches: StepBatches) -> float:
     grids = [
         grid
         for batch in batches.micro_batches
-        for key in ("image_grid_thw", "video_grid_thw")
+        for key in GRIDS.values()
         if key in batch.mm_kwargs
         for grid in batch.mm_kwargs[key].tolist()
     ]

@@ -16,7 +16,8 @@ from dsreason.data import media
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
-from dsreason.models.families import family_of
+from dsreason.families import family_of
+from dsreason.models.mrope import position_ids
 from tests.unit.data.videos import write_video
 
 QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -25,8 +26,9 @@ QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 @pytest.fixture(scope="module")
 def encoder(tiny: Path) -> Encoder:
     config = AutoConfig.from_pretrained(tiny)
-    positions = partial(family_of(config.model_type).position_ids, config=config)
-    return Encoder(AutoProcessor.from_pretrained(tiny), positions, max_length=4096)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    return Encoder(AutoProcessor.from_pretrained(tiny), family, positions, max_length=4096)
 
 
 @pytest.fixture(scope="module")

@@ -112,11 +112,13 @@ def test_dummies_change_no_logit_before_them(tiny):
 
     from dsreason.data.chat import Encoder
     from dsreason.data.types import Sample
-    from dsreason.models.families import family_of
+    from dsreason.families import family_of
+    from dsreason.models.mrope import position_ids
 
     config = AutoConfig.from_pretrained(tiny)
-    positions = partial(family_of(config.model_type).position_ids, config=config)
-    encoder = Encoder(AutoProcessor.from_pretrained(tiny), positions, max_length=99)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    encoder = Encoder(AutoProcessor.from_pretrained(tiny), family, positions, max_length=99)
     model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32).eval()
     sample = encoder.encode(Sample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
 

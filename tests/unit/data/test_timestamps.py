@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoProcessor
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times, stamp
 from dsreason.data.types import Sample
-from dsreason.models.families import family_of
+from dsreason.families import family_of
+from dsreason.models.mrope import position_ids
 from tests.unit.data.videos import read_number, write_video
 
 
@@ -63,9 +64,10 @@ def test_times_count_from_the_beginning_of_the_file() -> None:
 @pytest.fixture(scope="module")
 def encoders(tiny: Path) -> tuple[PromptEncoder, TimestampEncoder]:
     config = AutoConfig.from_pretrained(tiny)
-    positions = partial(family_of(config.model_type).position_ids, config=config)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
     processor = AutoProcessor.from_pretrained(tiny)
-    return PromptEncoder(processor, positions, 4096), TimestampEncoder(processor, positions, 4096)
+    return PromptEncoder(processor, family, positions, 4096), TimestampEncoder(processor, family, positions, 4096)
 
 
 def question(*parts: dict) -> Sample:

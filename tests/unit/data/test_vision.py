@@ -8,9 +8,11 @@ import pytest
 from dsreason.data import vision
 from dsreason.data.vision import PixelLimits, image_size, resized_size, sample_frames, video_size
 from dsreason.errors import DataError
+from dsreason.families import FAMILIES
 
+QWEN2_5_VISION, QWEN3_VISION = FAMILIES["qwen2_5_vl"].vision, FAMILIES["qwen3_vl"].vision
 QWEN2_5 = PixelLimits(factor=28, min_pixels=128 * 784, max_pixels=768 * 784)
-QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024, per_video=True)
+QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024)
 
 
 def video(num_frames: int, rate: float) -> SimpleNamespace:
@@ -19,7 +21,7 @@ def video(num_frames: int, rate: float) -> SimpleNamespace:
 
 
 def frames(num_frames: int, rate: float, **part) -> list[int]:
-    return list(sample_frames(video(num_frames, rate), part).indices)
+    return list(sample_frames(video(num_frames, rate), part, QWEN2_5_VISION).indices)
 
 
 def test_the_module_needs_no_torch():
@@ -62,7 +64,7 @@ def test_a_single_frame_is_repeated_to_fill_one_temporal_patch():
 
 
 def test_start_and_end_choose_the_range():
-    chosen = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0})
+    chosen = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0}, QWEN2_5_VISION)
     assert chosen.indices[0] == 20 and chosen.indices[-1] == 50
     assert chosen.range_frames == 31 and len(chosen.indices) == 6
 
@@ -105,9 +107,9 @@ def test_settings_that_cannot_be_met_name_both_numbers(part, message):
 def test_absurd_numbers_are_refused_with_the_limit(key, value):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for use in (
-        lambda part: sample_frames(video(100, 10.0), part),
+        lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION),
         lambda part: image_size(100, 100, part, QWEN2_5),
-        lambda part: video_size(100, 100, 8, part, QWEN3),
+        lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
     ):
         with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
             use({key: value})
@@ -117,9 +119,12 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
 def test_the_largest_and_smallest_numbers_can_be_used(key):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for value in (5e-324, most, float(most)):
-        used = [lambda part: image_size(100, 100, part, QWEN2_5), lambda part: video_size(100, 100, 8, part, QWEN3)]
+        used = [
+            lambda part: image_size(100, 100, part, QWEN2_5),
+            lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
+        ]
         if key not in ("nframes", "video_start", "video_end"):  # a video of 10 s has no frame there
-            used.append(lambda part: sample_frames(video(100, 10.0), part))
+            used.append(lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION))
         for use in used:
             use({key: value})
 
@@ -153,14 +158,14 @@ def test_image_bounds_of_the_part_win_over_the_processor():
 
 
 def test_max_pixels_of_cosmos_reason1_gives_about_100_tokens_a_frame():
-    height, width = video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5)
+    height, width = video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (196, 364) and height * width // 784 == 91 <= 81920 // 784
 
 
 @pytest.mark.parametrize("num_frames", [8, 40, 76])
 def test_total_pixels_bounds_the_vision_tokens(num_frames):
     total = int(4096 * 1024 * 0.9)  # Cosmos-Reason2's default at 4,096 tokens: 3,686
-    height, width = video_size(720, 1280, num_frames, {"total_pixels": total, "min_pixels": 4096}, QWEN3)
+    height, width = video_size(720, 1280, num_frames, {"total_pixels": total, "min_pixels": 4096}, QWEN3, QWEN3_VISION)
     tokens = num_frames // 2 * height * width // 1024
     assert tokens <= 3686
     assert tokens > 0.7 * min(3686, num_frames // 2 * 768)
@@ -168,16 +173,16 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
 
 def test_min_pixels_win_over_total_pixels():
     # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
-    height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5)
+    height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (308, 308)  # 11 x 11 = 121 <= 134.4
 
 
 def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
-    assert video_size(2000, 2000, 8, {}, QWEN2_5) == (756, 756)  # 27 x 27 = 729 <= 768
-    assert video_size(100, 100, 8, {}, QWEN2_5) == (336, 336)  # 12 x 12 = 144 >= 128
+    assert video_size(2000, 2000, 8, {}, QWEN2_5, QWEN2_5_VISION) == (756, 756)  # 27 x 27 = 729 <= 768
+    assert video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
 
 
 def test_video_defaults_of_qwen3_are_bounds_of_all_frames():
-    assert video_size(2000, 2000, 8, {}, QWEN3) == (864, 864)  # one frame: 768 cells at most
-    assert video_size(2000, 2000, 768, {}, QWEN3) == (160, 160)  # 24576 / 768 = 32 cells: 5 x 5
-    assert video_size(64, 64, 8, {}, QWEN3) == (64, 64)
+    assert video_size(2000, 2000, 8, {}, QWEN3, QWEN3_VISION) == (864, 864)  # one frame: 768 cells at most
+    assert video_size(2000, 2000, 768, {}, QWEN3, QWEN3_VISION) == (160, 160)  # 24576 / 768 = 32 cells: 5 x 5
+    assert video_size(64, 64, 8, {}, QWEN3, QWEN3_VISION) == (64, 64)

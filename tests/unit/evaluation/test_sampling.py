@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dsreason.answers.types import Kind
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.evaluation.sampling import sampling
-from dsreason.evaluation.types import Kind
 from dsreason.rollout.protocol import Sampling
 
 

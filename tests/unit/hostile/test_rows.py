@@ -186,12 +186,15 @@ def to_sample(row):
 def test_a_rate_that_is_none_is_refused_before_decoding(here: Path, fps: str) -> None:
     from dsreason.data.media import VideoInfo
     from dsreason.data.vision import sample_frames
+    from dsreason.families import FAMILIES
 
     (here / "own.py").write_text(SETTINGS)
     (here / "rows.jsonl").write_text(f'{{"fps": {fps}}}')
     data = DataConfig(adapter=str(here / "own.py"), path=str(here / "rows.jsonl"), validation=0)
     part = open_datasets(data)[0][0].messages[0]["content"][0]
-    refused(lambda: sample_frames(VideoInfo(9, 1.0, 28, 28, 9.0), part), DataError, "fps is ")
+    refused(
+        lambda: sample_frames(VideoInfo(9, 1.0, 28, 28, 9.0), part, FAMILIES["qwen3_vl"].vision), DataError, "fps is "
+    )
 
 
 # ---------------------------------------------------------------- code that comes with data

@@ -10,12 +10,14 @@ import pytest
 from dsreason.data.render import render_prompt
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, DataError
+from dsreason.families import FAMILIES
 from dsreason.models import template
 from dsreason.models.load import load_processor
 from dsreason.models.tiny import build_tiny
 from tests.unit.hostile.guard import guarded, refused
 
 SAMPLE = Sample("7", [{"role": "user", "content": "What is it?"}])
+TOKENS = FAMILIES["qwen2_5_vl"].tokens
 LIMIT = "takes more than 1 s or 256 MiB"
 
 
@@ -95,7 +97,9 @@ def test_what_the_sandbox_hides_is_not_shown(model: Path, source: str) -> None:
 def test_roles_that_a_template_refuses_are_told_with_the_sample(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     processor = load_processor(model)
-    refused(lambda: render_prompt(processor, SAMPLE), DataError, "'7'", "refuses the roles user", "no users here")
+    refused(
+        lambda: render_prompt(processor, TOKENS, SAMPLE), DataError, "'7'", "refuses the roles user", "no users here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_a_template_that_fails_later_is_told_with_the_sample(model: Path, source
     (model / "chat_template.jinja").write_text("{% if messages|length > 1 %}" + source + "{% endif %}")
     processor = load_processor(model)
     longer = Sample("7", [*SAMPLE.messages, {"role": "assistant", "content": "red"}, *SAMPLE.messages])
-    refused(lambda: render_prompt(processor, longer), DataError, "'7'", "the chat template fails")
+    refused(lambda: render_prompt(processor, TOKENS, longer), DataError, "'7'", "the chat template fails")
 
 
 def test_a_template_that_takes_text_only_is_accepted(model: Path) -> None:

@@ -17,12 +17,14 @@ from dsreason.data import media
 from dsreason.data.media import load_video, probe_video
 from dsreason.data.vision import PixelLimits, sample_frames, video_size
 from dsreason.errors import DataError
+from dsreason.families import FAMILIES
 from tests.unit.data.videos import write_video
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import SAMPLE_TABLE, box_start, damaged, edited
 
 SIZES, TIMES, CHUNKS = (*SAMPLE_TABLE, b"stsz"), (*SAMPLE_TABLE, b"stts"), (*SAMPLE_TABLE, b"stsc")
 TRACK, MEDIA = (b"moov", b"trak", b"tkhd"), (b"moov", b"trak", b"mdia", b"mdhd")
+VISION = FAMILIES["qwen2_5_vl"].vision
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +84,8 @@ def test_absurd_times_and_sizes_are_an_error_or_give_few_frames(
 
     def use() -> tuple[int, ...]:
         info = probe_video(here / "a.mp4")
-        chosen = sample_frames(info, {"fps": 2})
-        size = video_size(info.height, info.width, len(chosen.indices), {}, PixelLimits(28, 784, 784 * 16))
+        chosen = sample_frames(info, {"fps": 2}, VISION)
+        size = video_size(info.height, info.width, len(chosen.indices), {}, PixelLimits(28, 784, 784 * 16), VISION)
         return load_video(here / "a.mp4", chosen.indices, size=size).shape
 
     try:

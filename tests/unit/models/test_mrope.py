@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from dsreason.errors import DataError
-from dsreason.models.families import FAMILIES
+from dsreason.families import FAMILIES
+from dsreason.models.mrope import position_ids
+from dsreason.models.patch import patch
 
 CONFIG = SimpleNamespace(
     vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2),
@@ -20,7 +22,7 @@ CONFIG = SimpleNamespace(
 
 def positions(family: str, types: list[int], config: SimpleNamespace = CONFIG, **media: object) -> list[list[int]]:
     mm_kwargs = {key: torch.tensor(value) for key, value in media.items()}
-    return FAMILIES[family].position_ids(torch.tensor(types), mm_kwargs, config).tolist()
+    return position_ids(FAMILIES[family].grids, torch.tensor(types), mm_kwargs, config).tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,7 +132,7 @@ class Shell(nn.Module):
 @pytest.mark.parametrize("masked", [True, False])
 def test_patched_model_positions_of_a_padded_batch(masked: bool) -> None:
     shell = Shell()
-    FAMILIES["qwen2_5_vl"].patch(shell)
+    patch(shell, FAMILIES["qwen2_5_vl"])
     found, deltas = shell.model.get_rope_index(
         torch.zeros(3, 5, dtype=torch.int64),
         mm_token_type_ids=torch.tensor([[0, 0, 0, 2, 2], [2, 2, 0, 0, 0], [0, 0, 0, 0, 0]]),
@@ -150,5 +152,5 @@ def test_patched_model_positions_of_a_padded_batch(masked: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_position_ids_go_to_data_loader_workers(family: str) -> None:
-    rule = FAMILIES[family].position_ids
+    rule = FAMILIES[family].grids
     assert pickle.loads(pickle.dumps(rule)) is rule

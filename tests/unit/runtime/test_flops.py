@@ -77,6 +77,14 @@ def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool
     assert ours == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_text_config_that_says_nothing_of_tied_embeddings_is_counted_by_its_parameters(family: str) -> None:
+    model = tiny(family, tied=False)
+    expected = model_flops(model)
+    del model.config.text_config.tie_word_embeddings
+    assert model_flops(model) == expected
+
+
 def test_causal_attention_counts_each_pair_once() -> None:
     flops = model_flops(tiny("qwen3_vl", tied=False))
     # 12 x 2 layers x 32 channels x (10 x 11 / 2 pairs); 6 per parameter: 2 x (32 x 32 x 2 + 32 x 16 x 2 + 3 x 32 x 48)

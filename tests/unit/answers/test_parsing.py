@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from dsreason.answers.text import split_response
 from dsreason.evaluation import Parsed, parse
-from dsreason.evaluation.parsing import split_response
 
 OPTIONS = {"A": "to the left", "B": "to the right", "C": "a car", "D": "A car and B"}
 

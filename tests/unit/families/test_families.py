@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.models.families import FAMILIES, family_of
+from dsreason.families import FAMILIES, family_of
 
 
 def test_unsupported_model_type_names_the_supported_ones() -> None:

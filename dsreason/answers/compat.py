@@ -1,13 +1,14 @@
-"""Reading answers exactly as cosmos-reason1's evaluator does, its quirks included.
+"""Reading answers exactly as others do, quirks included, to compare with their numbers.
 
-A letter is the first capital anywhere: `The answer is B` gives T, `b` gives nothing. Use it to compare with its numbers.
+In cosmos-reason1's evaluator a letter is the first capital anywhere: `The answer is B` gives T, `b` gives nothing. In
+cosmos-rl's rewards an answer is the text of the first `<answer>` block as it stands, and GSM8K's number follows `#### `.
 """
 
 from __future__ import annotations
 
 import re
 
-from dsreason.evaluation.types import AnswerType, Parsed
+from dsreason.answers.types import AnswerType, Parsed
 
 OPENING_TAG = re.compile("<([a-zA-Z]*)>")
 
@@ -50,3 +51,15 @@ def extract_tagged_text(text: str) -> tuple[dict[str, list[str]], list[str]]:
             blocks.setdefault(tag, []).append(text[position:end])
             position = end + len(f"</{tag}>")
     return blocks, around
+
+
+def tagged_answer(text: str) -> str:
+    """cosmos-rl: what is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
+    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (found[1] if found else text).strip()
+
+
+def hash_number(text: str) -> str | None:
+    """cosmos-rl: the first number behind `#### `, without its thousands commas."""
+    found = re.search(r"#### (-?[0-9.,]+)", text)
+    return found[1].replace(",", "") if found else None

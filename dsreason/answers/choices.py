@@ -7,10 +7,9 @@ The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator
 
-from dsreason.rewards.choice import option_with_text
+from dsreason.answers.text import last_boxed, plain, unwrapped
 
 UNREAD = ("", "none")
 """No answer, and the rule that says so."""
@@ -58,7 +57,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         key, _ = read_option(boxed, options)
         return (key, "boxed") if key else UNREAD
     reader = _Reader(options)
-    plain = re.sub("(?m)^(?:[-•#>]+ )+", "", unwrapped(text))
+    cleaned = re.sub("(?m)^(?:[-•#>]+ )+", "", unwrapped(text))
     for rule, find in (
         ("only letter", reader.only_letter),
         ("option text", reader.option_text),
@@ -68,23 +67,20 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         ("letter and text", reader.letter_and_text),
         ("only option named", reader.only_one_named),
     ):
-        found = find(plain)
+        found = find(cleaned)
         if found is not None:
             return found, rule
     return UNREAD
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}`."""
-    found: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return found[-1] if found else None
+def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
+    """The letter of the one option with this text, case and final punctuation aside."""
+    found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
+    return found[0] if len(found) == 1 else None
 
 
-def unwrapped(text: str) -> str:
-    """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
-    text = re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", unicodedata.normalize("NFKC", text))
-    lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
-    return "\n".join(filter(None, lines))
+def _bare(text: str) -> str:
+    return plain(text).rstrip(" .!;,")
 
 
 def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:

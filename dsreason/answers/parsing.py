@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from dsreason.evaluation.choices import UNREAD, VERDICT, last_boxed, read_option, unwrapped, verdicts
-from dsreason.evaluation.compat import parse_compat
-from dsreason.evaluation.types import AnswerType, Kind, Parsed
+from dsreason.answers.choices import UNREAD, VERDICT, read_option, verdicts
+from dsreason.answers.compat import parse_compat
+from dsreason.answers.text import Response, last_boxed, split_response, unwrapped
+from dsreason.answers.types import AnswerType, Kind, Parsed
 
 Parser = Literal["default", "compat"]
 
-TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 YES_NO = re.compile(
     r"[\W_]*(yes|no)"
     r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
@@ -64,39 +64,6 @@ def parse(
 def _check(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-
-
-class Response(NamedTuple):
-    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
-
-    thoughts: str
-    answer: str
-    tagged: bool
-    """Whether the answer stood in `<answer>` tags."""
-
-
-def split_response(text: str) -> Response:
-    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
-
-    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
-    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
-    follows the thoughts.
-    """
-    text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
-    thoughts, closed, said = text.rpartition("</think>")
-    if not closed:
-        said, _, thoughts = text.partition("<think>")
-    if not said.strip():  # thoughts that hold the answer, or that nothing closes
-        thoughts, tag, said = thoughts.partition("<answer>")
-        said = tag + said
-    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
-    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
-    return Response(TAG.sub("", thoughts).strip(), _without_tags(answer), bool(blocks))
-
-
-def _without_tags(text: str) -> str:
-    """Closing tags that stand alone, one that was cut off included."""
-    return re.sub(r"</[a-z]*\Z", "", TAG.sub("", text)).strip()
 
 
 def _read(response: Response, kind: Kind, options: dict[str, str] | None) -> tuple[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dsreason.answers.compat import extract_tagged_text
 from dsreason.evaluation import parse
-from dsreason.evaluation.compat import extract_tagged_text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Whether an answer is right: the one rule of training's validation, rewards and evaluation."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from dsreason.answers.parsing import parse
+from dsreason.answers.text import bare, split_response
+from dsreason.answers.types import Kind
+from dsreason.data.messages import text_of
+from dsreason.data.types import Sample
+
+
+def is_correct(completion: str, sample: Sample) -> bool:
+    """Whether the completion gives the sample's answer, read and compared as by `Grader`; False without a reference."""
+    reference, kind = reference_of(sample), kind_of(sample)
+    answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
+    return reference is not None and is_same(answer, reference, kind, sample.options)
+
+
+def kind_of(sample: Sample) -> Kind:
+    """`meta["question_kind"]` where it is a kind; else by what the reference is: one of the options, yes or no, another text."""
+    given: Kind = sample.meta.get("question_kind", "")
+    if given in get_args(Kind):
+        return given
+    reference = reference_of(sample) or ""
+    if sample.options and parse(reference, "reasoning", options=sample.options).answer:
+        return "multiple_choice"
+    return "yes_no" if bare(split_response(reference).answer) in ("yes", "no") else "open"
+
+
+def reference_of(sample: Sample) -> str | None:
+    """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any."""
+    if sample.answer is not None:
+        return sample.answer
+    last = sample.messages[-1]
+    if last["role"] != "assistant":
+        return None
+    return text_of(last)
+
+
+def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | None = None) -> bool:
+    """Whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
+    right = parse(reference, "reasoning", kind=kind, options=options).answer
+    if not answer or not right:
+        return False
+    return float(answer) == float(right) if kind == "ordinal" else bare(answer) == bare(right)

@@ -1,0 +1,65 @@
+"""The parts of a response, and texts without what does not count."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
+
+
+class Response(NamedTuple):
+    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
+
+    thoughts: str
+    answer: str
+    tagged: bool
+    """Whether the answer stood in `<answer>` tags."""
+
+
+def split_response(text: str) -> Response:
+    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
+
+    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
+    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
+    follows the thoughts.
+    """
+    text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
+    thoughts, closed, said = text.rpartition("</think>")
+    if not closed:
+        said, _, thoughts = text.partition("<think>")
+    if not said.strip():  # thoughts that hold the answer, or that nothing closes
+        thoughts, tag, said = thoughts.partition("<answer>")
+        said = tag + said
+    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
+    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
+    return Response(TAG.sub("", thoughts).strip(), _without_tags(answer), bool(blocks))
+
+
+def _without_tags(text: str) -> str:
+    """Closing tags that stand alone, one that was cut off included."""
+    return re.sub(r"</[a-z]*\Z", "", TAG.sub("", text)).strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is in the last `\boxed{…}`."""
+    found: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return found[-1] if found else None
+
+
+def unwrapped(text: str) -> str:
+    """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
+    text = re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", unicodedata.normalize("NFKC", text))
+    lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
+    return "\n".join(filter(None, lines))
+
+
+def plain(text: str) -> str:
+    """Comparable: case and the amount of white space do not count."""
+    return " ".join(text.split()).casefold()
+
+
+def bare(text: str) -> str:
+    """Comparable: case, the amount of white space and a final full stop do not count."""
+    return plain(text).removesuffix(".").rstrip()

@@ -1,0 +1,20 @@
+"""The kinds of answers, and what is read in a response."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+AnswerType = Literal["letter", "reasoning"]
+Kind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
+"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
+
+
+class Parsed(NamedTuple):
+    """What was read in a response. `answer` is "" where nothing was, and `rule` then "none".
+
+    Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
+    """
+
+    answer: str
+    reasoning: str
+    rule: str

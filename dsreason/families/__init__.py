@@ -1,0 +1,26 @@
+"""What differs between model families, one file each. Another family enters by a file and a line in `FAMILIES`.
+
+Nothing here needs torch or transformers before it is called: rows are checked, and commands start, without them.
+"""
+
+from dsreason.errors import CheckpointError
+from dsreason.families.family import Family
+from dsreason.families.qwen2_5_vl import QWEN2_5_VL
+from dsreason.families.qwen3_vl import QWEN3_VL
+
+__all__ = ["FAMILIES", "Family", "control_tokens", "family_of"]
+
+FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL)}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `config.json`'s `model_type`; CheckpointError names the supported ones."""
+    if model_type not in FAMILIES:
+        supported = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
+        raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {supported}")
+    return FAMILIES[model_type]
+
+
+def control_tokens() -> list[str]:
+    """Of all families: rows are read before a model is known."""
+    return list(dict.fromkeys(token for family in FAMILIES.values() for token in family.tokens.control))

@@ -1,0 +1,141 @@
+"""The facts about a model family: its tokens, how it sees, the names of its parameters, and its tiny model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+
+class Grid(NamedTuple):
+    """One run of placeholder tokens: its size in tokens, and how far apart two steps in time are (mRoPE units)."""
+
+    frames: int
+    height: int
+    width: int
+    time_step: float = 1.0
+
+
+Grids = tuple[Iterable[Grid], Iterable[Grid]]
+"""The runs of image and of video placeholders, each in the order in which they appear."""
+
+GridRule = Callable[[dict[str, Any], Any], Grids]
+"""`(mm_kwargs, config) -> Grids`, of the media of one sample or more."""
+
+
+def merged_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
+    """A processor's `[media, 3]` grid of patches (frames, height, width) as grids of tokens; none for None."""
+    if grid_thw is None:
+        return []
+    return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The texts that the tokenizer knows as marks. Example: `FAMILIES["qwen3_vl"].tokens`."""
+
+    image: str
+    """Placeholder of an image."""
+    video: str
+    """Placeholder of a video."""
+    media_start: str
+    """Stands before a medium's placeholders."""
+    media_end: str
+    turn_start: str
+    turn_end: str
+    padding: str
+    unused_media: tuple[str, ...] = ()
+    """Further placeholders that no processor makes."""
+    others: tuple[str, ...] = ()
+    """Marks that a text may hold."""
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Never sampled: a placeholder in a completion has no pixels behind it, and the policy's forward would fail on it."""
+        return (self.image, self.video, *self.unused_media, self.media_start, self.media_end)
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """In a text they would be read as media or as the end of a turn."""
+        return (*self.media, self.turn_start, self.turn_end, self.padding)
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How much the model was trained to see of a medium, where neither its row, the configuration nor the processor says."""
+
+    bounds_are_per_video: bool
+    """What the `size` of the video processor bounds: the pixels of all sampled frames together, or else those of one."""
+    fps: float
+    """Frames taken per second of a video."""
+    min_frames: int
+    max_frames: int
+    max_frame_tokens: int
+    """Largest size of one video frame in merged patches, where the processor bounds all frames together."""
+    max_video_tokens: int
+    """Largest size of a video in merged patches, where the processor bounds one frame."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Names of modules, or parts of them, in the transformers model."""
+
+    vision_tower: str
+    head: str
+    """The output layer, which may be tied to the embedding."""
+    patch_embedding: str
+    """In the vision tower: its input needs no gradient."""
+    merger: str
+    """In the vision tower: what works on merged patches."""
+    norms: tuple[str, ...]
+    """Parts of the names of weights that scale channels."""
+    tables: tuple[str, ...]
+    """Parts of the names of weights that are looked up: embeddings of tokens and places."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How a random model of the family is made that is small enough for a laptop; see `dsreason.models.tiny`."""
+
+    patch_size: int
+    """In pixels; two by two patches make a token."""
+    default_system: str | None
+    """What the chat template says where a conversation has no system message."""
+    config: Callable[[dict[str, Any], dict[str, Any], int, dict[str, Any]], PreTrainedConfig]
+    """`(text sizes, vision sizes, head size, the rest) -> config`."""
+    processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin]
+    """`(tokenizer, pixels behind one token, patch sizes) -> processor`, which takes media down to one token."""
+    published_names: tuple[tuple[str, str], ...] = ()
+    """(name in memory, name in published checkpoints), of parts of parameter names: `Family.renames` backwards."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Example: `FAMILIES["qwen3_vl"]`."""
+
+    name: str
+    """As people call it."""
+    model_type: str
+    """As `config.json` calls it."""
+    tokens: Tokens
+    vision: Vision
+    grids: GridRule
+    """The grids of tokens that the positions count over; a plain function, to be pickled."""
+    modules: Modules
+    tiny: Tiny
+    vision_windows: Callable[[Any], tuple[int, int]] | None = None
+    """`vision_config -> (blocks that attend within windows, a window's side in merged patches)`; None: all see all."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """(regular expression, replacement): names in published checkpoints → names in memory."""
+
+    def rename(self, name: str) -> str:
+        """The name in memory of a tensor in a checkpoint."""
+        for pattern, replacement in self.renames:
+            renamed, count = re.subn(pattern, replacement, name)
+            if count:
+                return renamed
+        return name

@@ -1,0 +1,45 @@
+"""What the families of Qwen's vision-language models have in common."""
+
+from __future__ import annotations
+
+from dsreason.families.family import Modules, Tokens, Vision
+
+TOKENS = Tokens(
+    image="<|image_pad|>",
+    video="<|video_pad|>",
+    media_start="<|vision_start|>",
+    media_end="<|vision_end|>",
+    turn_start="<|im_start|>",
+    turn_end="<|im_end|>",
+    padding="<|endoftext|>",
+    unused_media=("<|vision_pad|>",),
+    others=(
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
+        "<|quad_start|>",
+        "<|quad_end|>",
+    ),
+)
+
+MODULES = Modules(
+    vision_tower="model.visual",
+    head="lm_head",
+    patch_embedding="patch_embed",
+    merger="merger",
+    norms=("norm", "ln_q"),
+    tables=("embed_tokens", "pos_embed"),
+)
+
+
+def vision_defaults(*, bounds_are_per_video: bool) -> Vision:
+    """The defaults of qwen-vl-utils, which these models were trained with (`vision_process.py`)."""
+    return Vision(
+        bounds_are_per_video=bounds_are_per_video,
+        fps=2.0,
+        min_frames=4,
+        max_frames=768,
+        max_frame_tokens=768,  # VIDEO_MAX_TOKEN_NUM
+        max_video_tokens=115_200,  # 0.9 of 128,000
+    )

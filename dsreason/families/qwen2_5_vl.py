@@ -1,0 +1,79 @@
+"""Qwen2.5-VL (Cosmos-Reason1): a video is one run of placeholders whose temporal index counts real time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsreason.families.family import Family, Grid, Grids, Tiny, merged_grids
+from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+
+def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+    """Images as they are; two temporal steps of a video are `second_per_grid_ts * tokens_per_second` apart (1 s where
+    the processor gives no time).
+
+    Source: `iter_mm_grid_thw` of vLLM's qwen2_5_vl.py. vLLM casts every floating processor output, the seconds
+    included, to the model's dtype before it multiplies in float64, so we round alike: in bfloat16 0.925 s is 0.92578.
+    `config` is the model's, with the dtype that it is served in.
+    """
+    import torch
+
+    vision = config.vision_config
+    images = merged_grids(mm_kwargs.get("image_grid_thw"), vision.spatial_merge_size)
+    videos = merged_grids(mm_kwargs.get("video_grid_thw"), vision.spatial_merge_size)
+    seconds = mm_kwargs.get("second_per_grid_ts")
+    if seconds is None:
+        return images, [video._replace(time_step=1.0 * vision.tokens_per_second) for video in videos]
+    rounded = torch.as_tensor(seconds, dtype=torch.float32).to(config.dtype or torch.float32).tolist()
+    steps = (s * vision.tokens_per_second for s in rounded)
+    return images, [Grid(*video[:3], step) for video, step in zip(videos, steps, strict=True)]
+
+
+def vision_windows(vision: Any) -> tuple[int, int]:
+    """`fullatt_block_indexes` are the blocks without windows."""
+    side = vision.window_size // vision.patch_size // vision.spatial_merge_size
+    return vision.depth - len(vision.fullatt_block_indexes), side
+
+
+def tiny_config(
+    text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
+) -> PreTrainedConfig:
+    from transformers import Qwen2_5_VLConfig
+
+    axes = [head_size // 8, head_size * 3 // 16, head_size * 3 // 16]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": axes}
+    windows = {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1], "tokens_per_second": 2}
+    return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision | windows, **common)
+
+
+def tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    size = {"shortest_edge": unit, "longest_edge": 256 * unit}
+    image, video = Qwen2VLImageProcessor(size=size, **patches), Qwen2VLVideoProcessor(size=size, **patches)
+    return Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+QWEN2_5_VL = Family(
+    name="Qwen2.5-VL",
+    model_type="qwen2_5_vl",
+    tokens=TOKENS,
+    vision=vision_defaults(bounds_are_per_video=False),
+    grids=grids,
+    modules=MODULES,
+    vision_windows=vision_windows,
+    renames=(
+        (r"^visual\.", "model.visual."),
+        (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
+    ),  # checkpoints that already have the names in memory match neither
+    tiny=Tiny(
+        patch_size=14,
+        default_system="You are a helpful assistant.",
+        config=tiny_config,
+        processor=tiny_processor,
+        published_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+    ),
+)

@@ -1,0 +1,56 @@
+"""Qwen3-VL (Cosmos-Reason2): every group of frames is a run of placeholders of its own, after its time as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsreason.families.family import Family, Grids, Tiny, merged_grids
+from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+
+def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+    """One grid per image and per group of video frames; real time is in the text (`<1.5 seconds>`), not in the index.
+
+    Source: `_iter_mm_grid_hw` of vLLM's qwen3_vl.py.
+    """
+    merge_size = config.vision_config.spatial_merge_size
+    images = merged_grids(mm_kwargs.get("image_grid_thw"), merge_size)
+    videos = merged_grids(mm_kwargs.get("video_grid_thw"), merge_size)
+    return images, [video._replace(frames=1) for video in videos for _ in range(video.frames)]
+
+
+def tiny_config(
+    text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
+) -> PreTrainedConfig:
+    from transformers import Qwen3VLConfig
+
+    axes = [head_size * 3 // 16, head_size * 5 // 32, head_size * 5 // 32]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": axes, "mrope_interleaved": True}
+    more = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = text | {"rope_parameters": rope, "head_dim": head_size}
+    return Qwen3VLConfig(text_config=text, vision_config=vision | more, **common)
+
+
+def tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    # vLLM normalises the videos with the image processor's values, so both must be the same.
+    half = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    image = Qwen2VLImageProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches, **half)
+    # These limits count the pixels of all frames together.
+    video = Qwen3VLVideoProcessor(size={"shortest_edge": 2 * unit, "longest_edge": 768 * unit}, **patches, **half)
+    return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
+
+
+QWEN3_VL = Family(
+    name="Qwen3-VL",
+    model_type="qwen3_vl",
+    tokens=TOKENS,
+    vision=vision_defaults(bounds_are_per_video=True),
+    grids=grids,
+    modules=MODULES,
+    tiny=Tiny(patch_size=16, default_system=None, config=tiny_config, processor=tiny_processor),
+)

@@ -1,0 +1,66 @@
+"""What the right answer of a sample is, and whether a completion gives it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsreason.answers.correct import is_correct, kind_of, reference_of
+from dsreason.data.types import Sample
+
+OPTIONS = {"A": "to the left", "B": "to the right"}
+
+
+def sample(answer=None, options=None, *, last=None, **meta):
+    messages = [{"role": "user", "content": "?"}]
+    if last is not None:
+        messages.append({"role": "assistant", "content": last})
+    return Sample("7", messages, answer, options, meta)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (sample("A", OPTIONS), "multiple_choice"),
+        (sample("to the left", OPTIONS), "multiple_choice"),
+        (sample("upwards", OPTIONS), "open"),
+        (sample("Yes."), "yes_no"),
+        (sample(last="<think>x</think><answer>no</answer>"), "yes_no"),
+        (sample("red"), "open"),
+        (sample("3", question_kind="ordinal"), "ordinal"),
+        (sample("yes", question_kind="free_text"), "free_text"),
+        (sample("yes", question_kind="colour"), "yes_no"),
+        (sample(), "open"),
+    ],
+)
+def test_the_kind_of_a_sample(given, kind):
+    assert kind_of(given) == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        (sample("A", last="B"), "A"),
+        (sample(last="<answer>B</answer>"), "<answer>B</answer>"),
+        (sample(last=[{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]), "B\nC"),
+        (sample(), None),
+    ],
+)
+def test_the_reference_is_the_answer_or_the_last_turn(given, reference):
+    assert reference_of(given) == reference
+
+
+@pytest.mark.parametrize(
+    ("completion", "given", "right"),
+    [
+        ("<think>B</think><answer>(a)</answer>", sample("A", OPTIONS), True),
+        ("<answer>B</answer>", sample("A", OPTIONS), False),
+        ("Upwards.", sample("upwards", OPTIONS), True),
+        ("Yes, it does.", sample("yes"), True),
+        ("<answer>Red</answer>", sample(last="<think>x</think><answer>red.</answer>"), True),
+        ("4", sample("4.0", question_kind="ordinal"), True),
+        ("", sample(""), False),
+        ("anything", sample(), False),
+    ],
+)
+def test_a_completion_is_graded_like_an_answer(completion, given, right):
+    assert is_correct(completion, given) is right
