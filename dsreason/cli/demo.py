@@ -43,8 +43,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("SFT on rows of which a share is deliberately mislabelled", 80, 25),
-    Stage("GRPO from there: the reward is whether an answer is right", 75, 50),
+    Stage("SFT on rows of which a share is deliberately mislabelled", 130, 25),
+    Stage("GRPO from there: the reward is whether an answer is right", 60, 45),
     Stage("export of the last checkpoint", 0, 8),
     Stage("evaluation of the export on the held-out questions", 0, 35),
 )

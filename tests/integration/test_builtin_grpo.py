@@ -43,14 +43,14 @@ def test_the_warm_start_of_the_demo_is_half_wrong_too(demo_warm_start: Path) -> 
 
 
 def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
-    lines = train(warm_start, tmp_path, "--set", "train.max_steps=60")
+    lines = train(warm_start, tmp_path, "--set", "train.max_steps=50")
     first, *_, last = accuracies(lines)
     assert 0.4 <= first <= 0.6
     assert last >= first + 0.25  # the demo asks for 85 %; a test must pass on every machine
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    assert sum(rewards[-10:]) > sum(rewards[:10]) + 1  # means of ten steps a tenth higher; about three deviations
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.7  # about two and a half deviations
     mismatches = [line["mismatch/max_abs_logprob"] for line in lines if "train/loss" in line]
-    assert len(mismatches) == 60
+    assert len(mismatches) == 50
     assert max(mismatches) <= 1e-4
 
 
