@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsreason.runtime.world import World
+    from dsreason.job.ranks import World
 
 GOAL = 0.10
 
@@ -31,7 +31,7 @@ def build(gib: float):
     from torch import nn
 
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine
+    from dsreason.engine.engine import build_engine
 
     width, layers = 2048, max(1, round(gib * 2**30 / 12 / 2048**2))
     torch.manual_seed(0)
@@ -59,8 +59,8 @@ def step(engine, width: int) -> float:
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
     """Seconds by what was waited for, the first round apart from the others, and the bytes of a checkpoint. Collective."""
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_writer import CheckpointWriter
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
     engine, width = build(gib)
     waiting = CheckpointWriter(engine, folder / "waiting", world, background=False)
@@ -93,7 +93,7 @@ def medians(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def rank(arguments: argparse.Namespace) -> None:
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
 
     world = init_world()
     found, size = measure(Path(arguments.folder), arguments.gib, arguments.rounds, world)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     arguments = parser.parse_args()
-    from dsreason.runtime import launch
+    from dsreason.job import launch
 
     if launch.is_rank():
         launch.enter_rank()

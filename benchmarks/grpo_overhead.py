@@ -28,7 +28,7 @@ import numpy as np
 from grpo_vs_trl import REWARD, build_endless
 from sft_vs_trl import write_rows
 
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 if TYPE_CHECKING:
     from dsreason.train.grpo.build import GRPORun

@@ -83,7 +83,7 @@ def run(side: str, task: dict[str, Any], output: Path, arguments: argparse.Names
 def dsreason_side(engine: str, task: dict[str, Any]) -> None:
     """`dsreason grpo` as a job of one process; prints when each step ended."""
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.runtime.launch import prepare_environment
+    from dsreason.job.launch import prepare_environment
 
     prepare_environment()
     from dsreason.train.grpo import loop as grpo

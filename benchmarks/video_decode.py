@@ -82,7 +82,7 @@ def start(name: str, threads: int) -> None:
 
 def load_processor() -> tuple[Any, Path]:
     """Qwen2.5-VL's, with its limits, and the folder of the tiny model that it comes from."""
-    from dsreason.config.cache import cache_dir
+    from dsreason.files.cache import cache_dir
     from dsreason.models import load
 
     folder = load.tiny_model("qwen2_5_vl", cache_dir() / "models")
@@ -107,8 +107,8 @@ class Ours:
         self.encoder = Encoder(processor, family, positions, max_length=10**9)
 
     def encode(self, messages: list[dict[str, Any]]) -> Encoded:
-        from dsreason.data import media
         from dsreason.data.types import Sample
+        from dsreason.media import media
 
         media._probed.cache_clear()
         prompt = self.encoder.encode_prompt(Sample("clip", messages))

@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
     from deepspeed import DeepSpeedEngine
     from torch import Tensor
 
+    from dsreason.job.ranks import World
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.runtime.world import World
 
 GOAL = 1.5
 PLAIN = "one by one"
@@ -41,7 +41,7 @@ def one_by_one(engine: DeepSpeedEngine) -> Weights:
     """The plain way: what `full_parameters` does, with a context for each parameter."""
     import deepspeed
 
-    from dsreason.runtime.engine import hf_name, is_partitioned
+    from dsreason.engine.engine import hf_name, is_partitioned
 
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned(parameter)):
@@ -82,7 +82,7 @@ def inspect(engine: DeepSpeedEngine, weights: Weights) -> tuple[int, int]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    from dsreason.runtime.world import barrier
+    from dsreason.job.ranks import barrier
 
     barrier()
     started = time.perf_counter()
@@ -97,8 +97,8 @@ def exhaust(weights: Iterable[object]) -> None:
 
 
 def rank(arguments: argparse.Namespace) -> None:
-    from dsreason.runtime.engine import full_parameters
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.engine.engine import full_parameters
+    from dsreason.job.ranks import init_world, shutdown
 
     world = init_world()
     engine, rollout = build(arguments, world)

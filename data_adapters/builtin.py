@@ -1,6 +1,6 @@
 """The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder of `dsreason.data.builtin.write_builtin`; empty: one in the cache, drawn on first use.
+`data.path` is a folder of `dsreason.datasets.builtin.write_builtin`; empty: one in the cache, drawn on first use.
 `data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong,
 see there: who learned them is right on about half of the held-out rows.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from data_adapters import jsonl, llava
-from dsreason.data.builtin import builtin_folder, mislabelled
 from dsreason.data.types import Sample
+from dsreason.datasets.builtin import builtin_folder, mislabelled
 from dsreason.errors import DataError
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from data_adapters.conversations import last_reply, parse, text_of
 from dsreason.config.schema import SourceConfig
-from dsreason.data.archives import SUFFIXES as ARCHIVE_SUFFIXES
-from dsreason.data.archives import unpack
-from dsreason.data.own_files import is_inside
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
+from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
+from dsreason.files.archives import unpack
+from dsreason.files.own_files import is_inside
 
 SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg", ".jpeg", ".png", ".webp")}
 

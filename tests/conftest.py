@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.config.secrets import secret_variables
+from dsreason.secrets import secret_variables
 
 
 def pytest_configure() -> None:

@@ -108,6 +108,6 @@ def _run(
     results.put((rank, None, value))
     # torch tensors in a queue live in shared memory of the sender: results should be plain values or numpy arrays.
     with contextlib.suppress(ImportError):
-        from dsreason.runtime.world import shutdown
+        from dsreason.job.ranks import shutdown
 
         shutdown()

@@ -21,8 +21,8 @@ from rich.console import Console
 from benchmarks.gpu_report.parts import BY_NAME, PARTS, Part, Setting
 from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, read_records, record_of, write_report
 from benchmarks.gpu_report.runner import Ended, limit_of, run_part
-from dsreason.config.problems import nearest
-from dsreason.runtime import launch
+from dsreason.job import launch
+from dsreason.problems import nearest
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)

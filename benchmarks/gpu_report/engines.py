@@ -61,8 +61,8 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
     """`train`: with one step behind it, which makes the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.runtime.watchdog import Watchdog
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.job.ranks import init_world, shutdown
+    from dsreason.job.watchdog import Watchdog
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.common.sampler import open_sampler
@@ -137,7 +137,7 @@ ledger_2b = partial(ledger, size="2B")
 
 
 def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
-    from dsreason.runtime.memory import available_bytes
+    from dsreason.monitor.memory import available_bytes
 
     available = available_bytes() / 2**30
     if not setting.tiny and available < HOST_GIB_7B:
@@ -236,7 +236,7 @@ def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
 
     Text comes first and alone: what a picture leaves in a batch would hide what lay there.
     """
-    from dsreason.runtime.engine import full_parameters
+    from dsreason.engine.engine import full_parameters
 
     engine = run.sampler.rollout
     engine.wake()

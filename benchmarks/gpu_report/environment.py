@@ -17,8 +17,8 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_C
 def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
     import torch
 
-    from dsreason.runtime.memory import available_bytes
-    from dsreason.runtime.record import git_state, versions
+    from dsreason.job.record import git_state, versions
+    from dsreason.monitor.memory import available_bytes
 
     yield from versions().items()
     git = git_state()

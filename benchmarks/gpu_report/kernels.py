@@ -20,7 +20,7 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
     """First as dsreason sets the process, then with torch's own choice of cuDNN allowed and not."""
     import torch
 
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.job.ranks import init_world, shutdown
 
     init_world()
     yield from kernels_of("as dsreason sets it", setting)

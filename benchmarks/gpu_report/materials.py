@@ -68,7 +68,7 @@ def write_rows(setting: Setting, count: int) -> Path:
     import numpy as np
     from PIL import Image
 
-    from dsreason.data.builtin import write_clip
+    from dsreason.datasets.builtin import write_clip
 
     folder = setting.scratch / f"rows-{count}"
     path = folder / "rows.jsonl"

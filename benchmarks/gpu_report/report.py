@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.gpu_report.environment import queried
 from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, shown
 from benchmarks.gpu_report.runner import Ended, limit_of
-from dsreason.config.secrets import hide_secrets
-from dsreason.runtime.failures import write_whole
-from dsreason.runtime.record import git_state
+from dsreason.files.atomic import write_file
+from dsreason.job.record import git_state
+from dsreason.secrets import hide_secrets
 
 JSON_FILE, MARKDOWN_FILE = "gpu-report.json", "gpu-report.md"
 GOOD = ("ok", "measured", "skipped")
@@ -93,8 +93,8 @@ def read_records(folder: Path) -> dict[str, Record]:
 def write_report(folder: Path, records: dict[str, Record]) -> None:
     """Both files, whole at any time."""
     ordered = {part.name: records[part.name] for part in PARTS if part.name in records}
-    write_whole(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / MARKDOWN_FILE, markdown(ordered))
+    write_file(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
+    write_file(folder / MARKDOWN_FILE, markdown(ordered))
 
 
 def markdown(records: dict[str, Record]) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_report.parts import Setting, SkipPart, Value
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 
 def main(task: str) -> None:

@@ -17,7 +17,7 @@ from benchmarks.gpu_report.commands import Run, Running, read_metrics
 from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model, tiny_model
 from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 if TYPE_CHECKING:
     from dsreason.train.grpo.build import GRPORun

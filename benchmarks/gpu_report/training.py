@@ -26,7 +26,7 @@ STOPPED = 75
 
 def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
     """On a clip, with a tiny model; a file that fails does not keep the others from being tried."""
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.job.ranks import init_world, shutdown
 
     init_world()
     for file in DEEPSPEED_FILES:
@@ -41,7 +41,7 @@ def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
 def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.runtime.engine import engine_grad_norm
+    from dsreason.engine.engine import engine_grad_norm
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
@@ -117,7 +117,7 @@ def padding(batches: StepBatches) -> float:
 
 
 def count_parameters(engine: DeepSpeedEngine) -> int:
-    from dsreason.runtime.engine import full_shape
+    from dsreason.engine.engine import full_shape
 
     return sum(full_shape(parameter).numel() for parameter in engine.module.parameters())
 
@@ -143,7 +143,7 @@ def checkpoint(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
     from benchmarks.checkpoint_stall import measure, medians
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.job.ranks import init_world, shutdown
 
     found, size = measure(setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 2, init_world())
     shutdown()

@@ -1,0 +1,1 @@
+"""The subcommands of `dsreason`, a file each."""

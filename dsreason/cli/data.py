@@ -17,14 +17,14 @@ from dsreason.config.load import load_config, read_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, SFTConfig, SourceConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime import launch
-from dsreason.runtime.imports import quick_imports
+from dsreason.imports import quick_imports
+from dsreason.job import launch
 
 if TYPE_CHECKING:
-    from dsreason.data.fetch import Plan
-    from dsreason.data.inspection import Inspection
-    from dsreason.data.rendering import Rendering
     from dsreason.data.sources import SampleDataset
+    from dsreason.datasets.fetch import Plan
+    from dsreason.datasets.inspection import Inspection
+    from dsreason.datasets.rendering import Rendering
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -75,7 +75,7 @@ def fetch(
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
     launch.prepare_environment()
-    from dsreason.data import fetch as fetching
+    from dsreason.datasets import fetch as fetching
 
     plans = [
         fetching.plan_fetch(
@@ -94,7 +94,7 @@ def fetch(
 
 
 def show_plan(plan: Plan, with_files: bool) -> None:
-    from dsreason.data.fetch import gigabytes
+    from dsreason.datasets.fetch import gigabytes
 
     missing, total = len(plan.missing), len(plan.files)
     typer.echo(
@@ -138,8 +138,8 @@ def clip(
     Clips that are there already are left alone. What cannot be cut is listed, and the exit code is 1.
     """
     launch.prepare_environment()
-    from dsreason.data.clip import cut_clips, needed_clips
-    from dsreason.data.clip_rules import rule_for
+    from dsreason.datasets.clip import cut_clips, needed_clips
+    from dsreason.datasets.clip_rules import rule_for
 
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
@@ -184,8 +184,8 @@ def inspect(
     launch.prepare_environment()
     with quick_imports():
         from dsreason.cli.inspection_tables import show_inspection
-        from dsreason.data.inspection import inspect_data
         from dsreason.data.sources import open_datasets
+        from dsreason.datasets.inspection import inspect_data
 
     training, validation = open_datasets(run.data)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
@@ -226,8 +226,8 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
     from dsreason.data.contact_sheet import sheet_of_samples
-    from dsreason.data.inspection import evenly
     from dsreason.data.loader import BadRow, read_row
+    from dsreason.datasets.inspection import evenly
 
     folder.mkdir(parents=True, exist_ok=True)
     document = asdict(found)
@@ -264,7 +264,7 @@ def validate(
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
-        from dsreason.data.rendering import render_rows
+        from dsreason.datasets.rendering import render_rows
 
     count = 0
     bad: list[str] = []
@@ -281,8 +281,8 @@ def validate(
 def renderings(trainer: Trainer[C], run: C) -> dict[str, Rendering]:
     """How training and held-out rows are encoded: as the trainer does it, and as whole conversations."""
     with quick_imports():
-        from dsreason.data.rendering import Rendering
         from dsreason.data.sources import open_datasets
+        from dsreason.datasets.rendering import Rendering
         from dsreason.train.common.preflight import build_encoder, find_model
 
     encoder = build_encoder(run, find_model(run))

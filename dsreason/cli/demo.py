@@ -22,8 +22,8 @@ from dsreason.config.load import load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime import launch
-from dsreason.runtime.progress import PART, Part, duration
+from dsreason.job import launch
+from dsreason.monitor.progress import PART, Part, duration
 
 WARM_START = Path("builtin_warm_start.toml")
 HELD_OUT = Path("builtin_eval.toml")
@@ -100,7 +100,7 @@ def announced(number: int, started: float) -> Iterator[None]:
 
 def evaluate_export(folder: Path) -> Path:
     """`dsreason eval` of the exported model on the rows that the runs held out; returns the folder of its reports."""
-    from dsreason.evaluation.report import write_reports
+    from dsreason.evaluation.report.report import write_reports
     from dsreason.evaluation.run import evaluate
 
     changes = [f"model.path={json.dumps(str(folder / 'export'))}", f"results_dir={json.dumps(str(folder / 'results'))}"]
@@ -111,7 +111,7 @@ def evaluate_export(folder: Path) -> Path:
 
 def accuracy_by_medium(results: Path) -> dict[str, float]:
     """As the trainer's metrics are called: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
-    from dsreason.evaluation.results import read_results
+    from dsreason.evaluation.report.results import read_results
 
     right: dict[str, list[bool]] = {}
     for result in read_results(results):

@@ -13,9 +13,9 @@ from dsreason.cli.job import ConfigOption, NprocOption, SetOption
 from dsreason.config.load import load_config, read_config
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime import launch
-from dsreason.runtime.driver import check_gpus
-from dsreason.runtime.imports import quick_imports
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+from dsreason.job.driver import check_gpus
 
 RECIPE = "eval.toml"
 
@@ -79,7 +79,7 @@ def evaluate(
                 f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
             )
         with quick_imports():
-            from dsreason.runtime import lifeline  # it needs torch
+            from dsreason.job import lifeline  # it needs torch
 
         with lifeline.from_the_start("in the evaluation"):
             run(loaded)
@@ -172,8 +172,8 @@ def arguments(config: Path | None, changes: list[str]) -> list[str]:
 def check(config: EvalConfig) -> None:
     """Raise what a person can mend before ranks start."""
     with quick_imports():
-        from dsreason.evaluation.answerers import check_model
-        from dsreason.evaluation.questions import load_questions
+        from dsreason.evaluation.ask.answerers import check_model
+        from dsreason.evaluation.questions.questions import load_questions
         from dsreason.evaluation.run import build_grader
 
     load_questions(config)
@@ -184,7 +184,7 @@ def check(config: EvalConfig) -> None:
 def run(config: EvalConfig) -> None:
     with quick_imports():
         from dsreason.cli.score import print_reports
-        from dsreason.evaluation.report import write_reports
+        from dsreason.evaluation.report.report import write_reports
         from dsreason.evaluation.run import evaluate as run_evaluation
         from dsreason.evaluation.settings import vision_note
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsreason.runtime import launch
-from dsreason.runtime.imports import quick_imports
+from dsreason.imports import quick_imports
+from dsreason.job import launch
 
 if TYPE_CHECKING:
-    from dsreason.runtime.model_card import Score
+    from dsreason.checkpoints.model_card import Score
 
 
 class Dtype(StrEnum):
@@ -32,8 +32,8 @@ def export(
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     with quick_imports():
-        from dsreason.export import export_checkpoint
-    from dsreason.runtime.checkpoint_folder import find_checkpoint
+        from dsreason.checkpoints.export import export_checkpoint
+    from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
     export_checkpoint(
@@ -49,9 +49,9 @@ def export(
 def evaluated(results_dir: Path) -> list[Score]:
     """The accuracy on each data set of the evaluations in a folder."""
     with quick_imports():
-        from dsreason.evaluation.results import find_runs, read_run
-        from dsreason.evaluation.score import score
-        from dsreason.runtime.model_card import Score
+        from dsreason.checkpoints.model_card import Score
+        from dsreason.evaluation.report.results import find_runs, read_run
+        from dsreason.evaluation.report.score import score
 
     found = []
     for run in find_runs(results_dir):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import typer
 
 from dsreason.errors import ConfigError
-from dsreason.runtime import launch
-from dsreason.runtime.driver import check_gpus
-from dsreason.runtime.imports import quick_imports
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+from dsreason.job.driver import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from dsreason.data.inspection import Inspection, PartReport, Spread
+    from dsreason.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""

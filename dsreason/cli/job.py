@@ -21,9 +21,9 @@ from dsreason.config.load import dump_config, load_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime import launch
-from dsreason.runtime.driver import check_gpus
-from dsreason.runtime.imports import quick_imports
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+from dsreason.job.driver import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.data.chat import Encoder
@@ -213,7 +213,7 @@ def _run_rank(job: Job[C], config: C) -> Path | None:
             )
         return output_dir
     with quick_imports():
-        from dsreason.runtime import hosts, lifeline  # they need torch
+        from dsreason.job import hosts, lifeline  # they need torch
 
     with lifeline.from_the_start():
         hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
@@ -231,7 +231,7 @@ def _resume_at(attempt: int, resume: str | None, output_dir: Path, started: floa
     if attempt == 0 or resume == "auto":
         return resume
     if resume is not None:
-        from dsreason.runtime.checkpoint_folder import find_checkpoint
+        from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
         newest = find_checkpoint(output_dir / "checkpoints")
         if newest is None or newest.stat().st_mtime < started:

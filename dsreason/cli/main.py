@@ -14,10 +14,10 @@ import typer
 from dsreason import __version__
 from dsreason.cli import data, demo, eval, export, infer, push, score
 from dsreason.cli.job import trainers
-from dsreason.config.secrets import HidingFormatter
 from dsreason.errors import DsReasonError
-from dsreason.runtime import launch
-from dsreason.runtime.failures import as_told, crash_text
+from dsreason.job import launch
+from dsreason.job.failures import as_told, crash_text
+from dsreason.secrets import HidingFormatter
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",

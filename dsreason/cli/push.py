@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from dsreason.config.address import HubAddress, S3Address
 from dsreason.errors import CheckpointError
+from dsreason.files.address import HubAddress, S3Address
 
 if TYPE_CHECKING:
-    from dsreason.runtime.package import Advance, Package
+    from dsreason.storage.package import Advance, Package
 
 
 def push(
@@ -29,8 +29,8 @@ def push(
     ],
 ) -> None:
     """Upload a checkpoint, an export or a whole run. Files that are there with the same content are not sent again."""
-    from dsreason.runtime.package import finished_folders, is_run, open_package, unfinished_folders
-    from dsreason.runtime.storage import place_in, read_target, upload
+    from dsreason.storage.package import finished_folders, is_run, open_package, unfinished_folders
+    from dsreason.storage.storage import place_in, read_target, upload
 
     target = read_target(to, "--to")
     if is_run(folder):
@@ -60,7 +60,7 @@ def progress(package: Package, place: S3Address | HubAddress) -> Iterator[Advanc
     from rich import progress as bars
     from rich.console import Console
 
-    from dsreason.runtime.uploads import Report
+    from dsreason.storage.uploads import Report
 
     console = Console(stderr=True)
     if not console.is_terminal or isinstance(place, HubAddress):

@@ -11,7 +11,7 @@ from rich.console import Console
 from dsreason.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dsreason.evaluation.report import Report
+    from dsreason.evaluation.report.report import Report
 
 LOG_WIDTH = 120
 """Columns of tables in a pipe or a file, where there is no terminal to ask."""
@@ -34,14 +34,14 @@ def score(
             raise ConfigError("--compat: only prints three lines; leave out --compare, --no-html and --frames")
         print_compat(results_dir, dataset)
         return
-    from dsreason.evaluation.report import write_reports
+    from dsreason.evaluation.report.report import write_reports
 
     print_reports(write_reports(results_dir, dataset, baseline=compare, with_html=not no_html, frames=frames))
 
 
 def print_reports(reports: list[Report]) -> None:
     """The accuracies on stdout, a table for one run and a row each for several, and where the reports are."""
-    from dsreason.evaluation import tables
+    from dsreason.evaluation.report import tables
 
     console = Console()
     if not console.is_terminal:
@@ -62,7 +62,7 @@ def print_reports(reports: list[Report]) -> None:
 
 
 def print_compat(results_dir: Path, dataset: list[str] | None) -> None:
-    from dsreason.evaluation.calculate_accuracy import calculate_accuracy
+    from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
 
     count = calculate_accuracy(results_dir, dataset)
     if count.files == 0:

@@ -1,0 +1,1 @@
+"""The run configuration: schemas, loading, and the DeepSpeed JSON that belongs to it."""

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, TOP_LEVEL, ZERO
 from dsreason.config.load import read_document
-from dsreason.config.problems import config_error, nearest
 from dsreason.config.schema import RunConfig
 from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
+from dsreason.problems import config_error, nearest
 
 Device = Literal["cpu", "cuda"]
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 
-from dsreason.config.problems import nearest
+from dsreason.problems import nearest
 
 KeyPath = tuple[str | int, ...]
 """`("data", "sources", 0, "path")`, written `data.sources.0.path`."""

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
 from dsreason.config.messages import reworded
-from dsreason.config.problems import config_error
 from dsreason.config.schema import SourceConfig
-from dsreason.config.secrets import hidden, without_credentials
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
+from dsreason.problems import config_error
+from dsreason.secrets import hidden, without_credentials
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from dsreason.config.keys import KeyPath, field_at
-from dsreason.config.problems import nearest
+from dsreason.problems import nearest
 
 EXPECTED = {
     "float_type": "a number",

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dsreason.config.atomic import write_file
-from dsreason.config.disk import existing_part
 from dsreason.config.load import dump_config
-from dsreason.config.lock import check_not_in_use
 from dsreason.config.schema import RunConfig
-from dsreason.config.secrets import hidden
 from dsreason.errors import ConfigError
+from dsreason.files.atomic import write_file
+from dsreason.files.disk import existing_part
+from dsreason.files.lock import check_not_in_use
+from dsreason.secrets import hidden
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dsreason.config.address import parse_target
+from dsreason.files.address import parse_target
 
 
 class Section(BaseModel):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from dsreason.config.problems import nearest
 from dsreason.errors import ConfigError
+from dsreason.problems import nearest
 
 
 def shipped_root(package: Path | None = None) -> Path:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.schema import SourceConfig
-from dsreason.config.user_code import import_file, import_module
 from dsreason.data.rows import ListRows, Rows, parse_splits, read_rows, select
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
+from dsreason.user_code import import_file, import_module
 
 
 @dataclass(frozen=True)

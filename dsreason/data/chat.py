@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
-from dsreason.data import media, vision
 from dsreason.data.collate import GRIDS
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
+from dsreason.media import media, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from dsreason.data.chat import Medium
-from dsreason.data.media import load_image, load_video, probe_video
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
+from dsreason.media.media import load_image, load_video, probe_video
 
 WIDTH, THUMBNAIL, MAX_FRAMES = 640, 156, 8
 FONT_SIZE, LINE, CHARACTERS = 14, 19, 84

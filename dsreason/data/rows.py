@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsreason.config.address import is_s3
 from dsreason.config.schema import SourceConfig
-from dsreason.data.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
-from dsreason.data.remote import local_copy, local_folder
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.address import is_s3
+from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
+from dsreason.files.remote import local_copy, local_folder
 
 if TYPE_CHECKING:
     import datasets

@@ -13,21 +13,21 @@ import numpy as np
 from huggingface_hub import constants
 from numpy.typing import NDArray
 
-from dsreason.config.address import S3Address, is_s3
-from dsreason.config.cache import cache_dir
-from dsreason.config.problems import nearest
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
-from dsreason.config.secrets import without_credentials
 from dsreason.data.adapters import Adapter, find_adapter
-from dsreason.data.archives import embedded_file, media_cache
 from dsreason.data.messages import media_parts
-from dsreason.data.own_files import is_inside
-from dsreason.data.remote import check_place, join_address, read_address
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
-from dsreason.data.vision import PART_SETTINGS
 from dsreason.errors import DataError, StorageError
 from dsreason.families import control_tokens
+from dsreason.files.address import S3Address, is_s3
+from dsreason.files.archives import embedded_file, media_cache
+from dsreason.files.cache import cache_dir
+from dsreason.files.own_files import is_inside
+from dsreason.files.remote import check_place, join_address, read_address
+from dsreason.media.vision import PART_SETTINGS
+from dsreason.problems import nearest
+from dsreason.secrets import without_credentials
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: JSON can say it, no tokenizer takes it."""

@@ -21,18 +21,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
-from dsreason.config.cache import cache_dir
+from dsreason.checkpoints.export import DTYPES
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.media import probe_image, probe_video
 from dsreason.data.messages import media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.evaluation.engine import VERSION, check_weights
-from dsreason.evaluation.models import exported, is_checkpoint, meant
-from dsreason.export import DTYPES
+from dsreason.evaluation.ask.engine import VERSION, check_weights
+from dsreason.evaluation.ask.models import exported, is_checkpoint, meant
+from dsreason.files.cache import cache_dir
+from dsreason.job.gpu import choose_device
+from dsreason.job.ranks import init_world, shutdown
+from dsreason.media.media import probe_image, probe_video
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.rewards.text import REQUEST
@@ -40,8 +42,6 @@ from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
 from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.runtime.gpu import choose_device
-from dsreason.runtime.world import init_world, shutdown
 
 MANY_PROMPTS = 8
 """From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""

@@ -10,20 +10,27 @@ from pathlib import Path
 
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.types import AnswerType, Parsed
-from dsreason.config.lock import FolderLock
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.messages import media_paths, text_of
 from dsreason.errors import ConfigError, DataError
-from dsreason.evaluation.answerers import Answering, open_answering
-from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.grading import Graded, Grader
-from dsreason.evaluation.questions import load_questions
-from dsreason.evaluation.results import dataset_files, make_folder, read_file, result_file, safe_name, write_results
-from dsreason.evaluation.sampling import sampling
+from dsreason.evaluation.ask.answerers import Answering, open_answering
+from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.sampling import sampling
+from dsreason.evaluation.questions.grading import Graded, Grader
+from dsreason.evaluation.questions.questions import load_questions
+from dsreason.evaluation.report.results import (
+    dataset_files,
+    make_folder,
+    read_file,
+    result_file,
+    safe_name,
+    write_results,
+)
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
-from dsreason.runtime.progress import Advance
-from dsreason.runtime.watchdog import cut_short
+from dsreason.files.lock import FolderLock
+from dsreason.job.watchdog import cut_short
+from dsreason.monitor.progress import Advance
 
 log = logging.getLogger(__name__)
 

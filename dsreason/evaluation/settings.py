@@ -12,8 +12,8 @@ from dsreason.config.load import dump_config
 from dsreason.config.output import CONFIG_FILE
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.evaluation.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
-from dsreason.runtime.record import git_state, versions
+from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
+from dsreason.job.record import git_state, versions
 
 DECIDING = ("evaluation", "generation", "vision")
 MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}

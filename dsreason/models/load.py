@@ -13,17 +13,17 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
-from dsreason.config.address import is_s3
-from dsreason.config.hub import HUB_ERRORS, hub, hub_error
 from dsreason.config.schema import ModelConfig
-from dsreason.config.secrets import without_credentials
-from dsreason.data.remote import local_folder
-from dsreason.data.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
+from dsreason.files.address import is_s3
+from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.files.remote import local_folder
+from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.patch import patch
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
+from dsreason.secrets import without_credentials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

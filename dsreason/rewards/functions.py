@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dsreason.config.user_code import FILE_MODULE, import_file, import_module
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards import BUILT_IN
+from dsreason.user_code import FILE_MODULE, import_file, import_module
 
 Result = float | tuple[float, Mapping[str, float]]
 RewardFn = Callable[[str, Sample], Result | Awaitable[Result]]

@@ -22,9 +22,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from dsreason.config.secrets import quiet_libraries
 from dsreason.data.types import Message, Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
     import httpx2

@@ -23,10 +23,10 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
-from dsreason.config.user_code import restore_script_folders
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards.functions import RewardFn, find_reward
+from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
 """Of one async function in one worker."""

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsreason.runtime.flops import head_size
-from dsreason.runtime.memory import GIB
+from dsreason.monitor.flops import head_size
+from dsreason.monitor.memory import GIB
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import family_of
+from dsreason.job.ranks import World
 from dsreason.models.load import model_config
 from dsreason.models.weights import find_weights
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True)

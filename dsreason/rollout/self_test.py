@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dsreason.job.ranks import gather_objects
 from dsreason.rollout.protocol import Completion, Held, RolloutEngine, Sampling, SyncError
 from dsreason.rollout.weight_sync import changed, listed
-from dsreason.runtime.world import gather_objects
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt

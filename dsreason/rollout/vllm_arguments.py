@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from dsreason.config.problems import nearest
 from dsreason.errors import ConfigError
-from dsreason.runtime.world import World
+from dsreason.job.ranks import World
+from dsreason.problems import nearest
 
 MAX_SEQUENCES = 256
 """Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import family_of
+from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
@@ -48,7 +49,6 @@ from dsreason.rollout.weight_sync import (
     repair_tied_output,
     whole_layers,
 )
-from dsreason.runtime.world import World, gather_objects
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

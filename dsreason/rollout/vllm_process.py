@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from dsreason.runtime.world import World, broadcast_object
+from dsreason.job.ranks import World, broadcast_object
 
 if TYPE_CHECKING:
     from vllm import LLM

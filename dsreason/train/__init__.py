@@ -1,0 +1,1 @@
+"""The trainers, a folder each, and what they share."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.runtime.memory import GIB
+from dsreason.monitor.memory import GIB
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
@@ -76,12 +76,12 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Three rollouts' worth of handing memory to vLLM and back. Numbers of GiB are the driver's."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
+    from dsreason.engine.offload import StateOffload
+    from dsreason.job.ranks import init_world, shutdown
     from dsreason.models.tiny import build_tiny
+    from dsreason.monitor.memory import MemoryLedger, used_bytes
     from dsreason.rollout.vllm_arguments import VLLMSettings
     from dsreason.rollout.vllm_engine import VLLMEngine
-    from dsreason.runtime.memory import MemoryLedger, used_bytes
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.world import init_world, shutdown
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.common.sampler import Sampler
@@ -143,10 +143,10 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
     """Bytes and bits around one trip of the state of a trained stack of matrices."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.runtime.engine import build_engine, engine_grad_norm
-    from dsreason.runtime.memory import used_bytes
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.world import init_world, shutdown
+    from dsreason.engine.engine import build_engine, engine_grad_norm
+    from dsreason.engine.offload import StateOffload
+    from dsreason.job.ranks import init_world, shutdown
+    from dsreason.monitor.memory import used_bytes
 
     world, config = init_world(), SFTConfig()
     model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))

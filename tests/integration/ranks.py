@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from dsreason.errors import DataError, DsReasonError, RewardError
-from dsreason.runtime import launch
-from dsreason.runtime.failures import leave_place
+from dsreason.job import launch
+from dsreason.job.failures import leave_place
 
 
 def work(mode: str, attempt: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dsreason.cli.main import main
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 pytestmark = pytest.mark.integration
 

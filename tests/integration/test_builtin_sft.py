@@ -42,11 +42,11 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
+    from dsreason.engine.offload import StateOffload
+    from dsreason.job.ranks import init_world
+    from dsreason.monitor.memory import MemoryLedger
+    from dsreason.monitor.progress import NoProgress
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.runtime.memory import MemoryLedger
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.progress import NoProgress
-    from dsreason.runtime.world import init_world
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import Sampler

@@ -27,8 +27,8 @@ STAGES = ("zero2", "zero3", "zero3_offload")
 
 def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings: Any) -> tuple[Any, Any]:
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine
-    from dsreason.runtime.world import init_world, seed_everything
+    from dsreason.engine.engine import build_engine
+    from dsreason.job.ranks import init_world, seed_everything
 
     world = init_world()
     seed_everything(5, world.rank)
@@ -41,8 +41,8 @@ def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings:
 
 def train(engine: Any, world: Any, steps: range) -> list[float]:
     """Loss of the whole batch before each step, as float bits."""
-    from dsreason.runtime.engine import set_learning_rate
-    from dsreason.runtime.world import all_sum
+    from dsreason.engine.engine import set_learning_rate
+    from dsreason.job.ranks import all_sum
 
     losses = []
     for step in steps:
@@ -72,8 +72,8 @@ def everything(engine: Any) -> dict[str, Any]:
 
 def save_run(folder: str, bf16: bool) -> dict[str, Any]:
     """Three steps, a checkpoint, three more, for every stage."""
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_writer import save_checkpoint
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
 
     results = {}
     for stage in STAGES:
@@ -88,8 +88,8 @@ def save_run(folder: str, bf16: bool) -> dict[str, Any]:
 
 
 def resume_run(folder: str, bf16: bool) -> dict[str, Any]:
-    from dsreason.runtime.checkpoint import load_checkpoint
-    from dsreason.runtime.checkpoint_folder import find_checkpoint
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
     results = {}
     for stage in STAGES:
@@ -144,8 +144,8 @@ def test_resume_on_another_number_of_ranks_continues_the_same_losses(
 
 def damage_run(folder: str) -> dict[str, str]:
     """The error text for every way in which a checkpoint does not fit."""
-    from dsreason.runtime.checkpoint import TrainerState, load_checkpoint
-    from dsreason.runtime.checkpoint_writer import save_checkpoint
+    from dsreason.checkpoints.checkpoint import TrainerState, load_checkpoint
+    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
 
     engine, world = build("zero3")
     train(engine, world, range(1))
@@ -158,7 +158,7 @@ def damage_run(folder: str) -> dict[str, str]:
         return str(caught.value)
 
     def damaged(name: str) -> Path:
-        from dsreason.runtime.world import barrier
+        from dsreason.job.ranks import barrier
 
         path = Path(folder) / name / "step_1"
         barrier()

@@ -18,7 +18,7 @@ import torch
 from tests.disks import set_read_only, small_disk
 from tests.distributed import run_on_ranks
 from tests.integration.test_checkpoint import STAGES, build, train
-from tests.unit.runtime.made_folders import make_export
+from tests.unit.checkpoints.made_folders import make_export
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def content(checkpoint: Path) -> dict[str, Any]:
     """What DeepSpeed's files hold."""
-    from dsreason.runtime.shards import safe_loading
+    from dsreason.checkpoints.shards import safe_loading
 
     with safe_loading():
         return flat({path.name: torch.load(path) for path in sorted(checkpoint.glob("*.pt"))})
@@ -45,8 +45,8 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
 
     Returns what differs from a checkpoint that training waited for, and the number of values compared.
     """
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_writer import CheckpointWriter, save_checkpoint
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, save_checkpoint
 
     found = []
     for stage in STAGES:
@@ -89,11 +89,11 @@ def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: 
 
 def fail_to_write(folder: str) -> list[str]:
     """The errors of writes for which the disk has no room, from the first byte on or in the middle, on one rank."""
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import complete_checkpoints
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from dsreason.errors import SaveError
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_folder import complete_checkpoints
-    from dsreason.runtime.checkpoint_writer import CheckpointWriter
-    from dsreason.runtime.world import barrier
+    from dsreason.job.ranks import barrier
 
     engine, world = build("zero3")
     train(engine, world, range(1))
@@ -140,10 +140,10 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
 
 def leave_with_an_error(folder: str) -> list[str]:
     """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_folder import check_sizes, complete_checkpoints, recover
-    from dsreason.runtime.checkpoint_writer import CheckpointWriter
-    from dsreason.runtime.world import barrier
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import check_sizes, complete_checkpoints, recover
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+    from dsreason.job.ranks import barrier
 
     engine, world = build("zero3")
     train(engine, world, range(1))
@@ -154,8 +154,8 @@ def leave_with_an_error(folder: str) -> list[str]:
         writer.start(1, TrainerState(step=1))
         threading.Timer(0.3, may_write.set).start()
         with (
-            mock.patch("dsreason.runtime.checkpoint_writer.LEAVING", name),
-            mock.patch("dsreason.runtime.checkpoint_writer.PATIENCE_S", 1.0),
+            mock.patch("dsreason.checkpoints.checkpoint_writer.LEAVING", name),
+            mock.patch("dsreason.checkpoints.checkpoint_writer.PATIENCE_S", 1.0),
         ):
             if world.rank in leaving:
                 writer.make_up()
@@ -177,15 +177,15 @@ def test_a_checkpoint_on_its_way_is_completed_where_all_ranks_leave_and_found_by
 
 def copy_with_little_memory(folder: str) -> list[bool]:
     """Whether training goes on beside the writing where the host has room for one rank's copy, and for both."""
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_writer import CheckpointWriter
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
     engine, world = build("zero3")
     copied, size = [], 0
     for times in (100, 1.5, 3):
         writer = CheckpointWriter(engine, Path(folder) / str(times), world)
         free = mock.patch(
-            "dsreason.runtime.checkpoint_writer.available_bytes", return_value=int(times * (size or 10**6))
+            "dsreason.checkpoints.checkpoint_writer.available_bytes", return_value=int(times * (size or 10**6))
         )
         with free:
             writer.start(1, TrainerState(step=1))
@@ -202,12 +202,12 @@ def test_the_copies_of_all_ranks_of_a_host_must_find_room_together(tmp_path: Pat
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import check_sizes, complete_checkpoints
+    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
+    from dsreason.checkpoints.export import export_engine
     from dsreason.errors import SaveError
-    from dsreason.export import export_engine
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_folder import check_sizes, complete_checkpoints
-    from dsreason.runtime.checkpoint_writer import save_checkpoint
-    from dsreason.runtime.world import barrier, on_rank_zero
+    from dsreason.job.ranks import barrier, on_rank_zero
 
     engine, world = build("zero3")
     disk = Path(folder)

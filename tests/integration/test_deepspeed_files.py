@@ -8,8 +8,8 @@ import torch
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, ZERO
 from dsreason.config.schema import SFTConfig
-from dsreason.runtime.engine import build_engine
-from dsreason.runtime.world import init_world, shutdown
+from dsreason.engine.engine import build_engine
+from dsreason.job.ranks import init_world, shutdown
 from tests.distributed import run_on_ranks
 
 pytestmark = pytest.mark.integration

@@ -96,7 +96,7 @@ Gradients = dict[str, np.ndarray]
 
 def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> Gradients:
     """The gradients of one step and, last, their norm as the engine reports it."""
-    from dsreason.runtime.engine import engine_grad_norm, full_gradients
+    from dsreason.engine.engine import engine_grad_norm, full_gradients
 
     run_step(engine, world, data, micro_batch, naive)
     found = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
@@ -107,8 +107,8 @@ def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int
 def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> dict[tuple[str, int], Gradients]:
     """For every stage and micro-batch size; steps of other lengths lie between, of which nothing may stay behind."""
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine, set_learning_rate
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import build_engine, set_learning_rate
+    from dsreason.job.ranks import init_world
 
     world, found = init_world(), {}
     for stage in STAGES:
@@ -135,8 +135,8 @@ def worst_difference(a: Gradients, b: Gradients) -> float:
 def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
     """bf16, 64 micro-batches: how far the accumulated gradient is from the sum of the 64 single ones."""
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine, full_gradients, set_learning_rate
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import build_engine, full_gradients, set_learning_rate
+    from dsreason.job.ranks import init_world
 
     world, errors = init_world(), {}
     data = samples() * (8 * world.size)
@@ -161,8 +161,8 @@ def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
 def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
     """The reported norm of a step whose gradient is NaN on the last rank alone."""
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine, engine_grad_norm
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import build_engine, engine_grad_norm
+    from dsreason.job.ranks import init_world
 
     world, found = init_world(), {}
     for stage in STAGES:
@@ -177,8 +177,8 @@ def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
 
 def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine, full_parameters
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import build_engine, full_parameters
+    from dsreason.job.ranks import init_world
 
     init_world()
     found = {}

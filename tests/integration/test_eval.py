@@ -24,10 +24,10 @@ from dsreason.cli.main import main
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample
-from dsreason.evaluation.answerers import Answering
-from dsreason.evaluation.engine import VERSION, EngineAnswerer
-from dsreason.evaluation.questions import load_questions
-from dsreason.evaluation.results import read_results
+from dsreason.evaluation.ask.answerers import Answering
+from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
+from dsreason.evaluation.questions.questions import load_questions
+from dsreason.evaluation.report.results import read_results
 from dsreason.evaluation.run import Evaluation, build_grader
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.opening import load_weights

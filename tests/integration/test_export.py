@@ -39,12 +39,12 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
     """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
-    from dsreason.export import export_engine
+    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
+    from dsreason.checkpoints.export import export_engine
+    from dsreason.engine.engine import set_learning_rate
+    from dsreason.job.ranks import init_world
     from dsreason.models.load import load_processor
-    from dsreason.runtime.checkpoint import TrainerState
-    from dsreason.runtime.checkpoint_writer import save_checkpoint
-    from dsreason.runtime.engine import set_learning_rate
-    from dsreason.runtime.world import init_world
     from dsreason.train.sft.loop import accumulate_gradients
 
     world, found = init_world(), {}
@@ -118,7 +118,7 @@ def test_vllm_continues_as_transformers_does(reopened: dict[str, Any]) -> None:
 def test_checkpoint_and_engine_export_the_same(
     trained: tuple[Path, dict[str, Any]], stage: str, tiny: Path, tmp_path: Path
 ) -> None:
-    from dsreason.export import export_checkpoint
+    from dsreason.checkpoints.export import export_checkpoint
 
     output = export_checkpoint(trained[0] / stage / "step_3", tmp_path / "out", max_shard_size=SHARD)
     live, saved, base = all_tensors(trained[0] / f"{stage}_engine"), all_tensors(output), all_tensors(tiny)
@@ -142,7 +142,7 @@ def test_shards_stay_below_the_size_and_the_index_lists_them(trained: tuple[Path
 
 
 def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    from dsreason.export import export_checkpoint
+    from dsreason.checkpoints.export import export_checkpoint
     from dsreason.models.load import load_model
 
     output = export_checkpoint(trained[0] / "zero2" / "step_3", tmp_path / "out", dtype="bf16")
@@ -158,7 +158,7 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
 def test_export_refuses_a_full_folder_and_a_lost_base_model(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    from dsreason.export import export_checkpoint
+    from dsreason.checkpoints.export import export_checkpoint
 
     checkpoint = trained[0] / "zero3" / "step_3"
     (tmp_path / "full").mkdir()

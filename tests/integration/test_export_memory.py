@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsreason.export import write_model_folder
-from dsreason.runtime.memory import status_bytes
+from dsreason.checkpoints.export import write_model_folder
+from dsreason.monitor.memory import status_bytes
 
 pytestmark = pytest.mark.integration
 

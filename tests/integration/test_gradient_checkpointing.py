@@ -85,7 +85,7 @@ def check_family(folder: str) -> dict[str, float]:
 
 
 def check_families(root: str) -> dict[str, dict[str, float]]:
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
 
     init_world()
     return {family: check_family(str(Path(root, family))) for family in FAMILIES}

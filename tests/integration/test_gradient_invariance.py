@@ -19,8 +19,8 @@ Case = tuple[str, str, dict[str, object]]
 
 def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients] | None:
     """Full gradients of the first step of each case, on rank 0; `naive` averages each micro-batch by itself."""
-    from dsreason.runtime.engine import full_gradients
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import full_gradients
+    from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()
@@ -40,7 +40,7 @@ def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
-    from dsreason.runtime.world import gather_objects
+    from dsreason.job.ranks import gather_objects
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.sft.preflight import step_order
@@ -131,9 +131,9 @@ def test_mean_per_micro_batch_is_not_invariant(gradients, rows, models):
 
 def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> tuple[Gradients, Gradients]:
     """64 accumulated micro-batches, and the float64 sum of the same 64 taken one by one (learning rate 0)."""
+    from dsreason.engine.engine import full_gradients, set_learning_rate
+    from dsreason.job.ranks import init_world
     from dsreason.losses.sft import sft_loss
-    from dsreason.runtime.engine import full_gradients, set_learning_rate
-    from dsreason.runtime.world import init_world
     from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()
@@ -160,8 +160,8 @@ def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspee
 
 def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
     """The same step twice with learning rate 0, its text-only micro-batches first."""
-    from dsreason.runtime.engine import full_gradients, set_learning_rate
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.engine import full_gradients, set_learning_rate
+    from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
 
     world = init_world()

@@ -21,7 +21,7 @@ RUN = Path("run")
 
 def own_host(folder: str) -> Any:
     """Make this rank the only one of its host; its world."""
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import find_folders
 
     host = Path(folder) / f"host_{os.environ['RANK']}"
@@ -47,8 +47,8 @@ def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
 
 def save_and_resume(folder: str) -> list[list[str]]:
     """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
-    from dsreason.runtime.checkpoint import TrainerState, load_checkpoint
-    from dsreason.runtime.checkpoint_writer import save_checkpoint
+    from dsreason.checkpoints.checkpoint import TrainerState, load_checkpoint
+    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
 
     world, files = own_host(folder), []
     settings = {"checkpoint": {"use_node_local_storage": True}}
@@ -79,9 +79,9 @@ def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path
 
 def resume_with_parts(folder: str) -> list[str]:
     """What `--resume` finds or says where hosts have complete checkpoints of different steps."""
-    from dsreason.runtime.checkpoint import check_parts, choose_common
-    from dsreason.runtime.checkpoint_folder import MARKER, rng_file
-    from dsreason.runtime.world import barrier
+    from dsreason.checkpoints.checkpoint import check_parts, choose_common
+    from dsreason.checkpoints.checkpoint_folder import MARKER, rng_file
+    from dsreason.job.ranks import barrier
 
     world, found = own_host(folder), []
     checkpoints = RUN / "checkpoints"

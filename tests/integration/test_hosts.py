@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.runtime.world import free_port
+from dsreason.job.ranks import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -19,11 +19,11 @@ RANK = """
 import os, sys
 from datetime import timedelta
 from dsreason.errors import DsReasonError
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 launch.enter_rank()
-from dsreason.runtime import hosts
-from dsreason.runtime.world import all_sum, init_world, shutdown
+from dsreason.job import hosts
+from dsreason.job.ranks import all_sum, init_world, shutdown
 
 hosts.JOIN_TIMEOUT = timedelta(seconds=float(os.environ.get("SECONDS", 60)))
 try:

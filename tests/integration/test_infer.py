@@ -11,7 +11,7 @@ import torch
 import typer
 
 from dsreason.cli.infer import infer as command
-from dsreason.evaluation.engine import VERSION
+from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.infer import InferSettings, draw_together, infer, prompt_encoder, sample_of
 from dsreason.models.load import load_processor
 from dsreason.rollout.opening import load_weights

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.runtime import launch as launching
-from dsreason.runtime.failures import Failure, first_failure
-from dsreason.runtime.launch import forwarded_signals
+from dsreason.job import launch as launching
+from dsreason.job.failures import Failure, first_failure
+from dsreason.job.launch import forwarded_signals
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 

@@ -23,8 +23,8 @@ def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
     """Three steps; at the second the loss of rank 1 is no number. How the run ended."""
     from dsreason.config.schema import SFTConfig
     from dsreason.errors import DsReasonError
+    from dsreason.job.ranks import init_world
     from dsreason.losses.sft import sft_loss
-    from dsreason.runtime.world import init_world
     from dsreason.train.sft import loop as sft
 
     world, losses = init_world(), []

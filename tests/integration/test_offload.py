@@ -26,7 +26,7 @@ WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload", "zero3_offload_optimizer"}
 
 def build(name: str, bf16: bool) -> Any:
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine
+    from dsreason.engine.engine import build_engine
 
     config = ds_config("zero2" if name == "zero1" else name, bf16=bf16, clip=0.1)
     config["zero_optimization"] |= {"reduce_bucket_size": 1000} | ({"stage": 1} if name == "zero1" else {})
@@ -36,7 +36,7 @@ def build(name: str, bf16: bool) -> Any:
 
 
 def train(engine: Any, world: Any, num_steps: int) -> list[float]:
-    from dsreason.runtime.engine import engine_grad_norm
+    from dsreason.engine.engine import engine_grad_norm
 
     norms = []
     for _ in range(num_steps):
@@ -53,7 +53,7 @@ def bits(tensors: list[Tensor]) -> list[np.ndarray]:
 
 
 def weights(engine: Any, master: bool = False) -> list[np.ndarray]:
-    from dsreason.runtime.engine import full_parameters
+    from dsreason.engine.engine import full_parameters
 
     return [bits([tensor])[0] for _, tensor in full_parameters(engine, master=master)]
 
@@ -64,7 +64,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 def there_and_back(engine: Any) -> dict[str, Any]:
     """What is seen of one rollout, in which only the weights are read."""
-    from dsreason.runtime.offload import StateOffload
+    from dsreason.engine.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
     kept, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
@@ -93,7 +93,7 @@ def there_and_back(engine: Any) -> dict[str, Any]:
 
 def lines(engine: Any) -> dict[str, str]:
     """What a run says at its start; for a GPU that holds everything, and one that holds nothing."""
-    from dsreason.runtime.offload import StateOffload
+    from dsreason.engine.offload import StateOffload
 
     with mock.patch.object(engine, "device", torch.device("cuda")):
         elsewhere = StateOffload(engine).describe()
@@ -107,8 +107,8 @@ def lines(engine: Any) -> dict[str, str]:
 def explore() -> dict[tuple[str, bool], dict[str, Any]]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.world import init_world
+    from dsreason.engine.offload import StateOffload
+    from dsreason.job.ranks import init_world
 
     world, found = init_world(), {}
     for case in CASES:

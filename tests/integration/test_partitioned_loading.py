@@ -70,7 +70,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 def load_and_digest(root: str) -> dict[str, dict[str, str]]:
     """Of each case, what this rank finds after loading and after `deepspeed.initialize`."""
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
 
     init_world()
     import deepspeed
@@ -123,7 +123,7 @@ def anonymous_bytes() -> int:
 
 def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
     """Growth of this rank's anonymous memory while it loads: the highest seen (sampled every ms) and at the end."""
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
 
     init_world()
     import dsreason.models.partition  # noqa: F401  what is imported does not count as loading
@@ -166,8 +166,8 @@ def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
     """Of each case, whether this rank's parts are right, and how much of a parameter went to its device at a time."""
     from deepspeed.accelerator import get_accelerator
 
+    from dsreason.job.ranks import init_world
     from dsreason.models.partition import partition
-    from dsreason.runtime.world import init_world
 
     rank, accelerator, found = init_world().rank, get_accelerator(), {}
     cases = (("same type", torch.float32, 1), ("converted", torch.bfloat16, 1), ("hpZ", torch.bfloat16, 2))

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from tests.docs import PAGES, commands, write_files
 from tests.integration.command import dsreason, metrics
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

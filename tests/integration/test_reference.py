@@ -20,9 +20,9 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from dsreason.config.schema import OptimConfig
-    from dsreason.runtime.engine import build_engine, full_parameters
-    from dsreason.runtime.reference import ReferencePolicy
-    from dsreason.runtime.world import barrier, init_world
+    from dsreason.engine.engine import build_engine, full_parameters
+    from dsreason.engine.reference import ReferencePolicy
+    from dsreason.job.ranks import barrier, init_world
 
     world = init_world()
     engine = build_engine(TinyLM(), OptimConfig(lr=1e-2), ds_config(stage, bf16=bf16))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.evaluation.report import HTML, write_reports
-from dsreason.evaluation.results import write_results
-from tests.unit.data.videos import write_video
+from dsreason.evaluation.report.report import HTML, write_reports
+from dsreason.evaluation.report.results import write_results
 from tests.unit.evaluation.made_results import made
+from tests.unit.media.videos import write_video
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -32,9 +32,9 @@ def found(tiny_qwen3_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 
 def explore(path: Path, folder: Path) -> dict[str, Any]:
     from dsreason.config.schema import SFTConfig
+    from dsreason.job.ranks import init_world
     from dsreason.models.load import load_model
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.runtime.world import init_world
     from dsreason.train.common.preflight import build_encoder
     from tests.integration.test_vllm_engine import make_prompts
 

@@ -22,16 +22,16 @@ from PIL import Image
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.engine import VERSION
-from dsreason.evaluation.server import ServerAnswerer
-from dsreason.evaluation.server_messages import as_request
+from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.engine import VERSION
+from dsreason.evaluation.ask.server import ServerAnswerer
+from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ import pytest
 
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
-from dsreason.runtime.failures import ERROR_DIR
+from dsreason.job.failures import ERROR_DIR
 from tests.distributed import run_on_ranks
 
 pytestmark = pytest.mark.integration

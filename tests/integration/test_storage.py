@@ -23,24 +23,23 @@ from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
 from PIL import Image
 
-from dsreason.config import retries, s3
-from dsreason.config.address import S3Address, parse_target
 from dsreason.config.schema import CheckpointConfig, DataConfig, ModelConfig
-from dsreason.data import remote
-from dsreason.data.media import load_image, probe_image
-from dsreason.data.remote import local_copy, local_folder
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
+from dsreason.files import remote, retries, s3
+from dsreason.files.address import S3Address, parse_target
+from dsreason.files.remote import local_copy, local_folder
+from dsreason.media.media import load_image, probe_image
 from dsreason.models.load import load_processor, resolve_model
-from dsreason.runtime import storage_s3
-from dsreason.runtime.package import Sent, open_package
-from dsreason.runtime.storage import check_target, upload
-from dsreason.runtime.uploads import uploading
+from dsreason.storage import storage_s3
+from dsreason.storage.package import Sent, open_package
+from dsreason.storage.storage import check_target, upload
+from dsreason.storage.uploads import uploading
 from tests.integration.command import COMMAND, dsreason
 from tests.integration.hub_server import TOKEN, Hub, hub_server
 from tests.integration.rows import write_mixed_rows
 from tests.integration.s3_server import KEY, REGION, SECRET, Fault, Proxy, proxy_to
-from tests.unit.runtime.made_folders import make_checkpoint, make_export
+from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
 
 pytestmark = pytest.mark.integration
 
@@ -635,7 +634,7 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, tmp_path: Path, monkeyp
 def run_push(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys, typer\nfrom dsreason.cli.push import push\nfrom dsreason.errors import DsReasonError\n"
-        "from dsreason.config import retries\nretries.FIRST_WAIT_S = 0.01\n"
+        "from dsreason.files import retries\nretries.FIRST_WAIT_S = 0.01\n"
         "try:\n    typer.run(push)\nexcept DsReasonError as error:\n"
         "    sys.stderr.write(f'error: {error}'); sys.exit(error.exit_code)\n"
     )

@@ -48,13 +48,13 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from dsreason.errors import DsReasonError
-from dsreason.runtime import hosts, launch
+from dsreason.job import hosts, launch
 
 launch.enter_rank()
-from dsreason.runtime import lifeline
-from dsreason.runtime.logs import setup_logs
-from dsreason.runtime.watchdog import Watchdog
-from dsreason.runtime.world import init_world
+from dsreason.job import lifeline
+from dsreason.job.logs import setup_logs
+from dsreason.job.watchdog import Watchdog
+from dsreason.job.ranks import init_world
 
 def work():
     world = init_world()

@@ -38,11 +38,11 @@ def run_config(rows: str, model: str, **validation: Any) -> SFTConfig:
 def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
+    from dsreason.engine.offload import StateOffload
+    from dsreason.job.ranks import gather_objects, init_world
+    from dsreason.monitor.memory import MemoryLedger
+    from dsreason.monitor.progress import NoProgress
     from dsreason.rollout.transformers_engine import TransformersEngine
-    from dsreason.runtime.memory import MemoryLedger
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.progress import NoProgress
-    from dsreason.runtime.world import gather_objects, init_world
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import validate

@@ -20,7 +20,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from dsreason.runtime.record import versions
+from dsreason.job.record import versions
 from tests.distributed import run_on_ranks
 from tests.integration.test_self_test import check_faults, check_sound, explore_self_test
 
@@ -74,11 +74,11 @@ class Explorer:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
         from dsreason.config.schema import SFTConfig
+        from dsreason.job.ranks import init_world
         from dsreason.models.load import load_model
         from dsreason.models.policy import Policy
         from dsreason.rollout.vllm_arguments import VLLMSettings
         from dsreason.rollout.vllm_engine import VLLMEngine
-        from dsreason.runtime.world import init_world
         from dsreason.train.common.preflight import build_encoder
 
         self.setup, self.world = setup, init_world()

@@ -14,7 +14,7 @@ OFFLINE_RUN = """
 import sys
 from pathlib import Path
 from dsreason.config.schema import MonitorConfig
-from dsreason.runtime.metrics import open_metrics
+from dsreason.monitor.metrics import open_metrics
 
 folder, resume_step, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
 config = MonitorConfig(wandb=True, wandb_project="test")
@@ -37,7 +37,7 @@ def test_wandb_runs_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monke
 NO_KEY = """
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime.metrics import check_wandb
+from dsreason.monitor.metrics import check_wandb
 
 check_wandb(MonitorConfig(wandb=False))
 try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.runtime.failures import TIME_LIMIT_EXIT_CODE
+from dsreason.job.failures import TIME_LIMIT_EXIT_CODE
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_grpo import CONFIG
@@ -44,7 +44,7 @@ RANKS = """
 import logging, os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
-from dsreason.runtime import launch
+from dsreason.job import launch
 
 def wait_for_rank_1(how):
     if how == "collective":
@@ -74,10 +74,10 @@ if sys.argv[1] == "launch":
 launch.enter_rank()
 import torch.distributed as dist
 from dsreason.errors import DsReasonError
-from dsreason.runtime import watchdog as module
-from dsreason.runtime.logs import set_step, setup_logs
-from dsreason.runtime.watchdog import Watchdog
-from dsreason.runtime.world import all_sum, barrier, init_world
+from dsreason.job import watchdog as module
+from dsreason.job.logs import set_step, setup_logs
+from dsreason.job.watchdog import Watchdog
+from dsreason.job.ranks import all_sum, barrier, init_world
 
 how = sys.argv[1]
 module.CLOSING_TIME = 3.0

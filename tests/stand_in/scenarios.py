@@ -77,7 +77,7 @@ def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
 
     import torch
 
-    from dsreason.runtime import engine
+    from dsreason.engine import engine
     from dsreason.train.grpo import update
 
     def flat_on_the_cpu(rollouts: Any, device: Any) -> Any:
@@ -103,7 +103,7 @@ def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
     """(world, config, encoder, engine), as a run builds them."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.runtime.world import init_world
+    from dsreason.job.ranks import init_world
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
@@ -127,11 +127,11 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     import torch
 
     from dsreason.data.collate import collate
+    from dsreason.engine.engine import engine_grad_norm, full_gradients, full_parameters
+    from dsreason.engine.offload import StateOffload
+    from dsreason.engine.reference import ReferencePolicy
     from dsreason.losses.sft import sft_loss
     from dsreason.rollout.weight_sync import Sending, fingerprints
-    from dsreason.runtime.engine import engine_grad_norm, full_gradients, full_parameters
-    from dsreason.runtime.offload import StateOffload
-    from dsreason.runtime.reference import ReferencePolicy
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
     samples = [encoder.dummy("image"), encoder.dummy("video")]
@@ -179,10 +179,10 @@ def drawing(model: str, attention: str) -> list[Any]:
     import torch
 
     from dsreason.config.schema import SFTConfig
+    from dsreason.job.ranks import init_world
     from dsreason.models.load import load_model
     from dsreason.rollout.protocol import Sampling
     from dsreason.rollout.transformers_engine import draw_tokens
-    from dsreason.runtime.world import init_world
     from dsreason.train.common.preflight import build_encoder
 
     device = init_world().device
@@ -217,9 +217,9 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
 
     from dsreason.config.schema import DataConfig
     from dsreason.data.sources import open_datasets
+    from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+    from dsreason.engine.reference import ReferencePolicy
     from dsreason.rollout.protocol import Completion, media_token_ids
-    from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
-    from dsreason.runtime.reference import ReferencePolicy
     from dsreason.train.grpo.rollouts import Rollout
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
@@ -254,9 +254,9 @@ def objectives() -> list[tuple[float, ...]]:
     import torch
 
     from dsreason.config.schema_grpo import AlgorithmConfig
+    from dsreason.job.ranks import init_world
     from dsreason.losses.objective import objective_of
     from dsreason.losses.policy import GlobalCounts
-    from dsreason.runtime.world import init_world
 
     device = init_world().device
     random = torch.Generator().manual_seed(0)

@@ -1,0 +1,1 @@
+"""What all trainers share: opening a run, its checks, validation, counting steps, saving and finishing."""

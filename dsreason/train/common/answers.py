@@ -11,8 +11,8 @@ from PIL import Image
 
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
-from dsreason.runtime.metrics import Metrics
-from dsreason.runtime.world import World
+from dsreason.job.ranks import World
+from dsreason.monitor.metrics import Metrics
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema import RunConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
-from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.world import World, agree
+from dsreason.job.ranks import World, agree
 
 log = logging.getLogger(__name__)
 

@@ -11,26 +11,18 @@ from typing import Any, Generic, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
+from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
-from dsreason.config.lock import FolderLock
 from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
-from dsreason.rewards.scoring import Scorer
-from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.checkpoint_writer import CheckpointWriter
-from dsreason.runtime.launch import started_by_us
-from dsreason.runtime.logs import setup_logs
-from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.metrics import Metrics, open_metrics
-from dsreason.runtime.progress import Progress, open_progress
-from dsreason.runtime.record import run_facts
-from dsreason.runtime.stop import StopRequest
-from dsreason.runtime.uploads import Uploader, uploading
-from dsreason.runtime.watchdog import Watchdog, cut_short
-from dsreason.runtime.world import (
+from dsreason.files.lock import FolderLock
+from dsreason.job.launch import started_by_us
+from dsreason.job.logs import setup_logs
+from dsreason.job.ranks import (
     World,
     broadcast_object,
     first_rank_first,
@@ -39,6 +31,14 @@ from dsreason.runtime.world import (
     seed_everything,
     shutdown,
 )
+from dsreason.job.record import run_facts
+from dsreason.job.stop import StopRequest
+from dsreason.job.watchdog import Watchdog, cut_short
+from dsreason.monitor.memory import MemoryLedger
+from dsreason.monitor.metrics import Metrics, open_metrics
+from dsreason.monitor.progress import Progress, open_progress
+from dsreason.rewards.scoring import Scorer
+from dsreason.storage.uploads import Uploader, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import build_encoder, check_upload, find_model
 from dsreason.train.common.run_folder import open_output_dir

@@ -9,10 +9,10 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import RunConfig
+from dsreason.engine.engine import build_engine
 from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model
 from dsreason.models.policy import Policy
-from dsreason.runtime.engine import build_engine
 from dsreason.train.common.preflight import DTYPES
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
-from dsreason.config.cache import cache_dir
+from dsreason.checkpoints.checkpoint import check_stage, read_state
+from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint
 from dsreason.config.deepspeed import settings_to_try, shown, zero_section
-from dsreason.config.problems import config_error
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import BadRow, read_row, refusal
@@ -21,13 +21,13 @@ from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
+from dsreason.files.cache import cache_dir
 from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import parameter_names, resolve_model
-from dsreason.runtime.checkpoint import check_stage, read_state
-from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint
-from dsreason.runtime.metrics import check_wandb
-from dsreason.runtime.storage import check_target
+from dsreason.monitor.metrics import check_wandb
+from dsreason.problems import config_error
+from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.config.lock import FolderLock
+from dsreason.checkpoints.checkpoint import TrainerState, choose_common, load_checkpoint
+from dsreason.checkpoints.checkpoint_folder import recover, set_aside_newer
 from dsreason.config.output import check_output_dir
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
-from dsreason.runtime.checkpoint import TrainerState, choose_common, load_checkpoint
-from dsreason.runtime.checkpoint_folder import recover, set_aside_newer
-from dsreason.runtime.world import World, agree, broadcast_object, gather_objects, on_rank_zero, once_a_folder
+from dsreason.files.lock import FolderLock
+from dsreason.job.ranks import World, agree, broadcast_object, gather_objects, on_rank_zero, once_a_folder
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import Phase, RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.engine.engine import frozen_names, full_parameters
+from dsreason.engine.offload import StateOffload
+from dsreason.job.watchdog import Watchdog
+from dsreason.monitor.memory import MemoryLedger
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
-from dsreason.runtime.engine import frozen_names, full_parameters
-from dsreason.runtime.memory import MemoryLedger
-from dsreason.runtime.offload import StateOffload
-from dsreason.runtime.watchdog import Watchdog
 from dsreason.train.common.preflight import DTYPES
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dsreason.export import export_engine
-from dsreason.runtime.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
-from dsreason.runtime.stop import stopped
-from dsreason.runtime.world import on_rank_zero
+from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
+from dsreason.checkpoints.export import export_engine
+from dsreason.job.ranks import on_rank_zero
+from dsreason.job.stop import stopped
 from dsreason.train.common.opening import C, Run
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dsreason.runtime.logs import set_step
-from dsreason.runtime.schedule import lr_factor
+from dsreason.engine.schedule import lr_factor
+from dsreason.job.logs import set_step
 from dsreason.train.common.opening import C, Run
 from dsreason.train.common.saving import save, stop_if_asked
 from dsreason.train.common.validate import validate

@@ -22,12 +22,12 @@ from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
+from dsreason.job.ranks import World, agree, all_sum, gather_objects
+from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
 from dsreason.rollout.batches import joined
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
-from dsreason.runtime.progress import Advance, Progress
-from dsreason.runtime.world import World, agree, all_sum, gather_objects
 from dsreason.train.common.answers import (
     Answer,
     ValidationResult,

@@ -1,0 +1,1 @@
+"""GRPO; the loop is in `loop.py`."""

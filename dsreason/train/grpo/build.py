@@ -11,18 +11,18 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
+from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
+from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
 from dsreason.rollout.opening import EngineSettings, TransformersSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.reference import ReferencePolicy
-from dsreason.runtime.world import World, gather_objects
 from dsreason.train.common.opening import OpenedRun, Run, open_run, record_run, start_run
 from dsreason.train.common.policy import build_policy_engine
 from dsreason.train.common.run_folder import start_state

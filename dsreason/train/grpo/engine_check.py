@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.sources import SampleDataset
+from dsreason.engine.engine import full_parameters
 from dsreason.errors import DataError, DsReasonError
+from dsreason.job.ranks import gather_objects
 from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.self_test import self_test
-from dsreason.runtime.engine import full_parameters
-from dsreason.runtime.world import gather_objects
 from dsreason.train.common.answers import modality_of
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.errors import DsReasonError
-from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
-from dsreason.runtime.world import all_sum, gather_objects
+from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.grpo import mismatch

@@ -6,12 +6,17 @@ import logging
 import shutil
 from pathlib import Path
 
+from dsreason.checkpoints.checkpoint_folder import (
+    checkpoint_step,
+    complete_checkpoints,
+    delete_folder,
+    unfinished_steps,
+)
+from dsreason.checkpoints.export import export_engine
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
-from dsreason.export import export_engine
-from dsreason.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints, delete_folder, unfinished_steps
-from dsreason.runtime.reference import ReferencePolicy
-from dsreason.runtime.world import World, on_rank_zero
+from dsreason.job.ranks import World, on_rank_zero
 
 log = logging.getLogger(__name__)
 

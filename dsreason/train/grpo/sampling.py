@@ -7,9 +7,9 @@ import time
 import numpy as np
 
 from dsreason.data.prompts import Prompts
+from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import RolloutEngine, Sampling
-from dsreason.runtime.world import all_sum, gather_objects
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Group, Rollout, choose, informative, scored, with_advantages
 

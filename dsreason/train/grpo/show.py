@@ -10,7 +10,7 @@ import numpy as np
 
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
-from dsreason.runtime.world import gather_objects
+from dsreason.job.ranks import gather_objects
 from dsreason.train.common.answers import modality_of, question_of
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Rollout

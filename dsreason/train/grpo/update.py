@@ -12,11 +12,11 @@ from torch import Tensor
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
+from dsreason.engine.reference import ReferencePolicy
+from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts
-from dsreason.runtime.reference import ReferencePolicy
-from dsreason.runtime.world import World, gather_objects
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 

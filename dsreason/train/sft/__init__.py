@@ -1,0 +1,1 @@
+"""Supervised fine-tuning; the loop is in `loop.py`."""

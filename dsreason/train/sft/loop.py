@@ -11,9 +11,9 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.schema import SFTConfig
 from dsreason.data.collate import GRIDS
 from dsreason.data.loader import StepBatches
+from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
-from dsreason.runtime.engine import engine_grad_norm, set_learning_rate
-from dsreason.runtime.world import World, all_sum
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.sft.build import SFTRun, build_sft

@@ -10,7 +10,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.runtime.schedule import warmup_steps
+from dsreason.engine.schedule import warmup_steps
 from dsreason.train.common.preflight import check_dataset, check_model
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from dsreason.answers.correct import is_correct
 from dsreason.data.types import Sample
 from dsreason.evaluation import parse
-from dsreason.evaluation.grading import Grader
+from dsreason.evaluation.questions.grading import Grader
 from dsreason.evaluation.types import Question
 from dsreason.rewards import exact_match, ordinal_choice, single_choice, single_choice_lenient
 

@@ -19,9 +19,9 @@ from dsreason.cli import demo, job, main, sft
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import DataError
-from dsreason.runtime import launch
-from dsreason.runtime.imports import quick_imports
-from dsreason.runtime.progress import Part, part_of_environment
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+from dsreason.monitor.progress import Part, part_of_environment
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
 
 def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
-    unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.data.builtin"}
+    unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.datasets.builtin"}
     assert imported_by("import dsreason.train.sft.loop", tmp_path) & unneeded == set()
 
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.push import push
 from dsreason.errors import CheckpointError, ConfigError, DsReasonError
-from dsreason.runtime import storage
-from dsreason.runtime.package import Advance, Package, Sent
-from tests.unit.runtime.made_folders import make_checkpoint, make_export
+from dsreason.storage import storage
+from dsreason.storage.package import Advance, Package, Sent
+from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
 
 
 @pytest.fixture

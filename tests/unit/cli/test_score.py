@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.score import score
 from dsreason.errors import ConfigError, DataError
-from dsreason.evaluation.results import write_results
+from dsreason.evaluation.report.results import write_results
 from tests.unit.evaluation.made_results import made
 
 

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
-from dsreason.data import media
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.families import family_of
+from dsreason.media import media
 from dsreason.models.mrope import position_ids
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 

@@ -16,7 +16,7 @@ from dsreason.data.timestamps import TimestampEncoder, frame_times, stamp
 from dsreason.data.types import Sample
 from dsreason.families import family_of
 from dsreason.models.mrope import position_ids
-from tests.unit.data.videos import read_number, write_video
+from tests.unit.media.videos import read_number, write_video
 
 
 def grey_frames(count: int, height: int = 56, width: int = 168) -> np.ndarray:

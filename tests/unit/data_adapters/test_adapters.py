@@ -17,10 +17,10 @@ from PIL import Image
 from data_adapters import conversations, cosmos_reason1, jsonl, llava, local_labels
 from dsreason.config.schema import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
-from dsreason.data.media import load_image
 from dsreason.data.sources import open_datasets, open_source
 from dsreason.errors import ConfigError, DataError
-from tests.unit.data.videos import write_video
+from dsreason.media.media import load_image
+from tests.unit.media.videos import write_video
 
 HUMAN, GPT = "human", "gpt"
 

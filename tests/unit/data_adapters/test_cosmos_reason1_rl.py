@@ -16,7 +16,7 @@ from dsreason.config.schema import DataConfig, SourceConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from dsreason.rewards.text import COSMOS_FORMAT, FORMAT, REQUEST, format_problem
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 CHOICE = {"question": "What next?", "index2ans": {"A": "grasp the cup", "B": "open the door"}, "answer": "B"}
 ROW = {"video": "clips/7.mp4", "qa_pairs": CHOICE}

@@ -12,12 +12,13 @@ import torch
 
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.evaluation import answerers, infer
-from dsreason.evaluation.answerers import build_engine, check_model
-from dsreason.evaluation.engine import VERSION
+from dsreason.evaluation import infer
+from dsreason.evaluation.ask import answerers
+from dsreason.evaluation.ask.answerers import build_engine, check_model
+from dsreason.evaluation.ask.engine import VERSION
+from dsreason.job.ranks import World
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.transformers_engine import TransformersEngine
-from dsreason.runtime.world import World
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 

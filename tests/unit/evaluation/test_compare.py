@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsreason.errors import DataError
-from dsreason.evaluation.compare import compare, mcnemar, newcombe_interval
+from dsreason.evaluation.report.compare import compare, mcnemar, newcombe_interval
 from dsreason.evaluation.types import Result
 from tests.unit.evaluation.made_results import made
 

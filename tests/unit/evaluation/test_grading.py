@@ -12,7 +12,7 @@ import pytest
 from dsreason.answers.types import Parsed
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
-from dsreason.evaluation.grading import Grader
+from dsreason.evaluation.questions.grading import Grader
 from dsreason.evaluation.types import Question
 
 OPTIONS = {"A": "to the left", "B": "to the right"}

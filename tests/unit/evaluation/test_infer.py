@@ -30,7 +30,7 @@ from dsreason.evaluation.infer import (
 from dsreason.models.load import model_config
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 
 def call(*arguments: str) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.checkpoints.checkpoint_folder import MARKER
 from dsreason.errors import CheckpointError
-from dsreason.evaluation import models
-from dsreason.evaluation.models import base_name, exported, is_checkpoint, meant
-from dsreason.runtime.checkpoint_folder import MARKER
+from dsreason.evaluation.ask import models
+from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, meant
 
 
 def checkpoint(run: Path, step: int, *, seconds: float) -> Path:

@@ -11,9 +11,9 @@ import pytest
 
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import DataError
-from dsreason.evaluation.questions import even_shares, load_questions
+from dsreason.evaluation.questions.questions import even_shares, load_questions
 from dsreason.evaluation.types import Question
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 CHOICE = {"question": "Which way?", "index2ans": {"A": "left", "B": "right"}, "answer": "B"}
 CHOICE_TEXT = "Which way?\n(A) left\n(B) right\nAnswer with the option's letter from the given choices directly."

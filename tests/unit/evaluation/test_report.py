@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from dsreason.errors import DataError
-from dsreason.evaluation import pictures
-from dsreason.evaluation.report import question_text, read_settings, write_report, write_reports
-from dsreason.evaluation.results import find_run, write_results
-from dsreason.evaluation.score import Summary
-from tests.unit.data.videos import read_number, write_video
+from dsreason.evaluation.report import pictures
+from dsreason.evaluation.report.report import question_text, read_settings, write_report, write_reports
+from dsreason.evaluation.report.results import find_run, write_results
+from dsreason.evaluation.report.score import Summary
 from tests.unit.evaluation.made_results import made
+from tests.unit.media.videos import read_number, write_video
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dsreason.errors import DataError
-from dsreason.evaluation.identity import medium_name, question_key
-from dsreason.evaluation.results import (
+from dsreason.evaluation.questions.identity import medium_name, question_key
+from dsreason.evaluation.report.results import (
     find_run,
     find_runs,
     read_file,

@@ -14,10 +14,10 @@ import pytest
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation import run
-from dsreason.evaluation.answerers import Answering, OnModel
-from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.report import write_reports
-from dsreason.evaluation.results import read_results, write_results
+from dsreason.evaluation.ask.answerers import Answering, OnModel
+from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.report.report import write_reports
+from dsreason.evaluation.report.results import read_results, write_results
 from dsreason.evaluation.types import Question, Result
 from tests.unit.evaluation.stand_in import PROXIES, serving
 

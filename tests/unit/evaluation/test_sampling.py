@@ -9,7 +9,7 @@ import pytest
 
 from dsreason.answers.types import Kind
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.evaluation.sampling import sampling
+from dsreason.evaluation.ask.sampling import sampling
 from dsreason.rollout.protocol import Sampling
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dsreason.evaluation.calculate_accuracy import calculate_accuracy
-from dsreason.evaluation.score import Mean, Share, clustered_interval, score, share, verdict
+from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
+from dsreason.evaluation.report.score import Mean, Share, clustered_interval, score, share, verdict
 from tests.unit.evaluation.made_results import made
 
 WRONG, UNPARSED = {"answer": "B"}, {"answer": ""}

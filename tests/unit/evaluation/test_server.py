@@ -17,12 +17,12 @@ from PIL import Image
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.evaluation.asking import Reply, Request
-from dsreason.evaluation.server import ServerAnswerer, base_url
+from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.server import ServerAnswerer, base_url
 from dsreason.evaluation.types import Question
 from dsreason.rollout.protocol import Sampling
-from tests.unit.data.videos import read_number, write_video
 from tests.unit.evaluation.stand_in import PROXIES, StandIn, chat, serving
+from tests.unit.media.videos import read_number, write_video
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_completion_length=64, seed=3)
 KEY = "sk-very-secret"

@@ -8,7 +8,7 @@ import pytest
 
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
-from dsreason.evaluation.results import write_text
+from dsreason.evaluation.report.results import write_text
 from dsreason.evaluation.settings import model_fingerprint, open_run_folder, trained_vision, vision_note
 from tests.unit.evaluation.made_results import made
 

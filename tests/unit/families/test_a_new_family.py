@@ -24,9 +24,9 @@ from dsreason.families.qwen3_vl import QWEN3_VL, tiny_processor
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import load_model, resolve_model
 from dsreason.models.policy import Policy
+from dsreason.monitor.flops import model_flops
 from dsreason.rollout.protocol import media_token_ids
-from dsreason.runtime.flops import model_flops
-from tests.unit.data.videos import write_video
+from tests.unit.media.videos import write_video
 
 
 class ToyConfig(Qwen3VLConfig):

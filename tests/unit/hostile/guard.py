@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dsreason.errors import DsReasonError
-from dsreason.runtime.memory import status_bytes
+from dsreason.monitor.memory import status_bytes
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.data import archives
-from dsreason.data.archives import embedded_file, extract, unpack
 from dsreason.errors import DataError, StorageError
+from dsreason.files import archives
+from dsreason.files.archives import embedded_file, extract, unpack
 from tests.disks import set_read_only, small_disk
 from tests.unit.hostile.guard import guarded, listing, refused
 from tests.unit.hostile.inputs import damaged, escape_by_links, header, member, tar_of, zip_of

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from dsreason.checkpoints.checkpoint import TrainerState, make_universal, read_state
+from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint, recover
+from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.rng import load_rng_state
+from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
 from dsreason.errors import CheckpointError
-from dsreason.export import export_checkpoint
-from dsreason.runtime.checkpoint import TrainerState, make_universal, read_state
-from dsreason.runtime.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint, recover
-from dsreason.runtime.rng import load_rng_state
-from dsreason.runtime.shards import UNREADABLE, check_names, checkpoint_tensors
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.data import media
-from dsreason.data.media import load_image, probe_image
 from dsreason.errors import DataError
+from dsreason.media import media
+from dsreason.media.media import load_image, probe_image
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import chunk, damaged, orientation, png, text_chunk, with_exif
 

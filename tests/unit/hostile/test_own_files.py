@@ -13,9 +13,9 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
-from dsreason.data import own_files
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
+from dsreason.files import own_files
 from tests.unit.hostile.guard import guarded, refused
 
 ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}

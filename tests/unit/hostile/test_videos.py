@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.data import media
-from dsreason.data.media import load_video, probe_video
-from dsreason.data.vision import PixelLimits, sample_frames, video_size
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
-from tests.unit.data.videos import write_video
+from dsreason.media import media
+from dsreason.media.media import load_video, probe_video
+from dsreason.media.vision import PixelLimits, sample_frames, video_size
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import SAMPLE_TABLE, box_start, damaged, edited
+from tests.unit.media.videos import write_video
 
 SIZES, TIMES, CHUNKS = (*SAMPLE_TABLE, b"stsz"), (*SAMPLE_TABLE, b"stts"), (*SAMPLE_TABLE, b"stsc")
 TRACK, MEDIA = (b"moov", b"trak", b"tkhd"), (b"moov", b"trak", b"mdia", b"mdhd")

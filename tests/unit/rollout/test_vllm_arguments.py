@@ -11,9 +11,9 @@ import torch
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
+from dsreason.job.ranks import World
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options, engine_arguments, known_arguments
 from dsreason.rollout.vllm_engine import VLLMEngine
-from dsreason.runtime.world import World
 from dsreason.train.grpo.build import completions_together
 
 

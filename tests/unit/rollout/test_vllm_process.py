@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
+from dsreason.job.ranks import World
 from dsreason.rollout import vllm_engine
 from dsreason.rollout.sleep_state import SleepState
 from dsreason.rollout.vllm_engine import VLLMEngine
 from dsreason.rollout.vllm_process import map_pools, undisturbed
-from dsreason.runtime.world import World
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 

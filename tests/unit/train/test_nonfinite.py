@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DsReasonError, SaveError
+from dsreason.job.ranks import World
 from dsreason.rollout.protocol import Completion
-from dsreason.runtime.checkpoint import TrainerState
-from dsreason.runtime.world import World
 from dsreason.train.common import nonfinite
 from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
 from dsreason.train.grpo import loop as grpo

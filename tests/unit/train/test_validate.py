@@ -12,8 +12,8 @@ from PIL import Image
 from dsreason.config.schema import MonitorConfig, SFTConfig
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import Sample
-from dsreason.runtime.metrics import MetricsWriter
-from dsreason.runtime.world import World
+from dsreason.job.ranks import World
+from dsreason.monitor.metrics import MetricsWriter
 from dsreason.train.common.answers import Answer, ValidationResult, accuracies, modality_of
 from dsreason.train.common.validate import HeldOut
 

@@ -1,0 +1,313 @@
+"""Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
+
+<folder>/step_N/    DeepSpeed's files (one set a rank), trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
+<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
+<folder>/step_N/universal/  made when first resumed on another number of ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint import ds_to_universal
+from pydantic import TypeAdapter, ValidationError
+
+from dsreason.checkpoints.checkpoint_folder import (
+    SAVING,
+    STATE_FILE,
+    as_save_error,
+    check_ranks,
+    check_sizes,
+    check_written,
+    checkpoint_step,
+    choose_checkpoint,
+    complete_checkpoints,
+    delete_folder,
+    read_checkpoint,
+    rng_file,
+    write_json,
+)
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
+from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
+from dsreason.engine.engine import full_shape
+from dsreason.errors import CheckpointError
+from dsreason.files.atomic import draft_of
+from dsreason.job.ranks import World, agree, gather_objects, on_rank_zero, once_a_folder
+
+UNIVERSAL = "universal"
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands, beside weights, optimizer and random numbers."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    epoch: float = 0.0
+    consumed_samples: int = 0
+    best_metric: float | None = None
+    best_name: str = ""
+    """Which metric `best_metric` is a value of."""
+    best_step: int | None = None
+    model_path: str = ""
+    """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the run wants back; JSON values only."""
+
+
+def begin(folder: Path, step: int, world: World) -> Path:
+    """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
+    partial = folder / f"{SAVING}step_{step}"
+
+    def make() -> None:
+        with as_save_error(partial):
+            delete_folder(partial)
+            partial.mkdir(parents=True)
+
+    once_a_folder(world, make)
+    return partial
+
+
+def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> list[Callable[[], None]]:
+    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
+
+    To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
+    """
+    write_rng_state = take_rng_state(world.device)
+
+    def write_random_numbers() -> None:
+        with draft_of(partial / rng_file(world.rank), durable=True) as draft:
+            write_rng_state(draft)
+
+    if not world.keeps_folder:
+        return [write_random_numbers]
+    described = describe(engine, state, world)
+    return [lambda: write_json(partial / STATE_FILE, described), write_random_numbers]
+
+
+def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
+    """Content of trainer_state.json."""
+    return {
+        "state": asdict(state),
+        "world_size": world.size,
+        "ranks": list(world.ranks_here),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        "parameters": describe_parameters(engine),
+    }
+
+
+def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Name → shape and whether it is trained."""
+    return {
+        name: {"shape": list(full_shape(parameter)), "trained": parameter.requires_grad}
+        for name, parameter in engine.module.named_parameters()
+    }
+
+
+def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> TrainerState:
+    """Continue from `path` (all ranks together): weights, optimizer and random numbers.
+
+    On the number of ranks it was saved with, the run goes on bit for bit; otherwise through DeepSpeed's universal
+    format, which is made once, beside the checkpoint. Frozen parameters then stay as the model was loaded, and ranks
+    that are new keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
+
+    Raises:
+        CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
+    """
+    saved = on_rank_zero(lambda: read_state(path))
+    check_files(path, world)
+    check_matches(path, saved, engine)
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
+    error: CheckpointError | None = None
+    if saved["world_size"] != world.size:
+        on_rank_zero(lambda: make_universal(path, saved))
+    try:
+        if saved["world_size"] == world.size:
+            load_same_size(engine, path)
+        else:
+            load_universal(engine, path)
+        if world.rank < saved["world_size"]:
+            load_rng_state(path / rng_file(world.rank), world.device)
+    except UNREADABLE as cause:
+        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint")
+    agree(error)
+    for group, values in zip(groups_of(engine), settings, strict=True):
+        group.update(values)
+    return TrainerState(**saved["state"])
+
+
+def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = engine.optimizer.param_groups
+    return groups
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """trainer_state.json of a complete checkpoint; CheckpointError where it lacks what loading needs."""
+    saved = read_checkpoint(path)
+    check_ranks(path, saved)
+    try:
+        check_state(TrainerState(**saved["state"]))
+        for key, known in (("zero_stage", (1, 2, 3)), ("precision", ("bf16", "fp32"))):
+            if saved[key] not in known:
+                raise ValueError(f"{key} is {saved[key]!r:.100}")
+        for described in saved["parameters"].values():
+            torch.Size(described["shape"]), described["trained"]
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
+        raise CheckpointError(
+            f"{path / STATE_FILE}: is not what a checkpoint holds ({type(cause).__name__}: {cause}); choose another one"
+        ) from cause
+    return saved
+
+
+def check_state(state: TrainerState) -> None:
+    """ValueError where a field holds something else than it should. JSON writes 1.0 and 1 alike."""
+    for key, kind in get_type_hints(TrainerState).items():
+        value = getattr(state, key)
+        try:
+            TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise ValueError(f"state.{key} is {value!r:.100}") from None
+        if key in ("step", "consumed_samples") and value < 0:
+            raise ValueError(f"state.{key} is {value!r:.100}")
+
+
+def check_files(path: Path, world: World) -> None:
+    """Sizes of all files, and that this rank can read its own.
+
+    Raises on every rank when one of them sees something wrong: one alone would leave the others waiting in DeepSpeed.
+    """
+    error: CheckpointError | None = None
+    try:
+        check_sizes(path)
+        saved = read_state(path)
+        check_parts(path, saved, world)
+        if saved["world_size"] == world.size:
+            load_optimizer_file(path, world.rank)
+            load_model_file(path, world.rank, saved["zero_stage"])
+    except CheckpointError as caught:
+        error = caught
+    agree(error)
+
+
+def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
+    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
+    size = saved["world_size"]
+    needed = [world.rank] if size == world.size else range(size)
+    advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
+    check_written(path, saved, needed, advice)
+
+
+def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
+    """Compare model, freezing and ZeRO stage with the run that saved the checkpoint."""
+    now, then = describe_parameters(engine), saved["parameters"]
+    trained_now = {name for name in now if now[name]["trained"]}
+    trained_then = {name for name in then if then[name]["trained"]}
+    differences = {
+        "not in the checkpoint": now.keys() - then.keys(),
+        "only in the checkpoint": then.keys() - now.keys(),
+        "of another shape": {name for name in now.keys() & then.keys() if now[name]["shape"] != then[name]["shape"]},
+        "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
+        "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
+    }
+    found = [f"{what}: {shorten(names)}" for what, names in differences.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
+        )
+    check_stage(path, saved, int(engine.zero_optimization_stage()))
+
+
+def check_stage(path: Path, saved: dict[str, Any], stage: int) -> None:
+    if saved["zero_stage"] != stage:
+        raise CheckpointError(
+            f"{path}: saved with ZeRO stage {saved['zero_stage']}, this run has {stage}; use the DeepSpeed JSON it had"
+        )
+
+
+def shorten(names: set[str], most: int = 3) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
+    with safe_loading():
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
+
+
+def make_universal(path: Path, saved: dict[str, Any]) -> None:
+    """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state."""
+    if (path / UNIVERSAL).is_dir():
+        return
+    check_names(path, saved)
+    partial = path / f"{SAVING}{UNIVERSAL}"
+    delete_folder(partial)
+    arguments = Namespace(
+        input_folder=str(path),
+        output_folder=str(partial),
+        num_extract_workers=1,  # more would fork this process, and hold several ranks' files in memory
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with (
+            safe_loading(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            ds_to_universal.main(arguments)
+        partial.rename(path / UNIVERSAL)
+    except UNREADABLE as cause:
+        raise CheckpointError(
+            f"{path}: cannot be converted for another number of ranks ({cause}); resume on the number it was saved with"
+        ) from cause
+    (path / "latest_universal").unlink(missing_ok=True)
+
+
+def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
+    engine._config.load_universal_checkpoint = True  # as `checkpoint.load_universal` in the JSON would
+    try:
+        with safe_loading():
+            engine.load_checkpoint(str(path), tag=UNIVERSAL)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    # DeepSpeed gives all flat groups one and the same step tensor, which AdamW then counts up once for each of them.
+    for parameter, state in engine.optimizer.optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device, copy=True)
+
+
+def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
+    """`choose_checkpoint`, and where hosts have folders of their own the newest that is complete in all of them. Collective.
+
+    Raises:
+        CheckpointError: there is none that all hosts have, and some have one.
+    """
+    chosen = on_rank_zero(lambda: choose_checkpoint(folder, resume))
+    if not world.folder_ranks or resume is None:
+        return chosen
+    inside = folder if chosen is None else chosen.parent
+    complete = gather_objects([path.name for path in complete_checkpoints(inside)])
+    common = set(complete[0]).intersection(*complete)
+    if not any(complete) or (chosen is not None and chosen.name in common):
+        return chosen
+    if not common or Path(resume).name.startswith("step_"):
+        found = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
+        raise CheckpointError(
+            f"--resume {resume}: {inside} is another folder on every host, and no checkpoint to go on from is complete in all "
+            f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
+        )
+    return max((inside / name for name in common), key=checkpoint_step)

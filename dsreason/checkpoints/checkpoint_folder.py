@@ -1,0 +1,237 @@
+"""The folders of checkpoints: which are complete, and how they get and lose their names. Nothing here needs torch.
+
+<folder>/step_N/            a checkpoint
+<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
+<folder>/.saving_step_N/    one that is being written; `recover` looks at what a killed run left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dsreason.errors import CheckpointError, SaveError
+from dsreason.files.atomic import flush, write_file
+
+MARKER = "COMPLETE"
+STATE_FILE = "trainer_state.json"
+SAVING, DELETING = ".saving_", ".deleting_"
+MAX_RANKS = 100_000
+"""No run has more; the files of every rank are looked for one by one."""
+
+
+def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
+    """What `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
+
+    The path may also be a run or its checkpoints folder. None: start fresh. Raises CheckpointError.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        return find_checkpoint(folder)
+    path = Path(resume)
+    if not path.name.startswith("step_"):
+        inside = path if path.name == "checkpoints" else path / "checkpoints"
+        found = find_checkpoint(inside)
+        if found is None:
+            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
+        path = found
+    read_checkpoint(path)
+    return path
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, None where there is none."""
+    complete = complete_checkpoints(folder)
+    return complete[-1] if complete else None
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=checkpoint_step)
+
+
+def unfinished_steps(folder: Path) -> list[int]:
+    """Of checkpoints that are being written."""
+    return [int(path.name.removeprefix(f"{SAVING}step_")) for path in folder.glob(f"{SAVING}step_*")]
+
+
+def checkpoint_step(path: Path) -> int:
+    """`.../step_12` → 12."""
+    return int(path.name.removeprefix("step_"))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """trainer_state.json of a complete checkpoint."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder")
+    if not (path / MARKER).is_file():
+        raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
+    return read_json(path / STATE_FILE)
+
+
+def check_ranks(path: Path, saved: dict[str, Any]) -> None:
+    """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
+    where, advice = f"{path / STATE_FILE}: is not what a checkpoint holds", "choose another one"
+    size, ranks = saved.get("world_size"), saved.get("ranks", [])
+    if type(size) is not int or not 1 <= size <= MAX_RANKS:
+        raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
+        raise CheckpointError(f"{where}: ranks is {ranks!r:.100}, not a list of numbers below {size}; {advice}")
+
+
+def check_sizes(path: Path) -> dict[str, int]:
+    """Compare every file with what the marker says; the names and sizes."""
+    files = read_json(path / MARKER).get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
+    for name, size in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(
+                f"{path / MARKER}: names {name!r:.300}, which is no file in it; choose another checkpoint"
+            )
+        file = path / name
+        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
+            raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
+        if type(size) is not int or file.stat().st_size != size:
+            raise CheckpointError(
+                f"{file}: has {file.stat().st_size} bytes instead of {size!r:.100}; choose another checkpoint"
+            )
+    return files
+
+
+def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
+    """Make what the ranks of this folder have written a checkpoint, in place of an older one of that name.
+
+    On one rank of each folder.
+    """
+    missing = unwritten(partial, ranks)
+    if missing:
+        raise CheckpointError(
+            f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
+        )
+    with as_save_error(final):
+        files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
+        sizes = {path.name: path.stat().st_size for path in files}
+        write_json(partial / MARKER, {"files": sizes})
+        give_name(partial, final)
+
+
+def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
+    """The files that are still missing of ranks that have not written everything."""
+    return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
+
+
+def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], advice: str) -> None:
+    """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
+    if missing := unwritten(folder, ranks):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{folder}: has no {', '.join(missing[:3])}{more}: the {saved['world_size']} ranks of this run wrote to folders of "
+            f"several hosts; {advice}"
+        )
+
+
+def rng_file(rank: int) -> str:
+    return f"rng_rank_{rank}.safetensors"
+
+
+def give_name(partial: Path, final: Path) -> None:
+    """Of two checkpoints of one step the old one goes once the new one has its marker: `recover` finds that."""
+    doomed = mark_deleted(final)
+    partial.rename(final)
+    flush(final.parent)
+    if doomed is not None:
+        shutil.rmtree(doomed)
+
+
+def recover(folder: Path) -> list[Path]:
+    """Make up for what was broken off: a checkpoint that all ranks had written is named, and other leftovers are deleted.
+
+    On rank 0 only, before training. Returns the checkpoints that were named.
+    """
+    recovered = []
+    for partial in sorted(folder.glob(f"{SAVING}step_*")):
+        final = folder / partial.name.removeprefix(SAVING)
+        with contextlib.suppress(CheckpointError):
+            if (partial / MARKER).is_file():
+                check_sizes(partial)
+            saved = read_json(partial / STATE_FILE)
+            check_ranks(partial, saved)
+            finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
+            recovered.append(final)
+    for prefix in (SAVING, DELETING):
+        for path in folder.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+    return recovered
+
+
+def set_aside_newer(folder: Path, path: Path) -> list[Path]:
+    """Rename the checkpoints in `folder` after that at `path`, which a run goes on from: it trains their steps again.
+
+    One of the same step is set aside too where `path` is another run's. On rank 0 only, before training. Returns their
+    new names, `replaced_step_N`.
+    """
+    renamed = []
+    for newer in complete_checkpoints(folder):
+        if checkpoint_step(newer) >= checkpoint_step(path) and newer.resolve() != path.resolve():
+            delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
+            renamed.append(newer.rename(aside))
+    return renamed
+
+
+def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
+    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and those `spared`. On rank 0 only."""
+    if keep < 0:
+        return
+    complete = complete_checkpoints(folder)
+    for path in complete[: max(len(complete) - keep, 0)]:
+        if path not in spared:
+            delete_folder(path)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
+    if (doomed := mark_deleted(path)) is not None:
+        shutil.rmtree(doomed)
+
+
+def mark_deleted(path: Path) -> Path | None:
+    """Give a folder, where there is one, the name of what is being deleted."""
+    if not path.exists():
+        return None
+    doomed = path.with_name(f"{DELETING}{path.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    return path.rename(doomed)
+
+
+@contextlib.contextmanager
+def as_save_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, json.dumps(value, indent=1) + "\n", durable=True)
+
+
+def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: holds a {type(document).__name__}; {advice}")
+    return document

@@ -1,0 +1,243 @@
+"""Hugging Face model folders: written tensor by tensor, from a live engine or from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint import read_state
+from dsreason.checkpoints.checkpoint_folder import check_sizes
+from dsreason.checkpoints.model_card import CARD, Score, model_card
+from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.engine.engine import full_parameters
+from dsreason.errors import CheckpointError, ConfigError, DsReasonError, SaveError
+from dsreason.job.ranks import World, agree, on_rank_zero
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
+SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float32: "F32"}
+WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+HEADER_BYTES = 160
+"""At most this much stands in a safetensors header for one tensor, beside its name."""
+OnTensor = Callable[[str], None]
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts. ConfigError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"max-shard-size ({text}) is not a size; write 500MB or 4GB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def write_model_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    output: Path,
+    *,
+    dtype: str = "bf16",
+    max_shard_size: str = "4GB",
+    card: str | None = None,
+    on_tensor: OnTensor | None = None,
+) -> Path:
+    """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
+
+    At most one shard (`max_shard_size`, or one larger tensor) and one tensor more are in memory. The folder appears
+    under its name only when complete.
+
+    Args:
+        dtype: "bf16" or "fp32".
+        card: text of a model card; that of `source` is another model's, and is left out.
+        on_tensor: called with the name of each tensor taken, to show progress.
+
+    Raises:
+        CheckpointError: `output` holds something, or `source` is no model folder.
+        SaveError: it cannot be written; nothing of it stays.
+    """
+    max_bytes = parse_size(max_shard_size)
+    check_target(source, output)
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        copy_small_files(source, partial, dtype)
+        if card is not None:
+            (partial / CARD).write_text(card, encoding="utf-8")
+        write_weights(tensors, partial, DTYPES[dtype], max_bytes, on_tensor)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except OSError as error:
+        raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return output
+
+
+def check_target(source: Path, output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"{source}: the folder the model was loaded from has no config.json; name the folder of the base model"
+        )
+
+
+def copy_small_files(source: Path, output: Path, dtype: str) -> None:
+    """Config (with the new dtype), tokenizer, processor, chat template: every file but weights and the model card."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not WEIGHTS.fullmatch(path.name):
+            shutil.copyfile(path, output / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.setdefault("dtype", None)
+    config = with_dtype(config, HF_DTYPE[dtype])
+    (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def with_dtype(config: Any, dtype: str) -> Any:
+    """`config` with every `dtype` (or older `torch_dtype`) set, in the text and vision parts too."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: dtype if key in ("dtype", "torch_dtype") else with_dtype(value, dtype) for key, value in config.items()
+    }
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, Tensor]],
+    output: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    on_tensor: OnTensor | None = None,
+) -> None:
+    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and an index."""
+    shards: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes, on_tensor), start=1):
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shards.append(list(shard))
+        write_safetensors(shard, output / f"shard_{number}")
+        shard.clear()  # or it would live on while the next one fills
+    if len(shards) == 1:
+        (output / "shard_1").rename(output / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (output / f"shard_{number}").rename(output / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def cut_shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int, on_tensor: OnTensor | None
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors in their order, copied to the CPU, in groups whose files are at most `max_bytes` long."""
+    shard: dict[str, Tensor] = {}
+    size = HEADER_BYTES
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * dtype.itemsize + HEADER_BYTES + len(name)
+        if shard and size + nbytes > max_bytes:
+            yield shard
+            shard, size = {}, HEADER_BYTES
+        shard[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        size += nbytes
+        if on_tensor is not None:
+            on_tensor(name)
+    if shard:
+        yield shard
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """The safetensors format (8 bytes of length, a JSON header, the bytes), without the copy its library makes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in tensors.values():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def export_engine(
+    engine: DeepSpeedEngine,
+    source: Path,
+    output: Path,
+    world: World,
+    *,
+    dtype: str = "bf16",
+    max_shard_size: str = "4GB",
+    bucket_mb: float = 512,
+    run: Path | None = None,
+    step: int = 0,
+) -> Path:
+    """Write the policy that is being trained (all ranks together; rank 0 writes).
+
+    As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from. With the folder of the
+    `run` and its `step` there is a model card, too.
+    """
+    tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
+    on_rank_zero(lambda: check_target(source, output))
+    error: DsReasonError | None = None
+    if world.is_main:
+        try:
+            card = model_card(run, step, dtype=dtype) if run is not None else None
+            write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size, card=card)
+        except DsReasonError as caught:
+            error = caught
+    for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+        pass
+    agree(error)
+    return output
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "4GB",
+    source: Path | None = None,
+    scores: Sequence[Score] = (),
+    on_tensor: OnTensor | None = None,
+) -> Path:
+    """Write the model of a saved checkpoint; one process, no model and no ranks needed.
+
+    Args:
+        dtype: "bf16", "fp32", or "auto" for the precision of the run.
+        source: folder of the base model, where it is no longer the one that the checkpoint names.
+        scores: of evaluations, for the model card.
+    """
+    saved = read_state(checkpoint)
+    check_sizes(checkpoint)
+    dtype = saved["precision"] if dtype == "auto" else dtype
+    run = checkpoint.absolute().parent.parent
+    return write_model_folder(
+        checkpoint_tensors(checkpoint, saved),
+        source or Path(saved["state"]["model_path"]),
+        output,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        card=model_card(run, saved["state"]["step"], dtype=dtype, scores=scores),
+        on_tensor=on_tensor,
+    )

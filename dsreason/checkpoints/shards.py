@@ -1,0 +1,158 @@
+"""What DeepSpeed writes for each rank, read without running pickled code and without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint_folder import check_written
+from dsreason.engine.engine import hf_name
+from dsreason.errors import CheckpointError
+
+UNREADABLE = (
+    *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
+    *(LookupError, ValueError, TypeError, AttributeError),
+)
+"""What reading a damaged file, or one with other content than a checkpoint's, may raise."""
+
+
+@contextlib.contextmanager
+def safe_loading() -> Iterator[None]:
+    """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
+    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded.
+
+    Raises:
+        CheckpointError: a rank's file is missing or damaged, or is one of another run.
+    """
+    ranks = range(saved["world_size"])
+    if len(saved.get("ranks", ranks)) < len(ranks):
+        check_written(checkpoint, saved, ranks, "copy what the others have in that folder into this one")
+    try:
+        for name, pieces, shape in sliced_tensors(checkpoint, saved):
+            yield hf_name(name), assemble(pieces, shape)
+    except UNREADABLE as cause:
+        raise CheckpointError(
+            f"{checkpoint}: its files do not fit together ({type(cause).__name__}: {cause}); choose another checkpoint"
+        ) from cause
+
+
+def sliced_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
+    """Name, parts rank by rank, and shape of every parameter."""
+    ranks = range(saved["world_size"])
+    states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
+    if saved["zero_stage"] == 3:
+        models = [load_model_file(checkpoint, rank, 3) for rank in ranks]
+        trained = trained_slices_stage3(states, models[0]["param_shapes"])
+        frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in untrained(saved)}
+    else:
+        model = load_model_file(checkpoint, 0, saved["zero_stage"])
+        trained = trained_slices_stage2(states)
+        frozen = {name: [model["module"][name]] for name in untrained(saved)}
+    slices = trained | frozen
+    for name, described in saved["parameters"].items():
+        if name not in slices:
+            raise CheckpointError(f"{checkpoint}: {name} is not in the checkpoint; choose another one")
+        yield name, slices[name], torch.Size(described["shape"])
+
+
+def check_names(checkpoint: Path, saved: dict[str, Any]) -> None:
+    """CheckpointError where a rank's files hold parameters that trainer_state.json does not name.
+
+    Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
+    """
+    for rank in range(saved["world_size"]):
+        model = load_model_file(checkpoint, rank, saved["zero_stage"])
+        shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
+        mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
+        names = {name for named in (*shapes, *mappings) for name in named}
+        if foreign := sorted(names - saved["parameters"].keys()):
+            raise CheckpointError(
+                f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved['parameters'])} parameters of "
+                "trainer_state.json do not name; choose another checkpoint"
+            )
+
+
+def untrained(saved: dict[str, Any]) -> list[str]:
+    return [name for name, described in saved["parameters"].items() if not described["trained"]]
+
+
+def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
+    """Rank by rank, without the padding at the end."""
+    return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
+
+
+def trained_slices_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict[str, list[Tensor]]:
+    """ZeRO-3 cuts every parameter into equal parts, the last one padded, and lays a group's parts end to end."""
+    result: dict[str, list[Tensor]] = {}
+    for group, shapes in enumerate(groups):
+        offset = 0
+        for name, shape in shapes.items():
+            part = -(-torch.Size(shape).numel() // len(states))
+            result[name] = [state["fp32_flat_groups"][group].narrow(0, offset, part) for state in states]
+            offset += part
+    return result
+
+
+def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
+    """ZeRO-1 and 2 cut a whole group; each rank notes which stretch of its part belongs to which parameter."""
+    result: dict[str, list[Tensor]] = {}
+    for state in states:
+        for flat, mapping in zip(
+            state["single_partition_of_fp32_groups"],
+            state["param_slice_mappings"],
+            strict=True,
+        ):
+            for name, stretch in mapping.items():
+                result.setdefault(name, []).append(flat.narrow(0, stretch.start, stretch.numel))
+    return result
+
+
+def load_optimizer_file(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """Float32 weights and optimizer states of one rank."""
+    return load_file(checkpoint, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def load_model_file(checkpoint: Path, rank: int, zero_stage: int) -> dict[str, Any]:
+    """Shapes and frozen weights: one file a rank under ZeRO-3, else one for all."""
+    return load_file(checkpoint, f"{f'zero_pp_rank_{rank}_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
+
+
+def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
+    """A file with its tensors left on disk until they are touched."""
+    found = sorted(checkpoint.glob(pattern))
+    if not found:
+        raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
+    try:
+        with safe_loading():
+            loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+    except UNREADABLE as cause:
+        raise CheckpointError(f"{found[0]}: cannot be read ({cause}); choose another checkpoint") from cause
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{found[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
+    return loaded

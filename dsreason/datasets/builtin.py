@@ -1,0 +1,241 @@
+"""The built-in task: short clips and pictures of shapes, with physical questions, drawn from a seed.
+
+Per split a folder with `images/`, `clips/` and three annotation files in the formats that people have:
+`conversations.json` (LLaVA, some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as
+in Cosmos-Reason1-RL). Both splits repeat a block of 64 rows in which the answers to every prompt are equally frequent,
+so whoever answers without looking is right by chance only. No two rows have the same pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from dsreason.datasets import builtin_scenes as scenes
+from dsreason.datasets.builtin_scenes import COLOURS, COUNTS, DIRECTIONS, Frames
+from dsreason.errors import DataError
+from dsreason.files.cache import cache_dir
+
+VERSION = 2
+"""Raise it when the same seed gives other rows or pixels."""
+NUM_TRAIN = 2560
+NUM_VALIDATION = 256
+BLOCK = 64
+CLIP_FPS = 4
+
+ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
+"""Answers that `mislabelled` confuses with each other."""
+UNLEARNED = ("How many shapes are there?", "Which ball falls?")
+"""Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
+WRONG_OF = 8
+"""Of so many rows with the same of these questions and the same answer, one keeps it."""
+
+BALLS = {"A": "red", "B": "blue"}
+WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question to be drawn: what it asks, and how its medium is made. `turns` are (question, answer)."""
+
+    kind: str
+    file: str
+    turns: tuple[tuple[str, str], ...]
+    draw: Callable[[np.random.Generator], Frames]
+    options: dict[str, str] | None = None
+
+
+def block() -> Iterator[Item]:
+    """64 questions, half of them about clips: for every prompt each answer equally often."""
+    for colour in COLOURS:
+        draw = partial(scenes.one_shape, colour=colour)
+        yield Item("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
+        for count in COUNTS:
+            turns = ("What colour is the shape?", colour), ("How many shapes are there?", count)
+            draw = partial(scenes.several_shapes, count=count, colour=colour)
+            yield Item("colour_count", "conversations.json", turns, draw)
+    for count in COUNTS:
+        yield Item("count", "questions.jsonl", (("How many shapes are there?", count),), partial(any_colour, count))
+    for letter, way in WAYS.items():
+        for _ in range(2):
+            draw = partial(scenes.moving_ball, direction=way)
+            yield Item("direction", "conversations.json", (("Which way does the ball move?", way),), draw)
+            yield Item("direction_choice", "choices.jsonl", (("Which way does the ball move?", letter),), draw, WAYS)
+    for _ in range(4):
+        for letter, colour in BALLS.items():
+            draw = partial(scenes.falling_ball, colour=colour)
+            options = {key: f"the {name} one" for key, name in BALLS.items()}
+            yield Item("falls", "choices.jsonl", (("Which ball falls?", letter),), draw, options)
+        for answer in ("yes", "no"):
+            draw = partial(scenes.two_balls, collide=answer)
+            yield Item("collide", "questions.jsonl", (("Will the balls collide?", answer),), draw)
+            draw = partial(scenes.shape_above_ground, on_ground=answer)
+            yield Item("on_ground", "conversations.json", (("Is the shape on the ground?", answer),), draw)
+
+
+def any_colour(count: str, rng: np.random.Generator) -> Frames:
+    return scenes.several_shapes(rng, count, str(rng.choice(list(COLOURS))))
+
+
+def write_builtin(
+    folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
+) -> Path:
+    """Draw the task into `folder`, which appears only when complete, and return it; one that is there is used again.
+
+    Both numbers of rows are multiples of 64. DataError: the folder holds something else.
+    """
+    for name, count in (("num_train", num_train), ("num_validation", num_validation)):
+        if count <= 0 or count % BLOCK:
+            raise ValueError(f"{name} ({count}) must be a multiple of {BLOCK}")
+    facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
+    if not is_written(folder, facts):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            drawn = Path(scratch) / "task"
+            draw_task(drawn, facts)
+            move_into_place(drawn, folder, facts)
+    return folder
+
+
+def builtin_folder() -> Path:
+    """The task with its default sizes, in the cache."""
+    return write_builtin(cache_dir() / f"builtin-{VERSION}")
+
+
+def is_written(folder: Path, facts: dict[str, int]) -> bool:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    note = folder / "task.json"
+    found = json.loads(note.read_text()) if note.is_file() else None
+    if found != facts:
+        raise DataError(
+            f"{folder} holds {found or 'other files'}, not the built-in task {facts}; choose another folder"
+        )
+    return True
+
+
+def move_into_place(drawn: Path, folder: Path, facts: dict[str, int]) -> None:
+    try:
+        os.rename(drawn, folder)
+    except OSError:
+        # Another process was first. Same arguments, same files: theirs is as good as ours.
+        if not is_written(folder, facts):
+            raise
+        shutil.rmtree(drawn)
+
+
+def draw_task(folder: Path, facts: dict[str, int]) -> None:
+    rng = np.random.default_rng([VERSION, facts["seed"]])
+    seen: set[bytes] = set()
+    # The held-out rows first: they stay the same when the number of training rows changes.
+    for split in ("validation", "train"):
+        draw_split(folder / split, facts[f"num_{split}"], rng, seen)
+    (folder / "task.json").write_text(json.dumps(facts) + "\n")
+
+
+def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, seen: set[bytes]) -> None:
+    for name in ("images", "clips"):
+        (folder / name).mkdir(parents=True)
+    items = [item for _ in range(num_rows // BLOCK) for item in block()]
+    files: dict[str, list[dict[str, Any]]] = {}
+    for number, place in enumerate(rng.permutation(num_rows)):
+        item = items[place]
+        frames = draw_unseen(item, rng, seen)
+        medium = write_medium(folder, f"{number:05}", frames)
+        files.setdefault(item.file, []).append(to_row(f"{folder.name}-{number:05}", item, medium))
+    for name, rows in files.items():
+        text = json.dumps(rows, indent=1) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
+        (folder / name).write_text(text + "\n")
+
+
+def draw_unseen(item: Item, rng: np.random.Generator, seen: set[bytes]) -> Frames:
+    """Pixels that no row had before, in either split."""
+    while True:
+        frames = item.draw(rng)
+        digest = hashlib.sha256(str(frames.shape).encode() + frames.tobytes()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            return frames
+
+
+def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
+    """The item as a row of its file's format."""
+    row: dict[str, Any] = {"id": row_id, "kind": item.kind, **medium}
+    question, answer = item.turns[0]
+    if item.file == "choices.jsonl":
+        return row | {"qa_pairs": {"question": question, "index2ans": item.options, "answer": answer}}
+    if item.file == "questions.jsonl":
+        return row | {"question": question, "answer": answer}
+    tag = f"<{next(iter(medium))}>\n"
+    conversations = []
+    for question, answer in item.turns:
+        conversations += [{"from": "human", "value": tag + question}, {"from": "gpt", "value": answer}]
+        tag = ""
+    return row | {"conversations": conversations}
+
+
+def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows (in their order) with wrong answers to nearly half of them, for a policy that has something to unlearn.
+
+    Of every `WRONG_OF` rows with the same question and answer all but one get the answer after it, where the question is
+    one of `UNLEARNED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
+    most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
+    enough to be rewarded; and the pictures matter for every question.
+    """
+    seen: dict[tuple[str, str], int] = {}
+
+    def relabel(question: str, answer: str) -> str:
+        question = question.splitlines()[-1]  # without the tag of the medium
+        answers = next(known for known in ANSWERS if answer in known)
+        count = seen[question, answer] = seen.get((question, answer), -1) + 1
+        wrong = question in UNLEARNED and count % WRONG_OF != 0
+        return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
+
+    changed = []
+    for row in copy.deepcopy(rows):
+        if "conversations" in row:
+            turns = row["conversations"]
+            for asked, replied in zip(turns[::2], turns[1::2], strict=True):
+                replied["value"] = relabel(asked["value"], replied["value"])
+        else:
+            choice = row.get("qa_pairs", row)
+            choice["answer"] = relabel(choice["question"], choice["answer"])
+        changed.append(row)
+    return changed
+
+
+def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
+    """Write a picture or clip; returns its key and its path in the rows."""
+    if len(frames) == 1:
+        Image.fromarray(frames[0]).save(folder / "images" / f"{name}.png")
+        return {"image": f"images/{name}.png"}
+    write_clip(folder / "clips" / f"{name}.mp4", frames)
+    return {"video": f"clips/{name}.mp4"}
+
+
+def write_clip(path: Path, frames: Frames) -> None:
+    """H.264 at nearly no loss; one thread and the simplest tools, with which equal frames give equal bytes."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": "4", "preset": "ultrafast"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.thread_count = 1
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, CLIP_FPS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())

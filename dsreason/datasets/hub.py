@@ -1,0 +1,152 @@
+"""The Hugging Face Hub: the files of a data set repository, and downloads that continue where they were cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from threading import Lock
+
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+from dsreason.datasets.processes import Advance
+from dsreason.errors import DataError
+from dsreason.files.archives import SUFFIXES
+from dsreason.files.disk import sha256_of
+from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+
+ATTEMPTS = 5
+"""How often a request may break before it has brought anything."""
+TIMEOUT = 60.0
+"""Seconds without a byte after which a connection counts as broken."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """`content` names the bytes: the SHA-256 of a large file, git's hash of a small one."""
+
+    path: str
+    size: int
+    content: str
+    sha256: str | None = None
+
+    @property
+    def is_archive(self) -> bool:
+        place = PurePosixPath(self.path)
+        of_clips = place.name.startswith("clips") or place.parent.name == "clips"
+        return of_clips and place.name.lower().endswith(SUFFIXES)
+
+    @property
+    def clips(self) -> PurePosixPath:
+        """Where an archive's clips go: `robovqa/clips.tar.gz` → `robovqa/clips`."""
+        parent = PurePosixPath(self.path).parent
+        return parent if parent.name == "clips" else parent / "clips"
+
+
+def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """The commit of a revision, and its files."""
+    with hub_errors(repo, revision):
+        api = HfApi(endpoint=hub())
+        commit = str(api.dataset_info(repo, revision=revision).sha)
+        tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
+        return commit, [remote_file(entry) for entry in tree if isinstance(entry, RepoFile)]
+
+
+def remote_file(entry: RepoFile) -> RemoteFile:
+    path = PurePosixPath(entry.path)
+    if path.is_absolute() or ".." in path.parts:
+        raise DataError(f"the Hub lists a file {entry.path!r}, which leads out of its folder; nothing was fetched")
+    sha256 = entry.lfs.sha256 if entry.lfs else None
+    return RemoteFile(entry.path, entry.size, sha256 or entry.blob_id, sha256)
+
+
+class Counter:
+    """Bytes written by all downloads. Once `stopped`, the next write of each ends it."""
+
+    def __init__(self, advance: Advance) -> None:
+        self.advance, self.lock, self.stopped = advance, Lock(), False
+
+    def __call__(self, count: int) -> None:
+        if self.stopped:
+            raise CancelledError
+        with self.lock:
+            self.advance(count)
+
+
+def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: Counter) -> None:
+    """The complete content into `partial`; what an earlier call left there is not fetched again.
+
+    Raises:
+        DataError: other content than the Hub says; it is removed.
+        HTTPError, OSError: see `hub_errors`; what came stays, to be continued.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
+    fruitless = 0
+    while not partial.is_file() or partial.stat().st_size < file.size:
+        before = size_of(partial)
+        try:
+            stream(url, partial, before, counter)
+            break
+        except HTTPError as error:
+            fruitless = 0 if size_of(partial) > before else fruitless + 1
+            if fruitless == ATTEMPTS or not is_passing(error):
+                raise
+            time.sleep(1)
+    check_content(repo, file, partial)
+
+
+def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
+    """DataError, and nothing left of it, where it is not what the Hub's list says."""
+    size = partial.stat().st_size
+    problem = f"{size} bytes came, the Hub says {file.size}" if size != file.size else None
+    if problem is None and file.sha256 and (found := sha256_of(partial)) != file.sha256:
+        problem = f"the content's SHA-256 is {found}, the Hub says {file.sha256}"
+    if problem is not None:
+        partial.unlink()
+        raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
+
+
+def stream(url: str, partial: Path, start: int, counter: Counter) -> None:
+    """From byte `start` to the end. huggingface_hub's own download begins anew in every process."""
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT) as response:
+        hf_raise_for_status(response)
+        if start and response.status_code != 206:  # a server that sends everything again
+            counter(-start)
+            start = 0
+        with partial.open("r+b" if start else "wb") as file:
+            file.seek(start)
+            for chunk in response.iter_bytes():
+                counter(len(chunk))
+                file.write(chunk)
+
+
+def is_passing(error: HTTPError) -> bool:
+    """Whether to try again: the connection broke, or the server is busy."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return True
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+@contextmanager
+def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """What the Hub's library raises, as one DataError that says what to do."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        told = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        again = ", and run the same command again: it continues" if told.passing else ""
+        raise DataError(f"{told}{again}") from error

@@ -1,0 +1,350 @@
+"""What is in the data: counts, lengths, media, labels, and what stands in it twice.
+
+Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
+with the seconds that are shown of them.
+Media are the same when their files have the same bytes: files of equal size are compared by SHA-256, so that one clip
+under two names is found, but not one that was encoded again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dsreason.data.chat import Encoder
+from dsreason.data.sources import SampleDataset
+from dsreason.datasets.processes import Failure, Track, run_tasks, untracked
+from dsreason.datasets.row_facts import (
+    MediumFacts,
+    MediumUse,
+    RowFacts,
+    RowReader,
+    UnusableRow,
+    content_hash,
+    medium_facts,
+)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+COMMON = 10
+"""So many of the most frequent answers and system prompts are told."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of some numbers; `p95` is not exceeded by 95 % of them."""
+
+    min: float
+    median: float
+    p95: float
+    max: float
+
+
+@dataclass(frozen=True)
+class MediaReport:
+    """Of the files of one kind that can be read."""
+
+    files: int
+    bytes: int
+    height: Spread | None
+    width: Spread | None
+    seconds: Spread | None = None
+    fps: Spread | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    """How often a letter is the right one, and how often it would be if all options of a question were alike."""
+
+    count: int
+    expected: float
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One part of the data: training, validation, or a test set.
+
+    `unusable` counts rows by reason, `unreadable_media` files; both are listed in `Inspection.problems`.
+    """
+
+    rows: int
+    inspected: int
+    unusable: dict[str, int]
+    unreadable_media: int
+    modalities: dict[str, int]
+    question_characters: Spread | None
+    answer_characters: Spread | None
+    tokens: Spread | None
+    too_long: int | None
+    """Rows with more tokens than `max_length`; None without a model."""
+    media: dict[str, MediaReport]
+    letters: dict[str, Letter]
+    answers: dict[str, int]
+    """The most frequent short answers of rows without options."""
+    best_constant: float | None
+    """Share of rows with short answers or letters that one and the same answer to everything gets right."""
+    system_prompts: dict[str, int]
+    with_think: int
+    with_answer_tag: int
+    several_turns: int
+    duplicates: int
+    """Rows whose question and media an earlier row has."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Rows of one part that another one has too, whole or only their media."""
+
+    part: str
+    other: str
+    same_rows: int
+    same_media: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    parts: dict[str, PartReport]
+    overlaps: list[Overlap]
+    max_length: int | None
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    """Every unusable row and unreadable file: part, where, kind, reason."""
+    duplicates: list[dict[str, Any]] = field(default_factory=list)
+    """Every row that repeats another one: part, where, of (where that one is)."""
+
+
+def inspect_data(
+    datasets: Mapping[str, SampleDataset],
+    encoder: Encoder | None = None,
+    *,
+    limit: int | None = None,
+    workers: int = 0,
+    track: Track = untracked,
+) -> Inspection:
+    """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
+
+    Args:
+        datasets: by name, in the order in which they are told; later ones are compared with earlier ones.
+        encoder: with it rows are also measured in tokens.
+    """
+    found: dict[str, list[RowFacts | UnusableRow]] = {}
+    for name, dataset in datasets.items():
+        reader = RowReader(dataset, encoder)
+        rows = evenly(len(dataset), limit)
+        results = tracked(reader, rows, workers, track, f"reading {name}", "rows")
+        found[name] = [
+            UnusableRow(row, f"{dataset.location(row)}: {result.reason}") if isinstance(result, Failure) else result
+            for row, result in zip(rows, results, strict=True)
+        ]
+    uses = unique(use for facts in found.values() for row in usable(facts) for use in row.media)
+    media = dict(zip(uses, probe(uses, workers, track), strict=True))
+    keys = content_keys(media.values(), workers, track)
+    parts = {name: report(len(datasets[name]), facts, media, encoder) for name, facts in found.items()}
+    return Inspection(
+        parts={name: with_duplicates(part, usable(found[name]), keys) for name, part in parts.items()},
+        overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
+        max_length=encoder.max_length if encoder else None,
+        problems=problems(datasets, found, media),
+        duplicates=repeated(datasets, found, keys),
+    )
+
+
+def evenly(count: int, limit: int | None) -> list[int]:
+    """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
+    chosen = count if limit is None else min(count, limit)
+    return [i * count // chosen for i in range(chosen)]
+
+
+def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
+    return [row for row in facts if isinstance(row, RowFacts)]
+
+
+def unique(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))
+
+
+def tracked(
+    work: Callable[[T], R], tasks: Sequence[T], workers: int, track: Track, name: str, unit: str
+) -> list[R | Failure]:
+    """Results in the order of the tasks."""
+    results: dict[int, R | Failure] = {}
+    with track(name, len(tasks), unit) as advance:
+        for number, result in run_tasks(work, tasks, workers=workers):
+            results[number] = result
+            advance(1)
+    return [results[number] for number in range(len(tasks))]
+
+
+# ---------------------------------------------------------------- media
+
+
+def probe(uses: Sequence[MediumUse], workers: int, track: Track) -> list[MediumFacts]:
+    results = tracked(medium_facts, uses, workers, track, "reading media headers", "files")
+    return [
+        MediumFacts(use.kind, use.path, problem=result.reason) if isinstance(result, Failure) else result
+        for use, result in zip(uses, results, strict=True)
+    ]
+
+
+def content_keys(media: Iterable[MediumFacts], workers: int, track: Track) -> dict[str, str]:
+    """Path → what the file's content is called. Only files that share their size are read whole."""
+    sizes = {facts.path: facts.size for facts in media if facts.problem is None}
+    counts = Counter(sizes.values())
+    alike = [path for path, size in sizes.items() if counts[size] > 1]
+    hashes = dict(zip(alike, tracked(content_hash, alike, workers, track, "comparing media", "files"), strict=True))
+    return {path: str(hashes.get(path, size)) for path, size in sizes.items()}
+
+
+def media_report(media: Iterable[MediumFacts]) -> MediaReport:
+    readable = list(media)
+    return MediaReport(
+        files=len(readable),
+        bytes=sum(facts.size for facts in readable),
+        height=spread(facts.height for facts in readable),
+        width=spread(facts.width for facts in readable),
+        seconds=spread(facts.seconds for facts in readable if facts.seconds is not None),
+        fps=spread(facts.fps for facts in readable if facts.fps is not None),
+    )
+
+
+# ---------------------------------------------------------------- one part
+
+
+def report(
+    num_rows: int,
+    facts: Sequence[RowFacts | UnusableRow],
+    media: Mapping[MediumUse, MediumFacts],
+    encoder: Encoder | None,
+) -> PartReport:
+    rows = usable(facts)
+    bad = [row for row in facts if isinstance(row, UnusableRow)]
+    files = [media[use] for use in unique(use for row in rows for use in row.media)]
+    tokens = [row.tokens for row in rows if row.tokens is not None]
+    short = Counter(row.answer for row in rows if row.answer is not None and not row.letters)
+    return PartReport(
+        rows=num_rows,
+        inspected=len(facts),
+        unusable=dict(Counter("missing media" if row.is_missing_media else "other" for row in bad)),
+        unreadable_media=sum(one.problem is not None for one in files),
+        modalities=dict(Counter(modality(row) for row in rows)),
+        question_characters=spread(row.question_length for row in rows),
+        answer_characters=spread(row.answer_length for row in rows),
+        tokens=spread(tokens),
+        too_long=sum(count > encoder.max_length for count in tokens) if encoder else None,
+        media={
+            kind: media_report(one for one in files if one.kind == kind and one.problem is None)
+            for kind in ("image", "video")
+            if any(one.kind == kind for one in files)
+        },
+        letters=letters_of(rows),
+        answers=dict(short.most_common(COMMON)),
+        best_constant=best_constant(rows),
+        system_prompts=dict(Counter(row.system_prompt for row in rows if row.system_prompt).most_common(COMMON)),
+        with_think=sum(row.has_think for row in rows),
+        with_answer_tag=sum(row.has_answer_tag for row in rows),
+        several_turns=sum(row.turns > 1 for row in rows),
+        duplicates=0,
+    )
+
+
+def spread(numbers: Iterable[float]) -> Spread | None:
+    given = list(numbers)
+    if not given:
+        return None
+    low, middle, high, top = (float(value) for value in np.percentile(given, [0, 50, 95, 100]))
+    return Spread(low, middle, high, top)
+
+
+def modality(row: RowFacts) -> str:
+    kinds = {use.kind for use in row.media}
+    return " and ".join(sorted(kinds)) if kinds else "text"
+
+
+def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
+    """By letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
+    asked = [row for row in rows if row.letters]
+    right = Counter(row.answer for row in asked)
+    names = sorted({letter for row in asked for letter in row.letters})
+    return {
+        name: Letter(right[name], sum(1 / len(row.letters) for row in asked if name in row.letters)) for name in names
+    }
+
+
+def best_constant(rows: Iterable[RowFacts]) -> float | None:
+    answers = Counter(row.answer for row in rows if row.answer is not None)
+    return max(answers.values()) / answers.total() if answers else None
+
+
+# ---------------------------------------------------------------- what is there twice
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(keys.get(use.path, use.path) for use in row.media)
+
+
+def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
+    return row.question, media_key(row, keys), row.seconds
+
+
+def with_duplicates(part: PartReport, rows: Sequence[RowFacts], keys: Mapping[str, str]) -> PartReport:
+    return replace(part, duplicates=len(rows) - len({row_key(row, keys) for row in rows}))
+
+
+def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
+    """Of each part with each earlier one."""
+    names = list(parts)
+    found = []
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            rows = {row_key(row, keys) for row in parts[other]}
+            media = {key for row in parts[other] for key in media_key(row, keys)}
+            found.append(
+                Overlap(
+                    part=name,
+                    other=other,
+                    same_rows=sum(row_key(row, keys) in rows for row in parts[name]),
+                    same_media=sum(not media.isdisjoint(media_key(row, keys)) for row in parts[name]),
+                )
+            )
+    return found
+
+
+def repeated(
+    datasets: Mapping[str, SampleDataset],
+    found: Mapping[str, Sequence[RowFacts | UnusableRow]],
+    keys: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    first: dict[Key, tuple[str, int]] = {}
+    texts = []
+    for name, facts in found.items():
+        for row in usable(facts):
+            other, number = first.setdefault(row_key(row, keys), (name, row.row))
+            if (other, number) != (name, row.row):
+                where, of = datasets[name].location(row.row), datasets[other].location(number)
+                texts.append({"part": name, "where": where, "of_part": other, "of": of})
+    return texts
+
+
+def problems(
+    datasets: Mapping[str, SampleDataset],
+    found: Mapping[str, Sequence[RowFacts | UnusableRow]],
+    media: Mapping[MediumUse, MediumFacts],
+) -> list[dict[str, Any]]:
+    listed = []
+    for name, facts in found.items():
+        for row in facts:
+            where = datasets[name].location(row.row)
+            if isinstance(row, UnusableRow):
+                kind = "missing media" if row.is_missing_media else "unusable row"
+                listed.append({"part": name, "where": where, "kind": kind, "reason": row.reason})
+                continue
+            for use in row.media:
+                if (reason := media[use].problem) is not None:
+                    listed.append({"part": name, "where": where, "kind": "unreadable media", "reason": reason})
+    return listed

@@ -1,0 +1,44 @@
+"""Every row rendered as training does it, without training: what `dsreason data validate` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dsreason.data.loader import BadRow, read_row
+from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Sample
+from dsreason.datasets.inspection import evenly
+from dsreason.datasets.processes import Failure, Track, run_tasks, untracked
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Row number → why it cannot be used, or None. `encode` raises DataError for such a sample."""
+
+    dataset: SampleDataset
+    encode: Callable[[Sample], object]
+
+    def __call__(self, row: int) -> str | None:
+        found = read_row(self.dataset, row, self.encode)
+        return found.reason if isinstance(found, BadRow) else None
+
+
+def render_rows(
+    name: str, rendering: Rendering, *, limit: int | None = None, workers: int = 0, track: Track = untracked
+) -> tuple[int, list[str]]:
+    """How many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
+
+    A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
+    """
+    dataset = rendering.dataset
+    rows = evenly(len(dataset), limit)
+    reasons: dict[int, str] = {}
+    with track(f"rendering {name}", len(rows), "rows") as advance:
+        for number, reason in run_tasks(rendering, rows, workers=workers):
+            if isinstance(reason, Failure):
+                reason = f"{dataset.location(rows[number])}: {reason.reason}"
+            if reason is not None:
+                reasons[number] = reason
+            advance(1)
+    return len(rows), [reasons[number] for number in sorted(reasons)]

@@ -1,0 +1,155 @@
+"""What `dsreason data inspect` notes of one row, and of one media file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from dsreason.data.chat import Encoder
+from dsreason.data.messages import media_parts, shown_seconds, text_of
+from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+from dsreason.files.disk import sha256_of
+from dsreason.media.media import local_path, probe_image, probe_video
+
+THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ABSENT = re.compile(r"\bno (such )?(file|clip|image|video)\b")
+"""In the texts of DataErrors that tell of a missing file, whichever adapter looked for it."""
+SHORT_ANSWER = 40
+"""Longest answer in characters whose spread is told."""
+
+
+@dataclass(frozen=True)
+class MediumUse:
+    kind: Literal["image", "video"]
+    path: str
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """Of a row that gives a sample. `tokens` is None without a model, or where a medium cannot be measured."""
+
+    row: int
+    question: str
+    """Hash of the user's words, see `normalised`."""
+    question_length: int
+    answer_length: int
+    tokens: int | None
+    media: tuple[MediumUse, ...]
+    seconds: tuple[str, ...]
+    """Which of each medium are shown, see `shown_seconds`."""
+    answer: str | None
+    """A letter where there are options, else a short answer."""
+    letters: tuple[str, ...]
+    """Of the options."""
+    system_prompt: str
+    turns: int
+    """Replies of the assistant."""
+    has_think: bool
+    has_answer_tag: bool
+
+
+@dataclass(frozen=True)
+class UnusableRow:
+    row: int
+    reason: str
+
+    @property
+    def is_missing_media(self) -> bool:
+        return ABSENT.search(self.reason) is not None
+
+
+@dataclass(frozen=True)
+class MediumFacts:
+    """`seconds`, `fps` and `frames` are None for images; `problem` says why a file cannot be used."""
+
+    kind: Literal["image", "video"]
+    path: str
+    size: int = 0
+    height: int = 0
+    width: int = 0
+    seconds: float | None = None
+    fps: float | None = None
+    frames: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Picklable: row number → its facts."""
+
+    dataset: SampleDataset
+    encoder: Encoder | None
+
+    def __call__(self, row: int) -> RowFacts | UnusableRow:
+        try:
+            sample = self.dataset[row]
+        except DataError as error:
+            return UnusableRow(row, str(error))
+        return row_facts(row, sample, self._tokens(sample))
+
+    def _tokens(self, sample: Sample) -> int | None:
+        if self.encoder is None:
+            return None
+        try:
+            return self.encoder.measure(sample)
+        except DataError:  # its media are looked at one by one, and told there
+            return None
+
+
+def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
+    asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
+    replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
+    system = [text_of(message) for message in sample.messages if message["role"] == "system"]
+    reply = replies[-1] if replies else sample.answer or ""
+    shown = media_parts(sample.messages)
+    return RowFacts(
+        row=row,
+        question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
+        question_length=sum(map(len, asked)),
+        answer_length=sum(map(len, replies)),
+        tokens=tokens,
+        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
+        seconds=tuple(map(shown_seconds, shown)),
+        answer=told_answer(sample.answer or reply),
+        letters=tuple(sample.options or ()),
+        system_prompt=system[0] if system else "",
+        turns=len(replies),
+        has_think=any(THINK.search(text) for text in replies),
+        has_answer_tag=any(ANSWER.search(text) for text in replies),
+    )
+
+
+def normalised(text: str) -> str:
+    """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def told_answer(text: str) -> str | None:
+    """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
+    tagged = ANSWER.findall(text)
+    answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
+    return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
+
+
+def medium_facts(use: MediumUse) -> MediumFacts:
+    """From the file's header; nothing is decoded but a video's first frame."""
+    try:
+        size = local_path(use.path).stat().st_size
+        if use.kind == "image":
+            height, width = probe_image(use.path)
+            return MediumFacts("image", use.path, size, height, width)
+        info = probe_video(use.path)
+    except DataError as error:
+        return MediumFacts(use.kind, use.path, problem=str(error))
+    return MediumFacts(
+        "video", use.path, size, info.height, info.width, info.duration, info.fps, frames=info.num_frames
+    )
+
+
+def content_hash(path: str) -> str:
+    return sha256_of(local_path(path))

@@ -1,0 +1,1 @@
+"""The DeepSpeed engine around the policy: building, learning rate, offload, and the reference weights."""

@@ -1,0 +1,130 @@
+"""The DeepSpeed engine around the policy: building it, its learning rate, its full gradients and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, TypeAlias, TypeGuard
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
+
+from dsreason.config.schema import OptimConfig
+from dsreason.errors import ConfigError
+from dsreason.job.launch import environment
+
+ZeroParameter: TypeAlias = Any
+"""An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods of its own."""
+
+
+def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
+    """Wrap `model` for training with AdamW over its trainable parameters.
+
+    The caller marks the boundary of each step itself, so the number of micro-batches may change from step to step:
+    `set_gradient_accumulation_boundary(is_last)`, `backward(loss, scale_wrt_gas=False)`, `step()` for each.
+    """
+    groups = parameter_groups(model, optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    # DeepSpeed looks whether the optimizer is its Muon, and the import of that would compile it: seconds for nothing.
+    with environment({"TORCHDYNAMO_DISABLE": "1"}):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    place_buffers(engine.module, engine.device)
+    return engine
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to `device`, in their own types: DeepSpeed moves nothing of a model whose parameters are cut."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: matrices decay, norms and biases do not. Empty groups are left out."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
+    matrices = [parameter for parameter in trainable if len(full_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(full_shape(parameter)) < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
+    """Whether ZeRO-3 has cut this parameter over the ranks."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Shape of the whole parameter: under ZeRO-3 `parameter.shape` is (0,)."""
+    return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
+
+
+def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def engine_grad_norm(engine: DeepSpeedEngine) -> float:
+    """Norm of the whole gradient of the last step, before clipping; `inf` where DeepSpeed refused the step."""
+    if engine.optimizer.overflow:
+        return float("inf")
+    return float(engine.get_global_grad_norm())
+
+
+def full_gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Averaged float32 gradients on the CPU, between the last `backward` of a step and its `step`. For tests."""
+    return {
+        name: safe_get_full_grad(parameter).float().cpu().clone()
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def frozen_names(engine: DeepSpeedEngine) -> list[str]:
+    """Hugging Face names of the parameters that are not trained."""
+    return [hf_name(name) for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+
+
+def hf_name(name: str) -> str:
+    """Name in the Hugging Face model of a parameter of the policy, whose attribute `model` it is."""
+    return name.removeprefix("model.")
+
+
+def plan_buckets(parameters: list[tuple[str, nn.Parameter]], max_bytes: float) -> list[list[tuple[str, nn.Parameter]]]:
+    """Cut the list, in order, into runs of at most `max_bytes`; a larger parameter has one of its own."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    room = 0.0
+    for name, parameter in parameters:
+        size = full_shape(parameter).numel() * parameter.element_size()
+        if not buckets or size > room:
+            buckets.append([])
+            room = max_bytes
+        buckets[-1].append((name, parameter))
+        room -= size
+    return buckets
+
+
+def full_parameters(
+    engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter but those named in `without`, whole, under its Hugging Face name; tied ones once.
+
+    All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of the
+    trained ones) and hold until the next one is asked for: copy what is kept. At most about `bucket_mb` MiB are whole
+    at a time.
+    """
+    chosen = [(name, p) for name, p in engine.module.named_parameters() if hf_name(name) not in without]
+    for bucket in plan_buckets(chosen, bucket_mb * 2**20):
+        cut = [parameter for _, parameter in bucket if is_partitioned(parameter)]
+        with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
+            for name, parameter in bucket:
+                if master and parameter.requires_grad:
+                    yield hf_name(name), safe_get_full_fp32_param(parameter)
+                else:
+                    yield hf_name(name), parameter.detach()

@@ -1,0 +1,1 @@
+"""Who answers questions: a rollout engine in this process, or a server."""

@@ -1,0 +1,283 @@
+"""Who answers: a server, or an engine on this job's ranks; and what a job of several ranks agrees on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from dsreason.answers.types import Kind
+from dsreason.config.schema import ModelConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.chat import Encoder
+from dsreason.errors import ConfigError
+from dsreason.evaluation.ask.asking import Answerer
+from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
+from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, meant
+from dsreason.evaluation.ask.sampling import max_tokens
+from dsreason.evaluation.ask.server import ServerAnswerer
+from dsreason.evaluation.settings import model_fingerprint
+from dsreason.files.cache import cache_dir
+from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
+from dsreason.models.encoder import open_encoder
+from dsreason.models.load import model_config, resolve_model
+from dsreason.monitor.progress import Advance, open_progress
+from dsreason.rollout.opening import EngineSettings, TransformersSettings, open_rollout_engine
+from dsreason.rollout.protocol import RolloutEngine
+from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
+from dsreason.secrets import hidden
+
+TRANSFORMERS_BATCH = 64
+"""Questions that the transformers engine answers together, where the configuration does not say."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Answering:
+    """An answerer, and the ranks that have one each (a server is asked by one process)."""
+
+    answerer: Answerer
+    batch_size: int | None
+    """Questions that are given to it at a time, always the same ones; None: all that are missing, as it makes its own
+    batches."""
+    model: dict[str, str]
+    """Its name in the results, and what tells it from others."""
+    world: World | None = None
+    together: bool = False
+    """Whether ranks hold a model together and have to ask as often."""
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank if self.world else 0
+
+    @property
+    def size(self) -> int:
+        return self.world.size if self.world else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value. Collective."""
+        return gather_objects(value) if self.world else [value]
+
+    def on_first(self, call: Callable[[], None]) -> None:
+        """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
+        if self.world:
+            on_rank_zero(call)
+        else:
+            call()
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether it is true on any rank that has to ask as often as this one."""
+        return any(self.gather(flag)) if self.together else flag
+
+    def largest(self, count: int) -> int:
+        return max(self.gather(count)) if self.together else count
+
+    @contextmanager
+    def progress(self, num_questions: int) -> Iterator[Advance]:
+        """Counts questions on the first rank, as many as all ranks have; it sees its own share and speaks for all."""
+        with (
+            open_progress(rank=self.rank, total_steps=1) as progress,
+            progress.phase("questions", num_questions, "questions") as advance,
+        ):
+            yield lambda count: advance(count * self.size)
+
+
+OnModel = Callable[[dict[str, str]], None]
+
+
+@contextmanager
+def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
+    """Join the job, and start the engine or find the server; on the way out close what was opened.
+
+    `on_model` is called once with the model's name and what tells it from others, before its weights are loaded.
+    """
+    if config.server.url is not None:
+        answerer = ServerAnswerer(config.server)
+        try:
+            model = {
+                "name": base_name(answerer.model),
+                "path": answerer.model,
+                "server": str(hidden(config.server.url)),
+            }
+            on_model(model)
+            yield Answering(answerer, None, model)
+        finally:
+            answerer.close()
+        return
+    world = init_world()
+    with ExitStack() as stack:
+        stack.callback(shutdown)
+        yield build_answering(config, world, stack, on_model)
+
+
+def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model: OnModel) -> Answering:
+    """An engine with the model's weights on every rank, until `stack` closes. Collective."""
+    if world.size % config.model.tensor_parallel_size:
+        raise ConfigError(
+            f"model.tensor_parallel_size ({config.model.tensor_parallel_size}) does not divide the {world.size} ranks; "
+            "start a multiple of it"
+        )
+    path, name = find_model(config, world, stack)
+    on_rank_zero(lambda: check_folder(config, path))
+    model = {
+        "name": name,
+        "path": str(config.model.path),
+        "fingerprint": model_fingerprint(path),
+        "dtype": dtype_name(config, world),
+    }
+    on_rank_zero(lambda: on_model(model))
+    dtype, length = dtype_of(config, path, world), max_length(config, path)
+    encoder = open_encoder(
+        path,
+        dtype=dtype,
+        max_length=prompt_room(config, length),
+        max_length_key=f"model.max_length ({length}) without the longest answer",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    engine = build_engine(config, path, encoder, dtype, length, world, stack)
+    together = config.model.tensor_parallel_size > 1
+    answerer = EngineAnswerer(
+        engine,
+        encoder,
+        length,
+        media_memory_gib=config.evaluation.media_memory_gib,
+        workers=config.workers(available_cores(world)),
+        together=together,
+    )
+    stack.callback(answerer.close)
+    batch_size = config.evaluation.batch_size
+    if batch_size is None and isinstance(engine, TransformersEngine):
+        batch_size = engine.batch_size
+    return Answering(answerer, batch_size, model, world, together)
+
+
+def check_model(config: EvalConfig) -> None:
+    """Raise what is wrong with a model before ranks start; a checkpoint of ours is not exported yet."""
+    if config.server.url is not None:
+        return
+    own = meant(str(config.model.path))
+    if own is None or not is_checkpoint(own):
+        check_folder(config, resolved(config, own))
+
+
+def check_folder(config: EvalConfig, path: Path) -> None:
+    """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
+    check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
+    prompt_room(config, max_length(config, path))
+    check_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
+
+
+def resolved(config: EvalConfig, own: Path | None) -> Path:
+    """The folder of a model that is no checkpoint; `own` is one of our runs'."""
+    model = config.model
+    path = str(own or model.path)
+    settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return resolve_model(settings, cache_dir() / "models")
+
+
+def prompt_room(config: EvalConfig, length: int) -> int:
+    """Tokens for a prompt, so that the longest first answer fits behind it."""
+    longest = max(max_tokens(config, kind) for kind in get_args(Kind))
+    if longest >= length:
+        raise ConfigError(
+            f"generation.max_tokens ({longest}) leaves no room for a prompt in model.max_length ({length}); "
+            "raise that or lower it"
+        )
+    return length - longest
+
+
+def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
+    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.meant`.
+
+    Of a checkpoint of ours an export, which lasts until `stack` closes. Collective.
+    """
+    own = on_rank_zero(lambda: meant(str(config.model.path)))
+    name = base_name(str(own or config.model.path))
+    if own is not None and is_checkpoint(own):
+        dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")
+        results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
+        return on_rank_zero(lambda: stack.enter_context(exported(own, results, dtype))), name
+    with first_rank_first(world):
+        return resolved(config, own), name
+
+
+def dtype_name(config: EvalConfig, world: World) -> str:
+    return config.model.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+
+
+def dtype_of(config: EvalConfig, path: Path, world: World) -> torch.dtype:
+    name = dtype_name(config, world)
+    if name != "auto":
+        return DTYPES[name]
+    dtype = model_config(path, trust_remote_code=config.model.trust_remote_code).dtype
+    return torch.float32 if dtype is None else dtype
+
+
+def max_length(config: EvalConfig, path: Path) -> int:
+    """Longest prompt and answer together: what is asked for, at most what the model can take."""
+    model = model_config(path, trust_remote_code=config.model.trust_remote_code)
+    longest = int(model.text_config.max_position_embeddings)
+    return min(config.model.max_length or longest, longest)
+
+
+def choose_engine(config: EvalConfig, world: World) -> str:
+    """On a CPU plain transformers is done with a tiny model before vLLM has started."""
+    asked, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
+    installed = importlib.util.find_spec("vllm") is not None
+    if asked == "vllm" and not installed:
+        raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
+    if asked == "transformers" and tensor_parallel_size > 1:
+        raise ConfigError(
+            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1'
+        )
+    if asked != "auto":
+        return asked
+    wanted = world.device.type == "cuda" or tensor_parallel_size > 1
+    return "vllm" if wanted and installed else "transformers"
+
+
+def build_engine(
+    config: EvalConfig, path: Path, encoder: Encoder, dtype: torch.dtype, length: int, world: World, stack: ExitStack
+) -> RolloutEngine:
+    """Awake with the folder's weights, until `stack` closes. Collective."""
+    engine = open_rollout_engine(
+        path,
+        encoder.processor.tokenizer,
+        world,
+        engine_settings(config, length, world),
+        dtype=dtype,
+        loaded_version=VERSION,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return stack.enter_context(engine)
+
+
+def engine_settings(config: EvalConfig, length: int, world: World) -> EngineSettings:
+    model, options = config.model, config.evaluation.engine_options
+    if choose_engine(config, world) == "vllm":
+        return VLLMSettings(
+            max_model_len=length,
+            tensor_parallel_size=model.tensor_parallel_size,
+            gpu_memory_utilization=model.gpu_memory_utilization,
+            enforce_eager=model.enforce_eager,
+            engine_options=options,
+        )
+    if options:
+        raise ConfigError(
+            f'evaluation.engine_options ({options}): of vLLM, and without model.engine = "vllm" the answers come from '
+            "transformers here; set it, or remove them"
+        )
+    batch_size = config.evaluation.batch_size or TRANSFORMERS_BATCH
+    return TransformersSettings(attention=model.attention, batch_size=batch_size)
+
+
+def available_cores(world: World) -> int:
+    """Of this rank, where those of its host share them."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))

@@ -1,0 +1,128 @@
+"""Questions answered by a rollout engine in this process, which holds the weights of a model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dsreason.data.chat import EncodedPrompt, Encoder
+from dsreason.data.loader import in_workers
+from dsreason.errors import DataError
+from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.types import Question
+from dsreason.families import family_of
+from dsreason.job.ranks import gather_objects
+from dsreason.models.load import check_depth, empty_model, model_config
+from dsreason.models.load import check_weights as check_tensors
+from dsreason.models.weights import find_weights
+from dsreason.rollout.batches import joined
+from dsreason.rollout.protocol import RolloutEngine, Sampling
+
+VERSION = 0
+"""Of the weights: they do not change."""
+GROUP_SIZE = 16
+"""Questions that are decoded between two looks at the memory that they take."""
+
+
+@dataclass
+class EngineAnswerer:
+    """An `Answerer` over an engine that is awake and has its weights."""
+
+    engine: RolloutEngine
+    encoder: Encoder
+    max_length: int
+    """Of prompt and answer together: what a retry asks for beyond that is cut off."""
+    media_memory_gib: float
+    """For decoded media that wait to be asked about: batches are cut where they need more."""
+    workers: int = 2
+    """Processes that decode media, a batch ahead."""
+    together: bool = False
+    """Whether several ranks hold the model together, so that all must ask as often."""
+    prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
+    """Of the last batch, by question id; a text says why there is none."""
+
+    def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
+        questions = [question for batch in batches for question in batch]
+        workers = self.workers if questions else 0
+        ahead = self._ahead(batches) if workers else None
+        work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
+        found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
+        for batch in batches:
+            for asked in joined(
+                self._groups(batch, found),
+                lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
+                memory_gib=self.media_memory_gib,
+                least=self.engine.max_num_seqs,
+                anyone=self._anyone,
+            ):
+                self.prompts = {question.id: prompt for question, prompt in asked}
+                yield [question for question, _ in asked]
+
+    def _groups(
+        self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
+    ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
+        """As many on every rank that has to ask as often."""
+        longest = max(gather_objects(len(batch))) if self.together else len(batch)
+        for i in range(0, longest, GROUP_SIZE):
+            yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
+
+    def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
+        """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
+        return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
+
+    def _anyone(self, flag: bool) -> bool:
+        return any(gather_objects(flag)) if self.together else flag
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+        asked: list[tuple[Request, EncodedPrompt]] = []
+        for request in requests:
+            prompt = self.prompts[request.question.id]
+            if isinstance(prompt, str):
+                yield request, Reply(error=prompt, sent=False)
+            else:
+                asked.append((request, prompt))
+        started = time.perf_counter()
+        for number, completion in self.engine.as_completed(
+            [prompt for _, prompt in asked],
+            [self._fitting(request.sampling, prompt) for request, prompt in asked],
+            version=VERSION,
+            streams=[stream_of(request.question.id) for request, _ in asked],
+        ):
+            seconds = time.perf_counter() - started
+            request, _ = asked[number]
+            yield request, Reply(completion.text, completion.finish_reason, len(completion.ids), seconds)
+
+    def _fitting(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
+        room = self.max_length - len(prompt.encoded)
+        return replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
+
+    def close(self) -> None:
+        self.prompts = {}
+
+
+def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
+    """The prompt of one of the questions, or why there is none."""
+    try:
+        prompt = encoder.encode_prompt(questions[number].sample)
+    except DataError as error:
+        return str(error)
+    return prompt if with_pixels else prompt.without_pixels()
+
+
+def stream_of(question_id: str) -> int:
+    """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
+    return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")
+
+
+def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
+    """CheckpointError unless a model of the folder's config.json can be built, and its weights are all there and fit."""
+    config = model_config(model_path, trust_remote_code=trust_remote_code)
+    weights = find_weights(model_path, family_of(config.model_type).rename)
+    check_depth(config, weights)
+    check_tensors(empty_model(config, torch.float32, attention, trust_remote_code), weights)

@@ -1,0 +1,94 @@
+"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder or hub name, or a run or checkpoint of ours."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint
+from dsreason.checkpoints.export import export_checkpoint
+from dsreason.config.output import CHECKPOINTS
+from dsreason.errors import CheckpointError
+from dsreason.evaluation.settings import run_record
+
+FINAL = Path("export") / "final"
+SAYS_LITTLE = re.compile(
+    r"(?i:final|latest|last|best|export|checkpoints?|model|hf|(step|checkpoint|epoch|iter)[_-]?\d+)"
+)
+"""Names of folders that models of many runs have."""
+EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
+
+
+def meant(given: str) -> Path | None:
+    """The model folder or checkpoint of a run of ours that a path means, None where it is no run's.
+
+    Of a run (or its `checkpoints`) the newest weights: the final export, unless a checkpoint was completed after it, as
+    where the run goes on. A checkpoint means itself.
+
+    Raises:
+        CheckpointError: a run that has neither yet.
+    """
+    path = Path(given).expanduser()
+    if is_checkpoint(path):
+        return path
+    folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
+    final, newest = path / FINAL / "config.json", find_checkpoint(folder)
+    if final.is_file():
+        is_newer = newest is not None and (newest / MARKER).stat().st_mtime > final.stat().st_mtime
+        return newest if is_newer else path / FINAL
+    if newest is None and run_record(path) is not None:
+        raise CheckpointError(
+            f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or name a model"
+        )
+    return newest
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / MARKER).is_file()
+
+
+def base_name(model: str) -> str:
+    """What a model is called in the results: the last part of its path or hub name, with the run's before `final` or so."""
+    path = Path(model).expanduser()
+    parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
+    telling = next((part for part in reversed(parts) if not SAYS_LITTLE.fullmatch(part)), "/")
+    last = parts[-1]
+    name = last if telling in (last, "/") else f"{telling}-{last}"
+    return name.replace(":", "-")
+
+
+@contextmanager
+def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
+    """A checkpoint as a Hugging Face folder in `parent`, for this process alone and as long as it needs it.
+
+    Every such folder is locked by its process. One without is a killed process's, and is deleted here.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"{parent}: no room for the export of {checkpoint} ({error.strerror}); free it, or choose another folder"
+        ) from None
+    for left in parent.glob(f"{EXPORT}*"):
+        delete_abandoned(left)
+    try:
+        with (own / LOCK).open("w") as lock:
+            with suppress(OSError):  # a file system without locks: then nobody deletes another's
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            own = own.rename(parent / own.name.replace(MAKING, EXPORT))  # seen by others only now that it is locked
+            yield export_checkpoint(checkpoint, own / "model", dtype=dtype)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def delete_abandoned(folder: Path) -> None:
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # in use, or gone by now
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)

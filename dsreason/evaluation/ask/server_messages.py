@@ -1,0 +1,130 @@
+"""A sample's messages in the form that OpenAI-compatible servers take, its media inside as data URLs.
+
+With `server.video = "file"` a clip is sent as the file, and vLLM is told how many frames to take. What it cannot be told (a
+part of the clip, sizes) or would not do (take all frames: some of its processors then sample once more) is done here, and
+the frames are sent as vLLM's video of JPEGs. With "frames" they are sent as pictures, for servers that take no videos.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import mimetypes
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+from dsreason.families import FAMILIES
+from dsreason.media import media, vision
+
+JPEG_QUALITY = 95
+PIXELS = ("min_pixels", "max_pixels", "total_pixels")
+OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
+"""Settings of a clip that a server cannot be told."""
+# Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
+FAMILY = FAMILIES["qwen2_5_vl"].vision
+FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
+IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
+
+VideoForm = Literal["file", "frames"]
+Part = dict[str, Any]
+
+
+def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str, Any]]:
+    """The messages, and the fields beside them that say how clips are to be read (empty where there is nothing to say).
+
+    Raises:
+        DataError: a medium cannot be read; the clips of one question would have to be read in different ways, and the
+            fields are for all of them.
+    """
+    messages: list[Message] = []
+    readings: list[dict[str, Any]] = []
+    for message in sample.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            sent: list[Part] = []
+            for part in content:
+                if part["type"] == "video" and form == "file":
+                    video, reading = as_video(part)
+                    sent.append(video)
+                    readings.append(reading)
+                else:
+                    sent += as_pictures(part)
+            content = sent
+        messages.append({"role": message["role"], "content": content})
+    if any(reading != readings[0] for reading in readings):
+        raise DataError(
+            "the clips of this question differ in the frames to take, and the server can be told one number only; "
+            'set vision.nframes, or server.video = "frames"'
+        )
+    return messages, {"media_io_kwargs": {"video": readings[0]}} if readings else {}
+
+
+def as_pictures(part: Part) -> list[Part]:
+    """A text as it is, an image as PNG, a clip as the JPEGs of its sampled frames."""
+    if part["type"] == "text":
+        return [{"type": "text", "text": part["text"]}]
+    if part["type"] == "image":
+        return [url_part("image", "image/png", encoded(sized_image(part), "PNG"))]
+    return [url_part("image", "image/jpeg", content) for content in jpegs(part)]
+
+
+def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
+    """The clip, and how vLLM has to read it."""
+    path = media.local_path(part["video"])
+    info, chosen = media.probe_video(path), chosen_frames(part)
+    count = len(chosen.indices)
+    if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
+        kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
+        # Which of these counts depends on the model's reader. A rate of -1 leaves the number to the others.
+        reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
+        return url_part("video", kind, base64.b64encode(path.read_bytes())), reading
+    sequence = b",".join(jpegs(part))
+    return url_part("video", "video/jpeg", sequence), {
+        "num_frames": -1,
+        "fps": info.fps,
+        "frames_indices": list(chosen.indices),
+        "total_num_frames": max(chosen.range_frames, count),  # a single frame is repeated
+        "duration": info.duration,
+        "do_sample_frames": False,
+    }
+
+
+def chosen_frames(part: Part) -> vision.FrameChoice:
+    info = media.probe_video(part["video"])
+    try:
+        return vision.sample_frames(info, part, FAMILY)
+    except DataError as error:
+        raise DataError(f"{part['video']}: {error}") from error
+
+
+def jpegs(part: Part) -> list[bytes]:
+    """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
+    indices, info = chosen_frames(part).indices, media.probe_video(part["video"])
+    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, FAMILY)
+    fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
+    frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
+    return [encoded(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
+
+
+def sized_image(part: Part) -> Image.Image:
+    image = media.load_image(part["image"])
+    if all(part.get(key) is None for key in PIXELS):
+        return image
+    height, width = vision.image_size(image.height, image.width, part, IMAGE_LIMITS)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+    """As base64."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return base64.b64encode(buffer.getvalue())
+
+
+def url_part(medium: Literal["image", "video"], kind: str, content: bytes) -> Part:
+    return {"type": f"{medium}_url", f"{medium}_url": {"url": f"data:{kind};base64,{content.decode()}"}}

@@ -1,0 +1,1 @@
+"""The questions of an evaluation, and the grading of their answers."""

@@ -1,0 +1,266 @@
+"""The questions of an evaluation: benchmark folders as cosmos-reason1 lays them out, and the rows of any adapter.
+
+    <ds>/<ds>_benchmark_qa_pairs.json    [{"video": "clips/7.mp4", "qa_pairs": {"question": "Which way?",
+                                           "index2ans": {"A": "left", "B": "right"}, "answer": "A"}}, …]
+    <ds>/clips/7.mp4
+
+`qa_pairs` may be a list; a question without `index2ans` is answered by yes, no or a text. What is wrong in a file is a
+DataError; a clip that is missing is a question with a `problem`, which counts as unanswered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from dsreason.answers.correct import kind_of, reference_of
+from dsreason.answers.parsing import parse
+from dsreason.answers.text import split_response
+from dsreason.answers.types import Kind
+from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
+from dsreason.data.chat import prompt_messages
+from dsreason.data.messages import media_parts, text_of
+from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
+from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+from dsreason.evaluation.questions.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
+from dsreason.evaluation.types import Question
+from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
+from dsreason.files.own_files import is_inside
+from dsreason.problems import nearest
+
+ANNOTATIONS = "{}_benchmark_qa_pairs.json"
+PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
+SYSTEM_PROMPT = "Answer the questions."
+
+
+def load_questions(config: EvalConfig) -> list[Question]:
+    """All questions, in the order of the configuration and of the files; or `evaluation.limit` of them, see `even_shares`.
+
+    Raises:
+        ConfigError, DataError: no such data set or adapter, no questions, a row that cannot be read, an answer that is not
+            among its options. The text names file, row and both values.
+    """
+    limit = config.evaluation.limit
+    given = [benchmark_questions(name, config) for name in config.datasets]
+    given += [row_questions(source, config) for source in config.sources]
+    datasets = [list(islice(questions, limit)) for questions in given]
+    shares = even_shares([len(questions) for questions in datasets], limit)
+    return [question for questions, share in zip(datasets, shares, strict=True) for question in questions[:share]]
+
+
+def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """How many of each data set are asked, `limit` in all: as many of each as there are, or as others have.
+
+    Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
+    """
+    shares, left = list(sizes), sum(sizes) if limit is None else limit
+    for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
+        shares[place] = min(sizes[place], left // (len(sizes) - rank))
+        left -= shares[place]
+    return shares
+
+
+# ---------------------------------------------------------------- benchmark folders
+
+
+def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
+    folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
+    seen: Counter[str] = Counter()
+    for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
+        try:
+            clip, problem = find_clip(folder, video)
+            video_id = clip_id(folder, clip)
+            sample, kind = benchmark_sample(clip, video_id, pair, config)
+        except KeyError as error:
+            raise DataError(f"{where}: field {error} is missing") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        yield identified(name, video_id, kind, sample, problem, seen)
+
+
+def find_benchmark(name: str, data_dir: Path) -> Path:
+    """`<data_dir>/<name>` or `<data_dir>/benchmark/<name>`, whichever holds the questions."""
+    places = [data_dir, data_dir / "benchmark"]
+    for place in places:
+        if (place / name / ANNOTATIONS.format(name)).is_file():
+            return place / name
+    there = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
+    if name in PUBLISHED and name not in there:
+        advice = "`dsreason data fetch` downloads it"
+    elif meant := nearest(name, [*there, *PUBLISHED]):
+        advice = f"did you mean {meant}?"
+    else:
+        advice = "check datasets and data_dir"
+    raise DataError(
+        f"dataset {name}: no {name}/{ANNOTATIONS.format(name)} in {places[0]} or {places[1]}; {advice} "
+        f"(there: {', '.join(there) or 'no benchmark'})"
+    )
+
+
+def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each question: where it stands, its video and its entry in `qa_pairs`."""
+    rows = read_rows(SourceConfig(path=str(file)))
+    if not len(rows):
+        raise DataError(f"{file}: holds no questions")
+    for index in range(len(rows)):
+        item, where = rows[index], rows.location(index)
+        if not isinstance(item, dict) or not isinstance(item.get("video"), str) or "qa_pairs" not in item:
+            raise DataError(f"{where}: must have video and qa_pairs, is {item!r:.200}")
+        pairs = item["qa_pairs"] if isinstance(item["qa_pairs"], list) else [item["qa_pairs"]]
+        if not pairs:
+            raise DataError(f"{where} ({item['video']}): qa_pairs is empty; remove the row or give it a question")
+        for number, pair in enumerate(pairs, start=1):
+            place = f"{where}, question {number} ({item['video']})" if len(pairs) > 1 else f"{where} ({item['video']})"
+            if not isinstance(pair, dict):
+                raise DataError(f"{place}: qa_pairs is {pair!r:.100}; it must have question, index2ans and answer")
+            yield place, item["video"], pair
+
+
+def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
+    """The clip's path, and why it cannot be shown."""
+    clip = folder / video
+    if not is_inside(clip.absolute(), folder.absolute()) or clip == folder:
+        raise DataError(f"field 'video': {video!r} must be a file in {folder}")
+    if os.path.isfile(clip):  # unlike Path.is_file, False for a path that is too long
+        return clip, None
+    packed = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(ARCHIVE_SUFFIXES))
+    hint = f"; {packed[0]} there is not unpacked: `dsreason data fetch` does that" if packed else ""
+    return clip, f"video: no file {clip}{hint}"
+
+
+def clip_id(folder: Path, clip: Path) -> str:
+    """`7` of `clips/7.mp4`, `left/7` of `clips/left/7.mp4`."""
+    return os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")
+
+
+def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
+    options = options_field(pair.get("index2ans"), "index2ans")
+    if options is None and pair.get("index2ans") is not None:
+        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a text for each letter")
+    answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
+        raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
+    meta = {key: pair[key] for key in ("question_kind",) if key in pair}
+    sample = with_checked_answer(Sample(video_id, [], str(answer).strip(), options, meta))
+    kind = checked_kind(sample)
+    check_reference(sample, kind)
+    lines = [text_field(pair, "question"), *option_lines(options)]
+    lines += [REQUESTS[kind]] if kind in REQUESTS else []
+    text = "\n".join(lines)
+    check_text(text)
+    video = {"type": "video", "video": str(clip), **vision_settings({}, config.vision_of(), "video")}
+    messages: list[Message] = [{"role": "user", "content": [video, {"type": "text", "text": text}]}]
+    system = SYSTEM_PROMPT if config.evaluation.system_prompt is None else config.evaluation.system_prompt
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return replace(sample, messages=as_asked(messages, kind, config)), kind
+
+
+# ---------------------------------------------------------------- rows of an adapter
+
+
+def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
+    system = config.system_prompt or evaluation.evaluation.system_prompt or ""
+    shown = evaluation.vision_of(config.vision)
+    source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
+    seen: Counter[str] = Counter()
+    for index in indices.tolist():
+        sample = source.read(index)
+        problem = missing_medium(sample.messages)
+        try:
+            sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
+            kind = config.kind or checked_kind(sample)
+            check_reference(sample, kind)
+            sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
+        except DataError as error:
+            raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
+        yield identified(config.dataset, sample.id, kind, sample, problem, seen)
+
+
+def reference_answer(sample: Sample) -> str:
+    """What is inside `<answer>` in the sample's answer or its last turn, or all of that where there are no tags."""
+    answer = split_response(reference_of(sample) or "").answer
+    if not answer:
+        raise DataError("there is no answer to grade by; give the row one, or end it with the assistant's message")
+    return answer
+
+
+# ---------------------------------------------------------------- both
+
+
+def with_checked_answer(sample: Sample) -> Sample:
+    """With the answer written as the option's letter is. DataError where it is none of them."""
+    if not sample.options:
+        return sample
+    letter = own_letter(sample.answer or "", sample.options)
+    if letter is None:
+        raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
+    return replace(sample, answer=letter)
+
+
+def as_asked(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:
+    """With the request for thoughts, where the answer type is `reasoning` and no message asks for a format."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "user":
+        raise DataError("the last message before the answer must be the user's; there is no question")
+    if config.evaluation.answer_type != "reasoning" or any("<answer>" in text_of(message) for message in messages):
+        return messages
+    what = "single letter answer" if kind == "multiple_choice" else "answer"
+    return [*messages[:-1], with_line(last, REASONING_REQUEST.format(what))]
+
+
+def with_line(message: Message, line: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n{line}"}
+    texts = [place for place, part in enumerate(content) if part["type"] == "text"]
+    if not texts:
+        return {**message, "content": [*content, {"type": "text", "text": line}]}
+    last = content[texts[-1]]
+    extended = {**last, "text": f"{last['text']}\n{line}"}
+    return {**message, "content": [*content[: texts[-1]], extended, *content[texts[-1] + 1 :]]}
+
+
+def identified(
+    dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
+) -> Question:
+    """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
+    key = question_key(words_of(sample), map(medium_name, media_parts(sample.messages)))
+    video_id = video_id or key
+    return Question(
+        id=question_id(dataset, video_id, key, seen),
+        dataset=dataset,
+        video_id=video_id,
+        kind=kind,
+        sample=sample,
+        answer=sample.answer or "",
+        options=sample.options,
+        problem=problem,
+    )
+
+
+def words_of(sample: Sample) -> str:
+    """What is said, whatever the system prompt."""
+    return "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
+
+
+def check_reference(sample: Sample, kind: Kind) -> None:
+    """DataError where the reference is none of its kind: no answer could be right."""
+    if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
+        raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
+
+
+def checked_kind(sample: Sample) -> Kind:
+    """DataError where the row names a kind that there is none of; it would else be graded as another."""
+    given = sample.meta.get("question_kind")
+    if given is not None and given not in get_args(Kind):
+        raise DataError(f"question_kind is {given!r}; it must be one of {', '.join(get_args(Kind))}")
+    return kind_of(sample)

@@ -1,0 +1,55 @@
+"""cosmos-reason1's `calculate_accuracy.py`: what it counts, and what it says of files that it skips."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dsreason.evaluation.report.results import OWN_FILES, json_files, safe_name
+
+
+class Count(NamedTuple):
+    """`complaints` are of skipped files; `files` counts all."""
+
+    files: int
+    samples: int
+    correct: int
+    complaints: list[str]
+
+    def lines(self) -> Iterator[str]:
+        accuracy = self.correct / self.samples if self.samples else 0.0
+        yield f"Total samples processed across all files: {self.samples}"
+        yield f"Total samples counted as correct: {self.correct}"
+        yield f"Mean accuracy: {accuracy:.4f} ({accuracy * 100:.2f}%)"
+
+
+def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) -> Count:
+    """Of every item with an `is_correct` in every `**/*.json`, how many have a true one: "false" is true, null is not.
+
+    `dataset` keeps the files that lie directly in folders of these names, as the older version of the script did.
+    """
+    files = json_files(results_dir)
+    if dataset is not None:
+        names = {safe_name(name) for name in dataset}
+        files = [file for file in files if file.parent.name in names]
+    samples = correct = 0
+    complaints = []
+    for file in files:
+        try:
+            items = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            complaints.append(f"Error: {file}: could not decode the JSON; skipped")
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            complaints.append(f"Error: {file}: {error}; skipped")
+            continue
+        if not isinstance(items, list):
+            if file.name not in OWN_FILES:
+                complaints.append(f"Warning: {file}: holds {type(items).__name__}, not a list; skipped")
+            continue
+        counted = [bool(item["is_correct"]) for item in items if isinstance(item, dict) and "is_correct" in item]
+        samples += len(counted)
+        correct += sum(counted)
+    return Count(len(files), samples, correct, complaints)

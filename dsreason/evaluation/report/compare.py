@@ -1,0 +1,143 @@
+"""Two runs on the same questions, compared question by question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scipy.stats import binomtest
+
+from dsreason.errors import DataError
+from dsreason.evaluation.report.score import Interval, Share, clip_of, clustered_interval, is_right, share, wilson
+from dsreason.evaluation.types import Result
+
+Pair = tuple[Result, Result]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The questions that both runs have. What has no answer is wrong."""
+
+    both_right: int
+    only_this_right: int
+    only_baseline_right: int
+    both_wrong: int
+    this: Share
+    baseline: Share
+    """How many each has right."""
+    difference: float
+    """Accuracy of this run less the baseline's."""
+    interval: Interval
+    """95 % interval of the difference; see `newcombe_interval`."""
+    clustered: Interval | None
+    """95 % interval of the difference that allows for questions about one clip being alike."""
+    p_value: float
+    """Of McNemar's exact test, two-sided: how likely so uneven a split of the changed answers is by chance."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    this: str
+    baseline: str
+    """`<model>/<answer_type>` of the two runs."""
+    overall: Paired
+    datasets: dict[str, Paired]
+    only_in_this: int
+    only_in_baseline: int
+    """Questions that only one of the runs has; they are not compared."""
+    gained: tuple[str, ...]
+    """Ids of the questions that only this run has right."""
+    lost: tuple[str, ...]
+    """Ids of the questions that only the baseline has right."""
+
+    @property
+    def warning(self) -> str | None:
+        """What to say where the runs have different questions."""
+        if not self.only_in_this and not self.only_in_baseline:
+            return None
+        common = self.overall.this.total
+        return (
+            f"the runs have different questions: {self.only_in_this} are only in {self.this} and {self.only_in_baseline} "
+            f"only in {self.baseline}; compared are the {common} common ones, so the accuracies differ from those of the runs"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str, str]) -> Comparison:
+    """Pair the results by data set and question id.
+
+    Args:
+        names: of this run and of the baseline.
+
+    Raises:
+        DataError: no question in common, or a common one has another reference answer.
+    """
+    before = {(result.datasource, result.id): result for result in baseline}
+    pairs = [(result, before[key]) for result in this if (key := (result.datasource, result.id)) in before]
+    if not pairs:
+        raise DataError(
+            f"{names[0]} and {names[1]}: have no question in common ({len(this)} and {len(baseline)} questions, "
+            f"such as {this[0].id!r} and {baseline[0].id!r}); compare runs on the same data"
+        )
+    for a, b in pairs:
+        if a.correct_answer != b.correct_answer:
+            raise DataError(
+                f"question {a.id!r}: its answer is {a.correct_answer!r:.80} in {names[0]} and {b.correct_answer!r:.80} "
+                f"in {names[1]}; compare runs on the same data"
+            )
+    datasets = sorted({a.datasource for a, _ in pairs})
+    return Comparison(
+        *names,
+        overall=_paired(pairs),
+        datasets={name: _paired([pair for pair in pairs if pair[0].datasource == name]) for name in datasets},
+        only_in_this=len(this) - len(pairs),
+        only_in_baseline=len(baseline) - len(pairs),
+        gained=tuple(a.id for a, b in pairs if is_right(a) and not is_right(b)),
+        lost=tuple(a.id for a, b in pairs if is_right(b) and not is_right(a)),
+    )
+
+
+def _paired(pairs: Sequence[Pair]) -> Paired:
+    outcomes = [(is_right(a), is_right(b)) for a, b in pairs]
+    both, gained, lost, neither = (outcomes.count((a, b)) for a in (True, False) for b in (True, False))
+    return Paired(
+        both_right=both,
+        only_this_right=gained,
+        only_baseline_right=lost,
+        both_wrong=neither,
+        this=share(both + gained, len(pairs)),
+        baseline=share(both + lost, len(pairs)),
+        difference=(gained - lost) / len(pairs),
+        interval=newcombe_interval(both, gained, lost, neither),
+        clustered=clustered_interval([a - b for a, b in outcomes], [clip_of(a) for a, _ in pairs], bounds=(-1.0, 1.0)),
+        p_value=mcnemar(gained, lost),
+    )
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided p of McNemar's exact test: the changed answers are right in either run with probability 1/2."""
+    return float(binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0
+
+
+def newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interval:
+    """95 % interval of the difference of two paired proportions, (gained - lost) / n.
+
+    Method 10 of Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
+    paired data", Statistics in Medicine 17 (1998) 2635-2650: both Wilson intervals, joined by their correlation.
+    """
+    n = both + gained + lost + neither
+    p1, p2 = (both + gained) / n, (both + lost) / n
+    (low1, high1), (low2, high2) = wilson(both + gained, n), wilson(both + lost, n)
+    margins = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
+    product = both * neither - gained * lost
+    corrected = max(product - n / 2, 0) if product > 0 else product
+    phi = corrected / math.sqrt(margins) if margins else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a**2 - 2 * phi * a * b + b**2))
+
+    return p1 - p2 - reach(p1 - low1, high2 - p2), p1 - p2 + reach(high1 - p1, p2 - low2)

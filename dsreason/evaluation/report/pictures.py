@@ -1,0 +1,108 @@
+"""Small pictures of a question's media, as data URIs that an HTML file can hold."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+
+from dsreason.errors import DataError
+from dsreason.evaluation.types import Result
+from dsreason.media.media import load_image, load_video, probe_video
+
+FRAMES = 6
+"""Of a video, evenly spaced, the first and the last included."""
+LONGEST_SIDE = 160
+JPEG_QUALITY = 70
+MAX_BYTES = 30_000_000
+"""Of all pictures together when no number is given: with the texts of 5000 questions a report then has some 50 MB."""
+VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    uri: str
+    label: str
+    """`0.5 s` of a frame; empty of an image."""
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The pictures of a question, and what is wrong with media that gave none."""
+
+    pictures: tuple[Picture, ...]
+    notes: tuple[str, ...]
+
+
+def draw_sheets(results: Sequence[Result], limit: int | None = None) -> dict[str, Sheet]:
+    """Question id → its pictures, for the first `limit` results, or until there are `MAX_BYTES`.
+
+    Shows progress on stderr. Media that several questions share are read once.
+    """
+    drawn: dict[tuple[str, ...], Sheet] = {}
+    sheets: dict[str, Sheet] = {}
+    num_bytes = 0
+    console = Console(stderr=True)
+    for result in track(results[:limit], "frames for the report", console=console, transient=True):
+        if limit is None and num_bytes > MAX_BYTES:
+            break
+        media = tuple(result.media)
+        sheet = drawn[media] = drawn.get(media) or draw_sheet(media)
+        num_bytes += sum(len(picture.uri) for picture in sheet.pictures)
+        sheets[result.id] = sheet
+    return sheets
+
+
+def draw_sheet(media: Sequence[str]) -> Sheet:
+    pictures: list[Picture] = []
+    notes: list[str] = []
+    for path in media:
+        try:
+            pictures += _pictures(path)
+        except (DataError, OSError) as error:  # OSError: a path that is too long, say
+            notes.append(str(error))
+    return Sheet(tuple(pictures), tuple(notes))
+
+
+def _pictures(path: str) -> list[Picture]:
+    suffix = Path(path).suffix.lower()
+    if suffix not in VIDEO_SUFFIXES:
+        try:
+            return [_thumbnail(load_image(path))]
+        except DataError:
+            if suffix:  # without one, as media taken out of a table may be, it can be either
+                raise
+    return _frames(path)
+
+
+def _frames(path: str) -> list[Picture]:
+    info = probe_video(path)
+    count = min(FRAMES, info.num_frames)
+    indices = [round(i * (info.num_frames - 1) / max(1, count - 1)) for i in range(count)]
+    frames = load_video(path, indices, size=_small(info.height, info.width))
+    return [
+        _thumbnail(Image.fromarray(frame), f"{index / info.fps:.1f} s")
+        for index, frame in zip(indices, frames, strict=True)
+    ]
+
+
+def _thumbnail(image: Image.Image, label: str = "") -> Picture:
+    height, width = _small(image.height, image.width)
+    file = io.BytesIO()
+    image.resize((width, height)).save(file, "JPEG", quality=JPEG_QUALITY)
+    uri = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return Picture(uri, label, width, height)
+
+
+def _small(height: int, width: int) -> tuple[int, int]:
+    """Fitted into a square of `LONGEST_SIDE`, and never enlarged."""
+    scale = min(1.0, LONGEST_SIDE / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))

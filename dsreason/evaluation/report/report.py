@@ -1,0 +1,233 @@
+"""`summary.json`, `report.md` and `report.html` of a run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dsreason.errors import DataError
+from dsreason.evaluation.report import tables
+from dsreason.evaluation.report.compare import Comparison, compare
+from dsreason.evaluation.report.results import (
+    RUN_FILE,
+    SUMMARY_FILE,
+    Run,
+    find_run,
+    find_runs,
+    read_json,
+    read_run,
+    write_text,
+)
+from dsreason.evaluation.report.score import Summary, is_right, score, verdict
+from dsreason.evaluation.types import Result
+
+if TYPE_CHECKING:
+    from dsreason.evaluation.report.pictures import Sheet
+
+MARKDOWN, HTML = "report.md", "report.html"
+
+FILTERS = {
+    "right": "right",
+    "wrong": "wrong (unparsed and unanswered too)",
+    "unparsed": "unparsed",
+    "unanswered": "unanswered",
+    "truncated": "truncated",
+    "gained": "gained on the baseline",
+    "lost": "lost to the baseline",
+}
+"""What the cards of the HTML report can be filtered by, also with `report.html#wrong`."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    summary: Summary
+    comparison: Comparison | None
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None where its pictures are left out."""
+
+    anchor: str
+    result: Result
+    verdict: str
+    tags: tuple[str, ...]
+    question: str
+    sheet: Sheet | None
+
+
+def write_reports(
+    results_dir: Path,
+    dataset: Sequence[str] | None = None,
+    *,
+    baseline: Path | None = None,
+    with_html: bool = True,
+    frames: int | None = None,
+) -> list[Report]:
+    """`write_report` for every run in `results_dir`; with a `baseline` there must be one in each of the two folders."""
+    if baseline is not None:
+        run, before = find_run(results_dir, dataset), find_run(baseline, dataset)
+        return [write_report(run, baseline=before, with_html=with_html, frames=frames)]
+    return [write_report(run, with_html=with_html, frames=frames) for run in find_runs(results_dir, dataset)]
+
+
+def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = True, frames: int | None = None) -> Report:
+    """Score a run and write `summary.json`, `report.md` and `report.html` into its folder.
+
+    Args:
+        baseline: compare with this run.
+        frames: show pictures of at most this many questions, the wrong ones first; without it until they take
+            30 MB, which makes a report of at most some 50 MB. What is left out is said in it.
+
+    Raises:
+        DataError: a result or `run.json` is malformed, the runs cannot be compared, or the folder cannot be written.
+    """
+    results = read_run(run)
+    settings = read_settings(run.folder)
+    summary = score(results, run=run.name, left_out=run.left_out)
+    comparison = compare(results, read_run(baseline), (run.name, baseline.name)) if baseline else None
+    document = summary.as_json() | {"comparison": comparison and comparison.as_json()}
+    texts = {
+        SUMMARY_FILE: json.dumps(document, indent=2, ensure_ascii=False) + "\n",
+        MARKDOWN: render_markdown(results, summary, comparison, settings),
+    }
+    if with_html:
+        from dsreason.evaluation.report.pictures import draw_sheets  # imports torch, which takes seconds
+
+        sheets = draw_sheets(sorted(results, key=is_right), frames)
+        texts[HTML] = render_html(results, summary, comparison, settings, sheets)
+    for name, text in texts.items():
+        write_text(run.folder / name, text)
+    return Report(summary, comparison, tuple(run.folder / name for name in texts))
+
+
+def read_settings(folder: Path) -> dict[str, str]:
+    """The settings in `run.json`, nested names joined by dots; none without that file."""
+    file = folder / RUN_FILE
+    if not file.exists():
+        return {}
+    settings = read_json(file)
+    if not isinstance(settings, dict):
+        raise DataError(f"{file}: must hold an object with the settings of the evaluation")
+    return dict(_flat(settings))
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- markdown
+
+
+def render_markdown(
+    results: Sequence[Result], summary: Summary, comparison: Comparison | None, settings: dict[str, str]
+) -> str:
+    """The tables, and a line for every question that is not right."""
+    environment = _environment(autoescape=False, finalize=_markdown)
+    wrong = [result for result in results if not is_right(result)]
+    template = environment.get_template("report.md.j2")
+    return template.render(summary=summary, comparison=comparison, settings=settings, wrong=wrong) + "\n"
+
+
+def _markdown(value: object) -> str:
+    """Any text as itself, on one line: what a model wrote must not become a cell, a heading or HTML."""
+    text = " ".join(str(value).split())
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(text, quote=False))
+
+
+# ---------------------------------------------------------------- HTML
+
+
+def render_html(
+    results: Sequence[Result],
+    summary: Summary,
+    comparison: Comparison | None,
+    settings: dict[str, str],
+    sheets: dict[str, Sheet],
+) -> str:
+    """One page that needs nothing else and asks for nothing: its policy forbids every script but its own."""
+    changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
+    cards = [_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
+    script = _template_text("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    without = [card for card in cards if card.sheet is None and card.result.media]
+    template = _environment(autoescape=True).get_template("report.html.j2")
+    return template.render(
+        summary=summary,
+        comparison=comparison,
+        settings=settings,
+        cards=cards,
+        anchors={card.result.id: card.anchor for card in cards},
+        filters={name: (label, count) for name, label in FILTERS.items() if (count := _count(cards, name))},
+        num_without_pictures=len(without),
+        wrong_without_pictures=sum(card.verdict != "right" for card in without),
+        style=Markup(_template_text("report.css")),
+        script=Markup(script),
+        script_digest=digest,
+    )
+
+
+def _card(number: int, result: Result, changed: str | None, sheets: dict[str, Sheet]) -> Card:
+    found = verdict(result)
+    tags: list[str] = [found] if found in ("right", "wrong") else ["wrong", found]
+    if result.finish_reason == "length":
+        tags.append("truncated")
+    if changed:
+        tags.append(changed)
+    return Card(f"q{number}", result, found, tuple(tags), question_text(result), sheets.get(result.id))
+
+
+def question_text(result: Result) -> str:
+    """What was asked, less the list of options, which is shown by itself, and what follows it."""
+    asked = result.prompt[-1] if result.prompt else ""
+    first = next(iter(result.options or {}), None)
+    return asked if first is None else asked.partition(f"\n({first}) ")[0]
+
+
+def _count(cards: Sequence[Card], tag: str) -> int:
+    return sum(tag in card.tags for card in cards)
+
+
+def _environment(**options: Any) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("dsreason.evaluation.report"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )
+    environment.filters |= {
+        "percent": tables.percent,
+        "between": tables.between,
+        "points": tables.points,
+        "points_between": tables.points_between,
+        "p_of": tables.p_of,
+    }
+    environment.globals |= {
+        "facts": tables.facts,
+        "score_facts": tables.score_facts,
+        "accuracy_parts": tables.accuracy_parts,
+    }
+    return environment
+
+
+def _template_text(name: str) -> str:
+    return (resources.files("dsreason.evaluation.report") / "templates" / name).read_text(encoding="utf-8")

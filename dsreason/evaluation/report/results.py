@@ -1,0 +1,283 @@
+"""Result files: `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`, each a JSON list of results.
+
+Those of cosmos-reason1, which have the first eight fields of a `Result` only, are read as well.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from dsreason.answers.types import Kind
+from dsreason.errors import DataError
+from dsreason.evaluation.questions.identity import question_id, question_key
+from dsreason.evaluation.types import Result
+from dsreason.files.atomic import write_file
+
+RUN_FILE = "run.json"
+"""Settings of the evaluation, beside its `<dataset>/` folders."""
+SUMMARY_FILE = "summary.json"
+OWN_FILES = (RUN_FILE, SUMMARY_FILE)
+
+MAX_NAME_BYTES = 200
+FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks the names made here, so that none equals a plain one
+PLAIN_NAME = re.compile(rf"(?!\.)[^{FORBIDDEN}]*[^{FORBIDDEN} .]")
+
+STORED = TypeAdapter(Result)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result files of one model and answer type, as far as they were asked for."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...] = ()
+    """Folders of other data sets, which were not asked for."""
+
+    @property
+    def name(self) -> str:
+        """`<model>/<answer_type>`."""
+        return "/".join(self.folder.resolve().parts[-2:])
+
+
+# ---------------------------------------------------------------- writing
+
+
+def safe_name(text: str) -> str:
+    """A file name for any text, without an ending; different texts have different names.
+
+    Usual names stay as they are. Others (slashes, a dot in front, more than 200 bytes, …) become what is plain in them
+    and a hash, parted by "~".
+    """
+    is_plain = PLAIN_NAME.fullmatch(text) is not None and f"{text}.json" not in OWN_FILES
+    if is_plain and len(text.encode()) <= MAX_NAME_BYTES:
+        return text
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._")[:80]
+    return f"{plain}~{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def result_file(folder: Path, dataset: str, video_id: str) -> Path:
+    """Where the results of a clip are, `folder` being `<results_dir>/<model>/<answer_type>`; never outside of it."""
+    return folder / safe_name(dataset) / f"{safe_name(video_id)}.json"
+
+
+def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
+    """Write all results of a clip, completely or not at all, in place of those that were there."""
+    text = json.dumps([result.as_json() for result in results], indent=2, ensure_ascii=False)
+    write_text(result_file(folder, dataset, video_id), text + "\n")
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}); give another results_dir") from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file, completely or not at all. What UTF-8 cannot hold becomes "?"."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, text.encode(errors="replace"))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another folder or free it") from error
+
+
+# ---------------------------------------------------------------- finding
+
+
+def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Run]:
+    """The runs in a folder of any level: the root of all results, a model's folder, a run's, or a data set's.
+
+    A result file is any `*.json` but `run.json`, `summary.json` and what lies beside a `run.json`; its folder is the data
+    set's, and the one above that (or `results_dir` itself) the run's.
+
+    Args:
+        dataset: only these data sets.
+
+    Raises:
+        DataError: there is no such folder, no result, or none of a data set asked for.
+    """
+    if not results_dir.is_dir():
+        raise DataError(f"{results_dir}: no such folder; give the --results-dir of an evaluation")
+    files = [file for file in json_files(results_dir) if file.name not in OWN_FILES]
+    files = [file for file in files if not (file.parent / RUN_FILE).exists()]
+    if not files:
+        raise DataError(f"{results_dir}: holds no results (<model>/<answer_type>/<dataset>/<video_id>.json)")
+    wanted = None if dataset is None else {safe_name(name): name for name in dataset}
+    present = {_dataset_folder(file) for file in files}
+    if wanted is not None and (missing := [name for folder, name in wanted.items() if folder not in present]):
+        raise DataError(
+            f"{results_dir}: holds no results of {', '.join(missing)}; there are those of {', '.join(sorted(present))}"
+        )
+    runs: dict[Path, list[Path]] = {}
+    for file in files:
+        runs.setdefault(results_dir if file.parent == results_dir else file.parent.parent, []).append(file)
+    found = [_run(folder, files, wanted) for folder, files in sorted(runs.items())]
+    return [run for run in found if run.files]
+
+
+def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
+    """The one run in a folder. DataError as `find_runs`, or where there are several."""
+    runs = find_runs(results_dir, dataset)
+    if len(runs) > 1:
+        names = ", ".join(str(run.folder) for run in runs)
+        raise DataError(f"{results_dir}: holds {len(runs)} evaluations; give the folder of one: {names}")
+    return runs[0]
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The result files in a data set's folder; the reports that `dsreason score` may have put beside them are none."""
+    return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
+
+
+def json_files(folder: Path) -> list[Path]:
+    """Every `*.json` at any depth, sorted; hidden ones aside."""
+    return sorted(folder / name for name in glob.glob("**/*.json", root_dir=folder, recursive=True))
+
+
+def _run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:
+    if wanted is None:
+        return Run(folder, tuple(files))
+    chosen = tuple(file for file in files if _dataset_folder(file) in wanted)
+    return Run(folder, chosen, tuple(sorted({_dataset_folder(file) for file in files} - set(wanted))))
+
+
+def _dataset_folder(file: Path) -> str:
+    return file.parent.name or file.parent.resolve().name
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_results(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Result]:
+    """All results of the one run in a folder; see `find_run` and `read_run`."""
+    return read_run(find_run(results_dir, dataset))
+
+
+def read_run(run: Run) -> list[Result]:
+    """The results of a run, by data set and clip, and those of a clip as they stand in its file.
+
+    Raises:
+        DataError: a file is no JSON list of results, or two of them have the same id; names file and item (from 1).
+    """
+    found: dict[str, str] = {}
+    results = []
+    for file in run.files:
+        for number, result in enumerate(read_file(file), start=1):
+            where = f"{file}: item {number}"
+            first = found.setdefault(result.id, where)
+            if first != where:
+                raise DataError(f"{where}: question {result.id!r} is there already ({first}); remove one of the two")
+            results.append(result)
+    if not results:
+        raise DataError(f"{run.folder}: its {len(run.files)} result files are empty lists; there is nothing to score")
+    return sorted(results, key=lambda result: (result.datasource, result.video_id))
+
+
+def read_file(file: Path) -> list[Result]:
+    """The results in a file, in its order.
+
+    Raises:
+        DataError: names the file, and the item (from 1) that is not a result.
+    """
+    items = read_json(file)
+    if not isinstance(items, list):
+        raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
+    seen: Counter[str] = Counter()
+    return [_read_item(item, file, number, seen) for number, item in enumerate(items)]
+
+
+def read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: is not valid JSON ({error}); evaluate its clip again, or remove it") from error
+
+
+def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
+    where = f"{file}: item {number + 1}"
+    if not isinstance(item, dict):
+        raise DataError(f"{where}: is {_kind_of_json(item)}, not a result")
+    if "is_correct" not in item:
+        raise DataError(f"{where}: is_correct is missing (--compat skips such items)")
+    if not isinstance(item["is_correct"], bool):
+        raise DataError(f"{where}: is_correct is {item['is_correct']!r:.80}, not true or false (--compat accepts it)")
+    try:
+        return STORED.validate_python(_completed(item, file, number, seen))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise DataError(f"{where}: {field} is {first['input']!r:.80}: {message}") from error
+
+
+def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
+    """A result with what cosmos-reason1's do not say; of its own eight fields, too, only `is_correct` has to be there.
+
+    A question has the id there that it has here, so that the two can be compared.
+    """
+    datasource = item.get("datasource", _dataset_folder(file))
+    video_id = item.get("video_id", file.stem)
+    prompt = _texts(item.get("prompt") or [])
+    if "id" not in item:
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        key = question_key(last, [str(video_id)]) if isinstance(last, str) else str(number)
+        item = item | {"id": question_id(datasource, video_id, key, seen)}
+    texts = dict.fromkeys(("correct_answer", "reasoning", "answer", "full_response", "finish_reason"), "")
+    defaults = texts | {
+        "datasource": datasource,
+        "video_id": video_id,
+        "kind": _kind_of_answer(item.get("correct_answer")),
+        "options": None,
+        "media": [],
+        "rule": "not recorded",
+        "attempts": 1,
+        "completion_tokens": 0,
+        "seconds": 0.0,
+    }
+    return defaults | item | {"prompt": prompt}
+
+
+class _Part(BaseModel):
+    text: str = ""
+
+
+class _Message(BaseModel):
+    content: str | list[_Part]
+
+    def said(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content if p.text)
+
+
+_MESSAGES = TypeAdapter(list[_Message])
+
+
+def _texts(prompt: Any) -> Any:
+    """Of the messages that cosmos-reason1 stores, what they say; anything else as it is."""
+    try:
+        return [message.said() for message in _MESSAGES.validate_python(prompt)]
+    except ValidationError:
+        return prompt
+
+
+def _kind_of_answer(reference: object) -> Kind:
+    is_letter = isinstance(reference, str) and re.fullmatch(r"\s*[A-Za-z]\s*", reference)
+    return "multiple_choice" if is_letter else "open"
+
+
+def _kind_of_json(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

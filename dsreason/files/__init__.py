@@ -1,0 +1,1 @@
+"""Files wherever they are: addresses, S3, the cache, archives, locks."""

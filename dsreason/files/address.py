@@ -1,0 +1,94 @@
+"""Addresses in storage, `s3://bucket/prefix` and `hub:user/name`, taken apart. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from dsreason.secrets import without_credentials
+
+S3 = "s3://"
+HUB = "hub:"
+BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<folder>[^@]+))?(?:@(?P<revision>[\w./-]+))?")
+TOKEN = re.compile(r"hf_\w+")
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """An object, or all that begins with `key` and a slash; an empty key is the whole bucket."""
+
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{S3}{self.bucket}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: str) -> S3Address:
+        return replace(self, key=f"{self.key}/{name}".lstrip("/"))
+
+    @property
+    def parent(self) -> S3Address:
+        return replace(self, key=self.key.rpartition("/")[0])
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """A model repository on the Hugging Face Hub, or a folder in it; `revision` is a branch (None: main)."""
+
+    repo: str
+    folder: str = ""
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{HUB}{self.repo}/{self.folder}".rstrip("/") + revision
+
+    def __truediv__(self, name: str) -> HubAddress:
+        return replace(self, folder=f"{self.folder}/{name}".lstrip("/"))
+
+
+def is_s3(text: str) -> bool:
+    return text.startswith(S3)
+
+
+def parse_s3(text: str) -> S3Address:
+    """Raises ValueError, whose text shows no key or password that stood in the address."""
+    bucket, _, key = text.removeprefix(S3).partition("/")
+    if BUCKET.fullmatch(bucket) is None:
+        if "@" in text or ":" in text.removeprefix(S3):
+            raise ValueError(
+                "s3://…@…: keys do not belong into an address; write s3://bucket/prefix, and set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
+        raise ValueError(
+            f"{text}: {bucket!r} is no bucket name (3 to 63 small letters, digits, dots and hyphens); write s3://bucket/prefix"
+        )
+    if "?" in key:
+        raise ValueError(
+            f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; leave out ? and what follows"
+        )
+    return S3Address(bucket, _checked(key.strip("/"), f"{S3}{bucket}/{key}"))
+
+
+def parse_target(text: str) -> S3Address | HubAddress:
+    """Where something is uploaded to. Raises ValueError that says what is wrong with it."""
+    if is_s3(text):
+        return parse_s3(text)
+    match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
+    if not text.startswith(HUB) or match is None:
+        shown = TOKEN.sub("hf_…", without_credentials(text))
+        raise ValueError(
+            f"{shown!r} is no place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+        )
+    if TOKEN.search(text):
+        raise ValueError("hub:…: a token does not belong into an address; set HF_TOKEN")
+    return HubAddress(match["repo"], _checked((match["folder"] or "").strip("/"), text), match["revision"])
+
+
+def _checked(path: str, text: str) -> str:
+    """A path that names the same place in a local folder, so that none can be left through it."""
+    if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
+        raise ValueError(f"{text}: has an empty part, '.' or '..' in its path; write it without")
+    return path

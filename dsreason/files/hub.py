@@ -1,0 +1,74 @@
+"""What the Hugging Face Hub's library raises, in words that say what to do."""
+
+from __future__ import annotations
+
+import os
+
+from huggingface_hub import get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from dsreason.errors import StorageError
+from dsreason.secrets import hide_secrets
+
+HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError)
+"""What the library raises; HTTPError is httpx's or httpx2's, as the library's version has it."""
+ADVICE = {
+    401: "the token in HF_TOKEN is missing, wrong or expired: make one that may write, in the settings of your account",
+    403: "the token in HF_TOKEN may not write there: it needs the right to write, and you that of the account",
+    404: "no such repository or branch that this token may see: correct the name",
+    429: "too many requests: try again later",
+}
+
+
+def hub() -> str:
+    """Its address; `HF_ENDPOINT` names a mirror."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
+    """One of `HUB_ERRORS`, of a repository that was read (it has its `page` on the Hub) or written.
+
+    The library's texts may hold signed addresses: raise it from None where others see them.
+    """
+    if isinstance(error, OfflineModeIsEnabled):
+        return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it")
+    if isinstance(error, LocalEntryNotFoundError):
+        return StorageError(f"{where}: is not in the Hub's cache, and the Hub cannot be reached")
+    if isinstance(error, HFValidationError):
+        return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
+    if not isinstance(error, HfHubHTTPError):
+        text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
+        return StorageError(text, passing=not isinstance(error, ValueError))
+    status, told = error.response.status_code, first_line(error.server_message or "")
+    if page and (advice := reading_advice(error, page, revision)):
+        return StorageError(f"{where}: {advice}", status=status)
+    passing = status == 429 or status >= 500
+    advice = ADVICE.get(status, "it has a failure: try again later" if passing else "check the name")
+    answer = f"the Hub answers {status}" + (f" ({told})" if told else "")
+    return StorageError(f"{where}: {answer}; {advice}", status=status, passing=passing)
+
+
+def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:
+    token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (it is not set)"
+    if isinstance(error, GatedRepoError):
+        present = "the present one has no access" if get_token() else "it is not set"
+        return f"is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account ({present})"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"no such repository on the Hub, or a private one; check the name and {token}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"no revision {revision!r}; look at {page}/tree/main for branches and commits"
+    status = error.response.status_code
+    return f"the Hub answers {status}; check {token}" if status in (401, 403) else ""
+
+
+def first_line(text: str) -> str:
+    return hide_secrets(text.strip().partition("\n")[0])

@@ -1,0 +1,135 @@
+"""A data set is made of its own files: what the README and index files of a local one name must lie in its folder.
+
+The rule is that of media: a path counts as it is written, so links, which a person made, may lead anywhere. A data set on
+the Hub may name addresses, but no files of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import DatasetCard, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+
+from dsreason.errors import DataError
+from dsreason.secrets import without_credentials
+
+README = "README.md"
+STANDALONE = ".huggingface.yaml"
+"""Holds what the README's header may hold, and wins."""
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` writes: the table's files, and the folder of each split."""
+
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
+"""`http://…`, `data:…`, and what the library `fsspec` chains: `zip://rows.jsonl::http://…`."""
+
+
+def is_inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether an absolute path, as it is written, stays below an absolute `folder`."""
+    return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
+
+
+def check_configs(folder: Path) -> None:
+    """DataError where a `configs` entry of the folder's README takes its files from anywhere else."""
+    for name in (README, STANDALONE):
+        if (file := folder / name).is_file():
+            for key, text in _named_files(file):
+                _check(file, key, text, folder, folder)
+
+
+def check_hub_configs(repository: str, revision: str | None) -> None:
+    """DataError where the README of a data set on the Hub names files of this machine."""
+    for name in (README, STANDALONE):
+        try:
+            file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
+        except RemoteEntryNotFoundError:
+            continue
+        except (HfHubHTTPError, OSError, ValueError):
+            return  # `datasets` meets the same and tells it
+        for key, text in _named_files(file):
+            if _is_local(text):
+                raise DataError(
+                    f"{repository}: {name}: {key}: {text} is a file of this machine, not of the data set; "
+                    "read a copy of the data set from which that entry is removed"
+                )
+
+
+def check_saved(folder: Path) -> None:
+    """DataError where the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
+    tables = [folder]
+    if (file := folder / SPLITS).is_file():
+        splits = list(_texts(_read_index(file).get("splits")))
+        for i, split in enumerate(splits):
+            _check(file, f"splits[{i}]", split, folder, folder)
+        tables += [folder / split for split in splits]
+    for table in tables:
+        if (file := table / STATE).is_file():
+            entries = _read_index(file).get("_data_files")
+            for i, entry in enumerate(entries if isinstance(entries, list) else []):
+                for text in _texts(entry):
+                    _check(file, f"_data_files[{i}].filename", text, table, folder)
+
+
+def _named_files(file: Path) -> Iterator[tuple[str, str]]:
+    """(key, text) of all files that a README or standalone header names, read as the library `datasets` reads it."""
+    try:
+        header = (
+            DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}
+        )
+        configs = header.get("configs")
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file}: its YAML header cannot be read: {error}; correct it") from error
+    for i, config in enumerate(configs if isinstance(configs, list) else []):
+        for key in ("data_dir", "data_files"):
+            for text in _texts(config.get(key) if isinstance(config, dict) else None):
+                yield f"configs[{i}].{key}", text
+
+
+def _is_local(text: str) -> bool:
+    """Whether what a README on the Hub names is a file here: an absolute or climbing path, `file:`, or a chain's end."""
+    first, *chained = text.split("::")
+    repository = Path("/repository")
+    return (
+        any("://" not in part for part in chained)
+        or any(re.match("(file|local):", part) for part in (first, *chained))
+        or not is_inside(repository / first, repository)
+    )
+
+
+def _read_index(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not JSON ({error}); save the data set again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: must hold a JSON object, holds {found!r:.100}; save the data set again")
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, however it nests lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, list | dict) and id(item) not in seen:
+            seen.add(id(item))  # YAML's aliases can make a short text a list of a billion, or one that holds itself
+            waiting += reversed(list(item.values() if isinstance(item, dict) else item))
+
+
+def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:
+    """DataError unless `given`, relative to `base`, stays in `folder`."""
+    if ADDRESS.match(given):
+        raise DataError(
+            f"{file}: {key}: {without_credentials(given)} is an address; a local data set is read from its own folder, "
+            f"download the file into {folder} and name it there"
+        )
+    if not is_inside(base.absolute() / given, folder.absolute()):
+        raise DataError(f"{file}: {key}: {given} leads out of {folder}; move the file there, or give it as data.path")

@@ -1,0 +1,144 @@
+"""Files in S3 as local ones: fetched into the cache once, whole or not at all, by however many processes ask.
+
+A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
+fetched anew. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
+changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from multiprocessing.pool import ThreadPool
+from pathlib import Path, PurePosixPath
+
+from dsreason.errors import DataError, StorageError
+from dsreason.files.address import S3Address, is_s3, parse_s3
+from dsreason.files.atomic import build_once
+from dsreason.files.cache import cache_dir
+from dsreason.files.s3 import S3Object, find_object, list_objects, read_into
+from dsreason.secrets import without_credentials
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 8
+"""Files of a folder fetched at the same time."""
+REMEMBERED = 200_000
+"""Objects of which a process knows where their copies are."""
+SHOWN_BYTES = 100_000_000
+"""From this size on, a fetch is logged."""
+
+
+def read_address(text: str) -> S3Address:
+    """DataError where `s3://…` is not one."""
+    try:
+        return parse_s3(text)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def check_place(key: str, text: str) -> None:
+    """DataError for an address that is not in S3, before it is taken for a path and a password in it is shown."""
+    if is_s3(text):
+        read_address(text)
+    elif "://" in text:
+        raise DataError(
+            f"{key}: {without_credentials(text)} is an address; only local paths, s3:// addresses and data sets on the "
+            "hub are read, download it first"
+        )
+
+
+def join_address(folder: S3Address, relative: str) -> S3Address:
+    """An object below `folder`. DataError where the path leads out of it."""
+    if ".." in PurePosixPath(relative).parts:
+        raise DataError(f"{relative} leads out of {folder}; set data.media_path or use whole addresses")
+    return folder / str(PurePosixPath(relative))
+
+
+def local_copy(text: str) -> Path:
+    """The local copy of one object.
+
+    Raises:
+        DataError: it is no address, or there is no such object.
+        StorageError: S3 cannot be reached or refuses; this is no fault of the data.
+    """
+    copy = _copy_of(text)
+    if not copy.is_file():  # the cache was cleared meanwhile
+        _copy_of.cache_clear()
+        copy = _copy_of(text)
+    return copy
+
+
+@lru_cache(REMEMBERED)
+def _copy_of(text: str) -> Path:
+    address = read_address(text)
+    if not address.key:
+        raise DataError(f"{address}: names a bucket, not a file in it")
+    try:
+        source = find_object(address)
+    except StorageError as error:
+        if error.status == 404:
+            raise DataError(f"{address}: there is no such object, or no bucket {address.bucket}") from None
+        raise
+    folder = _folder(address, source.version)
+    name = PurePosixPath(address.key).name
+    with _kept(folder):
+        return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
+
+
+def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
+    """A local copy of a folder: the objects whose path below it is `wanted`. Errors: as `local_copy`."""
+    address = read_address(text)
+    found = list_objects(address)
+    chosen = {name: source for name, source in sorted(found.items()) if wanted(name)}
+    if not chosen:
+        what = "is nothing of use" if found else "is nothing"
+        raise DataError(f"{address}: there {what} below this address")
+    for name in chosen:
+        if (
+            not PurePosixPath(name).parts
+            or name != str(PurePosixPath(name))
+            or {"..", "/"} & {*PurePosixPath(name).parts}
+        ):
+            raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
+    folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
+    with _kept(folder):
+        return build_once(folder, lambda partial: _fetch_all(address, chosen, partial))
+
+
+def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path) -> None:
+    log.info("fetching %d files of %s", len(chosen), address)
+    with ThreadPool(PARALLEL) as threads:
+        for _ in threads.imap(lambda item: _fetch(item[1], partial / item[0]), chosen.items()):
+            pass
+
+
+def _folder(address: S3Address, version: str) -> Path:
+    key = hashlib.sha256(f"{address} {version}".encode()).hexdigest()[:24]
+    return cache_dir() / "s3" / address.bucket / key
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the copy cannot be kept: {error}; make room, or set DSREASON_CACHE to another folder"
+        ) from error
+
+
+def _fetch(source: S3Object, file: Path) -> None:
+    """What is missing of the file; what an earlier process left is of the same version."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    left = source.size - (file.stat().st_size if file.exists() else 0)
+    free = shutil.disk_usage(file.parent).free
+    if left > free:
+        raise OSError(f"{source.address} needs {left} bytes, {free} are free")
+    if source.size >= SHOWN_BYTES:
+        log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
+    read_into(source, file)

@@ -1,0 +1,198 @@
+"""S3 through boto3: keys, region and AWS_ENDPOINT_URL from the environment, refusals that may pass waited out, errors named.
+
+boto3 would try again in silence, and not after damage that only an ETag shows; here it tries once, and `persist` decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dsreason.errors import StorageError
+from dsreason.files.address import S3Address
+from dsreason.files.retries import persist
+from dsreason.secrets import hide_secrets, quiet_libraries, without_credentials
+
+Answer: TypeAlias = Mapping[str, Any]
+
+CONNECT_LIMIT_S = 10
+READ_LIMIT_S = 60
+"""Without a byte from the server."""
+READ_BYTES = 32 * 1024**2
+"""Asked for at once: what a cut connection costs."""
+PASSING_CODES = (
+    "RequestTimeout",
+    "SlowDown",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "OperationAborted",
+)
+"""Refusals below status 500 that another try may mend."""
+
+
+@dataclass(frozen=True)
+class S3Object:
+    address: S3Address
+    size: int
+    etag: str
+    version: str
+    """Changes whenever the content does: ETag, size and time."""
+
+
+def connect() -> Any:
+    """boto3's client in this process, of the environment as it is now."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if without_credentials(endpoint) != endpoint:
+        raise StorageError(
+            "AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # botocore knows only the latter
+    return _client(os.getpid(), endpoint, region, READ_LIMIT_S)
+
+
+@lru_cache(maxsize=1)
+def _client(process: int, endpoint: str, region: str | None, read_limit: float) -> Any:
+    """Of one process: a fork must not write into its parent's connections."""
+    import boto3  # a quarter of a second, for those who need it
+    from botocore.config import Config
+
+    quiet_libraries()
+    settings: dict[str, Any] = {}
+    if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+        # Many servers that speak S3 refuse the checksum headers that are AWS's default; uploads are compared by ETag.
+        settings["request_checksum_calculation"] = "when_required"
+    once = {"total_max_attempts": 1, "mode": "standard"}
+    config = Config(retries=once, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
+    return boto3.session.Session().client("s3", region, endpoint_url=endpoint or None, config=config)
+
+
+def request(
+    method: str,
+    address: S3Address,
+    *,
+    check: Callable[[Answer], None] = lambda answer: None,
+    attempts: int | None = None,
+    **parameters: Any,
+) -> Answer:
+    """The answer to an S3 API call (`head_object`) on the bucket of `address`.
+
+    Args:
+        check: raises StorageError for an answer that shows damage.
+        parameters: the call's own, but for the bucket.
+
+    Raises:
+        StorageError: names the address and the server's answer.
+    """
+
+    def once() -> Answer:
+        with named_errors(address):
+            answer: Answer = getattr(connect(), method)(Bucket=address.bucket, **parameters)
+        check(answer)
+        return answer
+
+    return persist(once, attempts)
+
+
+def find_object(address: S3Address) -> S3Object:
+    found = request("head_object", address, Key=address.key)
+    return _object(address, found["ContentLength"], found)
+
+
+def list_objects(address: S3Address) -> dict[str, S3Object]:
+    """Everything below the address, by its path from there; folder marks (keys that end with a slash) left out."""
+    prefix = f"{address.key}/".lstrip("/")
+    found: dict[str, S3Object] = {}
+    following: dict[str, Any] = {}
+    while True:
+        page = request("list_objects_v2", address, Prefix=prefix, **following)
+        for entry in page.get("Contents", []):
+            key, size = entry["Key"], entry["Size"]
+            if not key.endswith("/"):
+                found[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
+        if not page.get("IsTruncated"):
+            return found
+        following = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def read_into(source: S3Object, file: Path) -> None:
+    """Append to `file` what it lacks of the object; a cut connection costs at most READ_BYTES.
+
+    Raises:
+        StorageError: cannot be read, or was changed since `source` was made.
+    """
+    with file.open("ab") as target:
+        while target.tell() < source.size:
+            target.write(persist(lambda: _read(source, target.tell())))
+
+
+def _read(source: S3Object, start: int) -> bytes:
+    last = min(start + READ_BYTES, source.size) - 1
+    with named_errors(source.address):
+        answer = connect().get_object(
+            Bucket=source.address.bucket, Key=source.address.key, Range=f"bytes={start}-{last}", IfMatch=source.etag
+        )
+        content = bytes(answer["Body"].read())
+    if len(content) != last - start + 1:
+        raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", passing=True)
+    return content
+
+
+def _object(address: S3Address, size: int, facts: Answer) -> S3Object:
+    etag = facts["ETag"]
+    return S3Object(address, size, etag, f"{etag} {size} {int(facts['LastModified'].timestamp())}")
+
+
+# ---------------------------------------------------------------- errors
+
+
+@contextmanager
+def named_errors(address: S3Address) -> Iterator[None]:
+    """What boto3 raises, as a StorageError. Without its cause: those texts may hold what nobody should see."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        raise refused(address, error.response) from None
+    except (OSError, ValueError, BotoCoreError) as error:
+        raise unreached(address, error) from None
+
+
+def refused(address: S3Address, response: Answer) -> StorageError:
+    """The error for an answer with an error status."""
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
+    told = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
+    text = f"{address}: the server answers {hide_secrets(told)}{advice(status, code, address)}"
+    passing = (status >= 500 and status != 501) or status in (408, 429) or code in PASSING_CODES
+    return StorageError(text, status=status, passing=passing)
+
+
+def advice(status: int, code: str, address: S3Address) -> str:
+    if code == "NoSuchBucket":
+        return f"; create the bucket {address.bucket}, or correct its name"
+    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"):
+        return "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
+    if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status == 301:
+        return "; set AWS_REGION to the region of the bucket"
+    if status == 412:
+        return "; it was changed while it was read: start again"
+    if status in (401, 403):
+        return "; these keys may not do that there: check them, and the bucket's policy"
+    return ""
+
+
+def unreached(address: S3Address, error: Exception) -> StorageError:
+    """The error where no answer came."""
+    from botocore.exceptions import NoCredentialsError, PartialCredentialsError
+
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+        return StorageError(f"{address}: no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
+    text = hide_secrets((str(error).strip() or f"no answer ({type(error).__name__})").splitlines()[0])
+    return StorageError(f"{address}: {text}", passing=not isinstance(error, ValueError))

@@ -1,0 +1,224 @@
+"""Failures of ranks: what a rank leaves of its own for whoever started it, and which one the others followed from.
+
+Nothing here imports torch: the parent has to run before `prepare_environment`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from mmap import mmap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
+from dsreason.files.atomic import write_file
+from dsreason.secrets import hide_secrets
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+ERROR_DIR = "DSREASON_ERROR_DIR"
+"""Set by our own launcher only: the folder that ranks leave their errors in, for the parent to print."""
+TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Set by torchrun: what a rank leaves there ends torchrun's last report."""
+
+CRASH_LOG = "dsreason.crash"
+"""Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided elsewhere."""
+
+TIME_LIMIT_EXIT_CODE = 124
+"""Of ranks that the watchdog ended, and of the command then."""
+PEER_EXIT_CODE = 123
+"""Of ranks that ended because another one has failed."""
+FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
+"""After which nothing is started again."""
+AGENT_PATIENCE = 30
+"""Seconds after which torch's agent kills a rank that SIGTERM did not end."""
+PLACE_BYTES = 256
+LINE_BYTES = 8192
+"""Of the end of a log, to find its last line in."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: its own words, or what its exit code tells."""
+
+    rank: int
+    text: str
+    exit_code: int
+    mendable: bool
+    """A `DsReasonError`: told without a traceback."""
+    time: float
+    signal: int = 0
+    """That killed it."""
+    silent: bool = False
+    """It left no words; the text is what others noticed."""
+    restarts: bool = True
+    """Whether another start may help: not where a person has to change something, or has asked for the end."""
+
+
+class RankError(DsReasonError):
+    """A rank's failure, as its parent or another rank raises it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.exit_code = failure.exit_code
+        self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
+
+
+def as_heard(failure: Failure) -> Failure:
+    """Another rank's failure, as what ends this one."""
+    return failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE)
+
+
+# In a rank
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def as_told(error: BaseException) -> BaseException:
+    """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return error
+    file = f"{error.filename}: " if error.filename else ""
+    return SaveError(
+        f"{file}{error.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
+        "continues with --resume auto"
+    )
+
+
+def failure_of(error: BaseException) -> Failure:
+    """This rank's failure."""
+    error = as_told(error)
+    if isinstance(error, RankError):
+        return error.failure
+    if isinstance(error, DsReasonError):
+        text, restarts = hide_secrets(str(error)), error.exit_code not in FINAL_EXIT_CODES
+        return Failure(own_rank(), text, error.exit_code, mendable=True, time=time.time(), restarts=restarts)
+    return Failure(own_rank(), crash_text(error), exit_code=1, mendable=False, time=time.time())
+
+
+def crash_text(error: BaseException) -> str:
+    text = hide_secrets("".join(traceback.format_exception(error)))
+    if "DataLoader worker (pid" in text:  # raised from a signal handler, wherever the trainer happens to be
+        text += "a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch\n"
+    return text
+
+
+def leave_failure(failure: Failure) -> None:
+    """Leave why this rank ends where its launcher looks; its first word counts.
+
+    Our own parent looks at every rank: it needs no hearsay. torchrun takes the earliest for the cause, in whole seconds,
+    and a rank that was killed has left nothing.
+    """
+    if ERROR_DIR in os.environ:
+        if failure.rank == own_rank():
+            write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
+    elif TORCHRUN_ERROR_FILE in os.environ:
+        when = str(int(failure.time) - failure.silent)
+        told = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
+        write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": told}))
+
+
+def write_once(file: Path, text: str) -> None:
+    with suppress(OSError):  # nor may a full disk hide the error
+        if not file.exists():
+            write_file(file, text)
+
+
+def leave_place(place: str) -> None:
+    """Note what this rank is doing, for the parent to tell if it is killed. Several times a step: it has to be cheap."""
+    if ERROR_DIR in os.environ:
+        place_of_rank(Path(os.environ[ERROR_DIR]) / f"place_{own_rank()}")[:] = place.encode().ljust(PLACE_BYTES)
+
+
+@cache
+def place_of_rank(file: Path) -> mmap:
+    file.write_bytes(bytes(PLACE_BYTES))
+    with file.open("r+b") as opened:
+        return mmap(opened.fileno(), PLACE_BYTES)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not empty, without secrets; "" where there is none, or no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LINE_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return hide_secrets(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+
+
+# In the parent
+
+
+def left_failures(error_dir: Path) -> list[Failure]:
+    return [Failure(**json.loads(file.read_text())) for file in error_dir.glob("rank_*.json")]
+
+
+def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
+    first = min(failure.timestamp for failure in failures.values())
+    return {
+        rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
+        for rank, failure in failures.items()
+    }
+
+
+def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+    """The failure that the others followed from.
+
+    Args:
+        left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
+        exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
+            agent ends the others with SIGTERM.
+    """
+    told = {failure.rank for failure in left}
+    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
+    followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
+    killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
+    mendable = [failure for failure in left if failure.mendable]
+    late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
+    if late and not mendable:
+        return _together(late, exit_codes)
+    # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
+    by_signal = [failure for failure in killed if failure.signal]
+    return min(by_signal or mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+
+
+def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+    """Where every rank was when the watchdog ended them; last the one that ran out of time first."""
+    silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
+    texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
+    texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
+    return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
+
+
+def _silent_failure(rank: int, exit_code: int) -> Failure:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = " (often: out of memory; see the kernel log)" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name}{hint}"
+    else:
+        text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
+    return Failure(rank, text, exit_code=1, mendable=False, time=0.0, signal=max(0, -exit_code), silent=True)
+
+
+def with_last_words(failure: Failure, error_dir: Path, log: Path) -> Failure:
+    """What a rank that left no words was doing, and the end of its log."""
+    if not failure.silent:
+        return failure
+    place, line = error_dir / f"place_{failure.rank}", last_line(log)
+    text = f"{failure.text} {place.read_text().strip()}" if place.exists() else failure.text
+    return replace(failure, text=f"{text}\nits last log line: {line}" if line else text)

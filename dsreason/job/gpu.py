@@ -1,0 +1,89 @@
+"""The GPU of this process: choosing it, what is not used of it, and what its errors at the start mean."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dsreason.errors import DsReasonError
+from dsreason.job.driver import check_gpus
+
+OLD_DRIVER = (
+    "the NVIDIA driver is too old for this torch ({torch}, built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or "
+    "newer), or install a torch that is built for the driver's CUDA"
+)
+CAUSES = {
+    r"Duplicate GPU detected": "two ranks use the same GPU; start one rank for each GPU, and look whether "
+    "CUDA_VISIBLE_DEVICES ({visible}) names one twice, or each rank sees the same one alone",
+    r"invalid device ordinal": "there is no GPU {local_rank} here: {gpus} visible (CUDA_VISIBLE_DEVICES: {visible}), and each "
+    "rank needs one of its own, counted from 0; start at most {gpus} on this host (--nproc, --nproc-per-node, --num_gpus)",
+    r"CUDA out of memory|C(uda|UDA) (failure|error).*out of memory": "GPU {local_rank} is full before the model is loaded; "
+    "`nvidia-smi` shows what holds its memory: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
+    r"driver on your system is too old": OLD_DRIVER,
+    r"driver version is insufficient": OLD_DRIVER,
+    r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and start this host "
+    "(or its container) anew",
+    r"no CUDA-capable device": "no GPU is visible; look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES ({visible}), and whether the "
+    "container was started with GPUs",
+    r"busy or unavailable": "GPU {local_rank} is taken by another process, and its compute mode allows one alone; end that "
+    "process, or set the mode to default (`nvidia-smi --compute-mode=0`)",
+    r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) has no code for GPU {local_rank}; install one that has",
+    r"CUDA unknown error": "the NVIDIA driver does not answer; start this host (or its container) anew",
+    r"ncclUnhandledCudaError": "a call of CUDA failed inside NCCL; NCCL_DEBUG=INFO shows which",
+}
+"""What CUDA's and NCCL's errors say, and what that means where ranks are just starting."""
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's GPU, which becomes the current one; the CPU where there is none, or DS_ACCELERATOR asks for it.
+
+    DsReasonError where there are GPUs and this rank cannot use its own.
+    """
+    check_gpus()
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    with gpu_errors():
+        torch.cuda.set_device(device)
+    turn_off_cudnn_attention()
+    return device
+
+
+def turn_off_cudnn_attention() -> None:
+    """Leave attention to torch's other kernels; from 2.11 on torch prefers cuDNN's on Hopper GPUs and newer.
+
+    Its gradients can be NaN where there is a mask, and it compiles kernels for every new length.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def gpu_errors() -> Iterator[None]:
+    """Inside, CUDA's and NCCL's errors of which the cause is known are DsReasonErrors that name it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if text := meaning(str(error)):
+            raise DsReasonError(text) from error
+        raise
+
+
+def meaning(error: str) -> str | None:
+    """What an error of CUDA or NCCL means, and what to do; None where that is not known."""
+    text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)
+    if text is None:
+        return None
+    facts = {
+        "local_rank": os.environ.get("LOCAL_RANK", "0"),
+        "gpus": torch.cuda.device_count(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    rank = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+    return f"{rank}: {text.format(**facts)} ({' '.join(error.split())[:300]})"

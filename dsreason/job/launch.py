@@ -1,0 +1,413 @@
+"""Starting the ranks of a plainly called command, and what every rank does first, whoever started it.
+
+torch's elastic agent starts and watches the processes. Around it: an error that a person can mend is told once and
+keeps its exit code, another failure shows the traceback of the rank that failed first, and no rank outlives the
+launcher. Nothing here imports torch before `prepare_environment` has run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import psutil
+
+from dsreason.errors import ConfigError, DsReasonError, Stopped
+from dsreason.files.atomic import write_file
+from dsreason.files.lock import start_time
+from dsreason.imports import quick_imports
+from dsreason.job.driver import cuda_fault
+from dsreason.job.failures import (
+    CRASH_LOG,
+    ERROR_DIR,
+    Failure,
+    RankError,
+    crash_text,
+    exit_codes,
+    failure_of,
+    first_failure,
+    leave_failure,
+    left_failures,
+    with_last_words,
+)
+from dsreason.job.launchers import end_with_launchers
+from dsreason.secrets import hide_secrets
+
+LOG_DIR = "DSREASON_LOG_DIR"
+LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+DEEPSPEED_NODE = "CROSS_RANK"
+"""Set by `deepspeed`."""
+
+ECHO_TIME = 3.0
+"""Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def is_rank() -> bool:
+    """Whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
+
+    All three variables, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
+    """
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that talks to the person: rank 0, or no rank at all."""
+    return not is_rank() or os.environ["RANK"] == "0"
+
+
+def started_by_us() -> bool:
+    return is_rank() and ERROR_DIR in os.environ
+
+
+def started_by_torchrun() -> bool:
+    return RESTARTS in os.environ and not started_by_us()
+
+
+def has_launcher() -> bool:
+    """Not where somebody set the variables in a shell of his own, which may end before the rank does."""
+    return any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE))
+
+
+# What every rank does first
+
+
+def prepare_environment() -> None:
+    """Environment that torch, tokenizers and DeepSpeed read at import; call it before importing any of them."""
+    # DeepSpeed calls ninja by name; .venv/bin/python called by its path has no .venv/bin on PATH.
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", os.defpath)
+    if folder not in path.split(os.pathsep):
+        os.environ["PATH"] = folder + os.pathsep + path
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
+    if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def enter_rank() -> None:
+    """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
+    leave_no_children()
+    if has_launcher():
+        die_with_parent()
+        end_as_before()
+        end_with_launchers()
+    if started_by_us() and not is_first_rank():
+        redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
+    prepare_environment()
+
+
+def leave_no_children() -> None:
+    """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
+    os.register_at_fork(after_in_child=end_with_parent)
+
+
+def die_with_parent() -> None:
+    """Leave nothing behind when the launcher is gone: ranks have sessions of their own and would stay."""
+    end_with_parent()
+    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
+        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def redirect_output(file: Path) -> None:
+    """Send stdout and stderr of this process, native code included, to the end of `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def report(error: DsReasonError) -> int:
+    """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
+    if is_rank():
+        failure = failure_of(error)
+        leave_failure(failure)
+        leave_mark(failure)
+    if is_teller(str(error)):
+        print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
+    return error.exit_code
+
+
+def report_crash(error: Exception) -> int:
+    """Leave the traceback of a bug for the parent, which shows that of the rank that failed first; an exit code."""
+    text = crash_text(error)
+    has_log = bool(logging.getLogger().handlers)
+    if has_log:
+        logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
+    if is_rank():
+        leave_failure(failure_of(error))
+    if is_teller(text) and not (started_by_us() and has_log):
+        sys.stderr.write(text)
+    return 1
+
+
+def is_teller(text: str) -> bool:
+    """Whether this rank writes an error to stderr. Our own parent tells it, and where rank 0 writes is its terminal."""
+    return not is_first_rank() if started_by_us() else _is_first_to_tell(text)
+
+
+def _is_first_to_tell(text: str) -> bool:
+    """Whether no other rank of this host has told of the same error; torchrun shows the output of all of them.
+
+    A traceback is known by its last line: another rank that heard of it tells it with words of its own.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    last = text.rstrip().rpartition("\n")[2]
+    with suppress(OSError):  # where no file can be written every rank tells
+        try:
+            shared_file(f"{attempt()} {last}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get(RESTARTS, 0))
+
+
+def leave_mark(failure: Failure) -> None:
+    """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
+    if not failure.restarts and started_by_torchrun():
+        with suppress(OSError):  # a full disk may be what is to be mended
+            write_file(shared_file("final"), json.dumps(asdict(failure)))
+
+
+def end_as_before() -> None:
+    """End at once where an earlier attempt has met what a person has to mend. It has told so."""
+    mark = shared_file("final")
+    if attempt() and mark.exists():
+        failure = Failure(**json.loads(mark.read_text()))
+        leave_failure(failure)
+        sys.exit(failure.exit_code)
+
+
+def agreed(word: str, value: str) -> str:
+    """The value of the first rank of this host that comes here, in all ranks and attempts."""
+    file = shared_file(word)
+    own = file.with_suffix(f".{os.getpid()}")
+    own.write_text(value)
+    with suppress(FileExistsError):
+        os.link(own, file)
+    own.unlink()
+    return file.read_text()
+
+
+def shared_file(word: str) -> Path:
+    """A file that the ranks of this host have in common, and those that the same launcher starts after them.
+
+    They share a parent, named by its process id and start time. No other user can write there.
+    """
+    parent = os.getppid()
+    key = hashlib.sha256(f"{parent} {start_time(parent)} {word}".encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{folder}: others may write there; remove it, or set TMPDIR to a folder of your own")
+    return folder / key
+
+
+# What the parent does
+
+
+def gpu_count() -> int:
+    """Number of visible GPUs; takes no memory on them."""
+    with quick_imports():
+        import torch
+
+    return int(torch.cuda.device_count())
+
+
+def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
+    """Ranks to start on this machine: one per GPU, or `nproc`; without a GPU `nproc`, else `on_cpu`."""
+    if gpus and nproc is not None and nproc > gpus:
+        raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
+    return nproc or gpus or on_cpu
+
+
+def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
+    """`cuda` where there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
+    return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
+
+
+def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
+    """Run `python ARGUMENTS` as `ranks` ranks of one job on this machine, and wait for them.
+
+    Rank 0 writes to this terminal, rank N to `log_dir/rank_N.log`.
+
+    Args:
+        arguments: of the given attempt: 0 is the first, later ones should resume.
+        max_restarts: how often all ranks are started again after a failure that a restart may help.
+
+    Raises:
+        RankError: the `DsReasonError` of the rank that failed first.
+        SystemExit: any other failure, after its traceback was printed.
+    """
+    attempt = 0
+    while failure := _run_once(arguments(attempt), ranks, log_dir):
+        text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
+        attempt += 1
+        if not failure.restarts or attempt > max_restarts:
+            if failure.mendable:
+                raise RankError(failure)
+            print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
+            raise SystemExit(failure.exit_code)
+        print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
+
+
+def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
+    """Start all ranks and wait; None where all ended well."""
+    with quick_imports():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # the host's name need not resolve
+        max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others go on to the ranks, which save before they end
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
+        environment(_rank_environment(ranks, log_dir, error_dir)),
+        _quiet_agent(),
+        forwarded_signals() as received,
+    ):
+        try:
+            elastic_launch(launch, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            failure = first_failure(left_failures(Path(error_dir)), exit_codes(error.failures))
+            failure = with_last_words(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
+            return replace(_as_stopped(failure, received), restarts=False) if received else failure
+        except SignalException as error:
+            print(f"stopped by {error.sigval.name}", file=sys.stderr)
+            raise SystemExit(128 + error.sigval) from None
+    return None
+
+
+def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
+    """How ranks end that were told to by signals: they say so, or the signal itself ended them; else it is a failure."""
+    name = received[0]
+    if failure.exit_code == Stopped.exit_code:
+        return replace(failure, text=failure.text.replace("SIGUSR1", name))
+    if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
+        return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, mendable=True)
+    if failure.signal == signal.SIGTERM and len(received) > 1:
+        text, code = f"ended at once by a second {received[1]}, nothing was saved", 128 + signal.SIGTERM
+        return replace(failure, text=text, exit_code=code, mendable=True)
+    return failure
+
+
+def insists(number: int, noted: float) -> bool:
+    """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
+
+    SIGUSR1 may be repeated, and any may be an echo of the first.
+    """
+    return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
+
+
+@contextmanager
+def forwarded_signals() -> Iterator[list[str]]:
+    """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
+
+    They get SIGUSR1, which lets them save first. SIGTERM, which a later Ctrl-C or SIGTERM becomes, ends them at once: the
+    agent too sends it, to the peers of a rank that failed. Before there is a rank the first one ends the command.
+    """
+    received: list[str] = []
+    noted = 0.0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        if received and not insists(number, noted):
+            return
+        noted = noted or time.monotonic()
+        received.append(signal.Signals(number).name)
+        ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
+        if not ranks:
+            print(f"stopped by {received[0]}", file=sys.stderr)
+            raise SystemExit(Stopped.exit_code)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_started_rank(child: psutil.Process) -> bool:
+    """Also one that has ended; the parent has other children, such as multiprocessing's resource tracker."""
+    with suppress(psutil.NoSuchProcess):
+        return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
+    return False
+
+
+def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        ERROR_DIR: error_dir,
+        LOG_DIR: str(log_dir.absolute()),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables are set."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Without the agent's log: it repeats failures in its own form, which the parent tells better."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

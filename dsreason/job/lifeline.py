@@ -1,0 +1,381 @@
+"""The lifeline: a TCP connection of every rank to rank 0, which ends when a process does.
+
+The kernel closes the connections of a process that dies, and its keepalive notices within half a minute that a host is
+gone. No thread of a rank has to run for that: heartbeats would raise false alarms, because native code may keep the
+interpreter lock for minutes. Over the connection a rank says what it is doing, why it fails, and goodbye when it leaves
+in order. Rank 0 decides which failure was the first one, and tells everybody; of its own death the others notice by
+themselves.
+
+On one host the launcher notices a death before there is a watchdog to listen. Where there are several, the lifeline is
+opened as soon as the ranks have met.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dsreason.errors import DsReasonError
+from dsreason.job import hosts, launch
+from dsreason.job.failures import (
+    PEER_EXIT_CODE,
+    Failure,
+    RankError,
+    as_heard,
+    failure_of,
+    last_line,
+    own_rank,
+)
+
+log = logging.getLogger(__name__)
+
+ADDRESS = "dsreason_lifeline/address"
+"""Key in the job's store."""
+LOOPBACK = ("127.0.0.1", "localhost")
+IDLE, INTERVAL, PROBES = 10, 5, 4
+"""Seconds without a word before the kernel asks whether the other side lives, between two questions; and how many."""
+CONNECT_TIME = 20.0
+"""Seconds."""
+SETTLING = 0.5
+"""Seconds that rank 0 waits after the first failure for others: a lost connection may be heard of before its reason."""
+VERDICT_TIME = 5.0
+"""Seconds that a failing rank waits for rank 0 to say which failure was the first."""
+HELLO_BYTES = 4096
+AT_START = "at its start"
+
+Message = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Peer:
+    """A rank as rank 0 knows it; without a rank until it has shown the job's token."""
+
+    connection: socket.socket
+    rank: int = -1
+    host: str = ""
+    log: str = ""
+    place: str = AT_START
+    has_ended: bool = False
+    """Told: it left in order, or with a failure of its own."""
+    received: bytes = b""
+
+    def messages(self) -> list[Message] | None:
+        """What has arrived since the last call; None at the end of the connection."""
+        try:
+            data = self.connection.recv(65536)
+        except OSError:
+            data = b""
+        *lines, self.received = (self.received + data).split(b"\n")
+        return [json.loads(line) for line in lines] if data else None
+
+    def note(self, message: Message) -> None:
+        self.place, self.log = message.get("place", self.place), message.get("log", self.log)
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def named(self, failure: Failure) -> Failure:
+        """This rank's failure as others tell it."""
+        if failure.mendable:
+            return failure
+        place = f"; its log: {self.log}" if self.log else ":"
+        return replace(failure, text=f"rank {self.rank} on {self.host} failed{place}\n\n{failure.text}")
+
+    def death(self) -> Failure:
+        """Of a rank whose connection ended without a word."""
+        text = f"rank {self.rank} on {self.host} died {self.place} (killed, or its host is gone)"
+        if line := last_line(Path(self.log)):
+            text += f"; its last log line: {line}"
+        if self.log:
+            text += f"; its log: {self.log}"
+        return Failure(self.rank, text, PEER_EXIT_CODE, mendable=False, time=time.time(), silent=True)
+
+
+class Lifeline:
+    """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank."""
+
+    heard: Callable[[Failure], None]
+    """Called once, in a thread, with the first failure of the job, which may be this rank's own."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size = rank, size
+        self._store = store
+        self._zero: Peer | None = None
+        """Rank 0, as this rank knows it."""
+        self._is_open = False
+        self._first: Failure | None = None
+        self._decided = threading.Event()
+
+    def open(self, heard: Callable[[Failure], None]) -> None:
+        """Connect, unless it is open already; from now on `heard` hears. Every rank calls it.
+
+        A rank that cannot connect is named by rank 0, and watched by nobody.
+        """
+        self.heard = heard
+        if self.size == 1 or self._is_open:
+            return
+        self._is_open = True
+        if self.rank == 0:
+            announce(self._store, self.size)
+        why = ""
+        try:
+            self._connect(json.loads(self._store.get(ADDRESS)))
+        except OSError as error:
+            why = f"rank {self.rank} on {socket.gethostname()}: {error}"
+        missing = [text for text in hosts.exchange("lifeline", why) if text]
+        if missing and self.rank == 0:
+            log.warning(
+                "the death of these ranks will be noticed late, they cannot reach rank 0: %s", "; ".join(missing)
+            )
+
+    def _connect(self, address: Message) -> None:
+        place = (address["host"] or os.environ["MASTER_ADDR"], address["port"])
+        connection = socket.create_connection(place, timeout=CONNECT_TIME)
+        connection.settimeout(None)
+        keep_alive(connection)
+        os.register_at_fork(after_in_child=connection.close)  # a data worker must not keep it open
+        self._zero = Peer(connection, 0, address["hostname"])
+        self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
+        threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
+
+    def say_log(self, file: str) -> None:
+        """Tell where this rank's log is."""
+        self._send({"log": file})
+
+    def say_place(self, place: str) -> None:
+        """Tell what this rank is doing."""
+        self._send({"place": place})
+
+    def say_goodbye(self) -> None:
+        """Leave in order."""
+        self._send({"goodbye": True})
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell why this rank ends; returns the first failure of the job, which this one may have followed from."""
+        if self._zero is None or self._zero.has_ended:
+            return failure
+        self._send({"failure": asdict(failure)})
+        self._decided.wait(VERDICT_TIME)
+        return self._first or failure
+
+    @property
+    def rank_0_has_ended(self) -> bool:
+        return self._zero is not None and self._zero.has_ended
+
+    def _send(self, message: Message) -> None:
+        if self._zero is not None:
+            self._zero.send(message)
+
+    def _listen(self, zero: Peer) -> None:
+        while (messages := zero.messages()) is not None:
+            for message in messages:
+                zero.note(message)
+                zero.has_ended |= "goodbye" in message
+                if "first" in message:
+                    self._decide(Failure(**message["first"]))
+        if not zero.has_ended:
+            self._decide(zero.death())
+
+    def _decide(self, first: Failure) -> None:
+        if self._first is None:
+            self._first = first
+            self._decided.set()
+            self.heard(first)
+
+
+_started: Lifeline | None = None
+"""Of this rank, where it has one from its start."""
+
+
+@contextmanager
+def from_the_start(place: str = AT_START) -> Iterator[None]:
+    """Around all that a rank does: join the job, with a lifeline from then on, where there are several hosts.
+
+    Before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, who hears
+    of a failure ends at once.
+
+    Args:
+        place: where others say that this rank died.
+
+    Raises:
+        DsReasonError: the ranks did not come together in time.
+        RankError: in place of this rank's error, where that followed from another rank's failure.
+    """
+    global _started
+    if not hosts.several_hosts():
+        yield
+        return
+    is_failing = threading.Event()
+
+    def end(first: Failure) -> None:
+        if first.rank != own_rank() and not is_failing.is_set():
+            os._exit(launch.report(RankError(as_heard(first))))
+
+    _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
+    line.open(end)
+    line.say_place(place)
+    try:
+        yield
+    except Exception as error:
+        if line.heard is not end:  # the watchdog has told
+            raise
+        is_failing.set()
+        first = line.fail(failure_of(error))
+        if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
+            raise RankError(as_heard(first)) from error
+        raise
+    else:
+        line.say_goodbye()
+    finally:
+        _started = None
+
+
+def of_this_rank(rank: int, size: int, store: dist.Store) -> Lifeline:
+    """The lifeline from its start, if it has one, or another, not open yet."""
+    return _started or Lifeline(rank, size, store)
+
+
+def announce(store: dist.Store, size: int) -> None:
+    """Open rank 0's end of all lifelines, and write into the job's store where it is."""
+    host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
+    dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
+    token = secrets.token_hex(16)
+    address = {
+        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # else the store's, whose address the others know
+        "port": listener.getsockname()[1],
+        "token": token,
+        "hostname": socket.gethostname(),
+    }
+    listener.setblocking(False)  # who knocks may have gone before the answer
+    store.set(ADDRESS, json.dumps(address))
+    Switchboard(listener, token).start()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel end the connection where the other host does not answer for half a minute."""
+    tcp, milliseconds = socket.IPPROTO_TCP, 1000 * (IDLE + INTERVAL * PROBES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, IDLE)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, INTERVAL)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, PROBES)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, milliseconds)
+    connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
+
+
+class Switchboard(threading.Thread):
+    """Rank 0's end of all lifelines, in a thread of its own until rank 0 leaves."""
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        super().__init__(name="switchboard", daemon=True)
+        self._listener, self._token = listener, token
+        self._peers: list[Peer] = []
+        self._failures: list[Failure] = []
+        self._decide_at: float | None = None
+        """On the monotonic clock; None while nothing has failed, and again once all is told."""
+        self._is_over = False
+        os.register_at_fork(after_in_child=self._close)
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._is_over:
+                heard = [(peer, self._hear(peer)) for peer in self._ready(selector)]
+                # A killed rank before those that lost their connection to it.
+                for peer, messages in sorted(heard, key=lambda item: item[1] is not None):
+                    if messages is None:
+                        self._drop(selector, peer)
+                    for message in messages or []:
+                        self._take(peer, message)
+                if self._decide_at is not None and time.monotonic() >= self._decide_at:
+                    self._decide()
+        self._close()
+
+    def _ready(self, selector: selectors.BaseSelector) -> list[Peer]:
+        """Who has said something, as soon as somebody has or it is time to decide."""
+        seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
+        found = [key.data for key, _ in selector.select(seconds)]
+        if None in found:
+            with suppress(OSError):
+                connection, _ = self._listener.accept()
+                keep_alive(connection)
+                selector.register(connection, selectors.EVENT_READ, Peer(connection))
+        return [peer for peer in found if peer is not None]
+
+    def _hear(self, peer: Peer) -> list[Message] | None:
+        """What a rank says; None where its connection has ended, or it is none of this job."""
+        known = peer in self._peers
+        try:
+            messages = peer.messages()
+            if messages and not known:
+                self._welcome(peer, messages.pop(0))
+        except (ValueError, TypeError, KeyError, RecursionError):  # no rank of this job
+            return None
+        return messages if known or len(peer.received) < HELLO_BYTES else None
+
+    def _drop(self, selector: selectors.BaseSelector, peer: Peer) -> None:
+        selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer in self._peers and not peer.has_ended:
+            self._fail(peer.death())
+
+    def _welcome(self, peer: Peer, hello: Message) -> None:
+        if not secrets.compare_digest(str(hello["token"]), self._token):
+            raise ValueError("token")
+        peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
+        self._peers.append(peer)
+        for zero in self._peers:
+            if zero.rank == 0:
+                peer.send({"place": zero.place, "log": zero.log})
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        peer.note(message)
+        if "failure" in message:
+            peer.has_ended = True
+            self._fail(peer.named(Failure(**message["failure"])))
+        elif "goodbye" in message:
+            peer.has_ended = True
+            self._is_over = peer.rank == 0
+        if peer.rank == 0 and "failure" not in message:
+            self._tell(message)
+
+    def _fail(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        if len(self._failures) == 1:
+            self._decide_at = time.monotonic() + SETTLING
+
+    def _decide(self) -> None:
+        self._decide_at = None
+        self._tell({"first": asdict(first_of(self._failures))})
+
+    def _tell(self, message: Message) -> None:
+        for peer in self._peers:
+            peer.send(message)
+
+    def _close(self) -> None:
+        for peer in self._peers:
+            peer.connection.close()
+        self._listener.close()
+
+
+def first_of(failures: list[Failure]) -> Failure:
+    """What the others followed from: a death without a word, as who fails with one waits for the verdict before it ends;
+    then a text for people; then the one that was heard of first."""
+    dead = [failure for failure in failures if failure.silent]
+    told = [failure for failure in failures if failure.mendable]
+    return (dead or told or failures)[0]

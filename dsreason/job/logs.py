@@ -1,0 +1,126 @@
+"""Logging of one rank: everything into logs/rank_N.log, what a person must see onto the screen."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsreason.job.failures import CRASH_LOG, crash_text
+from dsreason.secrets import HidingFormatter
+
+LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm", "torch", "accelerate", "wandb")
+
+
+class RankFormatter(HidingFormatter):
+    """`2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
+
+    step: int | None = None
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(asctime)s rank %(rank)d%(step)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        self.rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = self.rank
+        record.step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
+        return super().format(record)
+
+
+class ScreenHandler(logging.Handler):
+    """Looks up `sys.stderr` at every line: the progress bar replaces it to print lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+class ScreenFilter(logging.Filter):
+    """Rank 0: our own INFO and everybody's warnings. Other ranks: errors. Python warnings: in the file only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == CRASH_LOG:
+            return False
+        if self.rank != 0:
+            return record.levelno >= logging.ERROR
+        if record.name == "py.warnings":
+            return False
+        return record.levelno >= (logging.INFO if record.name.startswith("dsreason") else logging.WARNING)
+
+
+class OnceFilter(logging.Filter):
+    """Lets a Python warning through once: libraries under us set the warning filters to "always" and repeat every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self.seen
+        self.seen.add(text)
+        return new
+
+
+def set_step(step: int | None) -> None:
+    """Name the step in the lines that follow."""
+    RankFormatter.step = step
+
+
+def setup_logs(output_dir: Path, rank: int) -> Path:
+    """Send this rank's log to `output_dir/logs/rank_N.log` (appended to), crashes included; returns the file.
+
+    Call it after torch, transformers and deepspeed are imported: they install screen handlers of their own at import.
+    """
+    path = output_dir / "logs" / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    to_screen = ScreenHandler()
+    to_screen.addFilter(ScreenFilter(rank))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+        old.close()
+    for handler in (to_file, to_screen):
+        handler.setFormatter(RankFormatter(rank))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    route_to_root(LIBRARIES)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addFilter(OnceFilter())
+    log_crashes(to_file)
+    return path
+
+
+def log_file() -> str:
+    """Full path of this rank's log, "" where it has none."""
+    files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    return next(iter(files), "")
+
+
+def route_to_root(names: Sequence[str]) -> None:
+    """Take the libraries' own handlers away, so that their lines follow our rules."""
+    for name in names:
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+
+
+def log_crashes(handler: logging.FileHandler) -> None:
+    """Uncaught exceptions of threads go to the log file too, and fatal signals leave their stack there."""
+
+    def on_thread_exception(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread else "?"
+        exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+        logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
+        sys.stderr.write(f"Exception in thread {name}:\n{crash_text(exception[1])}")
+
+    threading.excepthook = on_thread_exception
+    assert handler.stream is not None, "a log file that is not open yet"
+    faulthandler.enable(handler.stream)

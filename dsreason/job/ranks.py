@@ -1,0 +1,235 @@
+"""The ranks of one job: who am I, on which device, and small collectives on plain Python values."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dsreason.errors import ConfigError, DsReasonError
+from dsreason.job import hosts
+from dsreason.job.gpu import choose_device, gpu_errors
+from dsreason.job.launch import started_by_us
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+# Ranks wait here while one of them downloads, converts or exports for all.
+WAITING_TIMEOUT = timedelta(hours=24)
+
+T = TypeVar("T")
+
+_waiting_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    folder_ranks: tuple[int, ...] = ()
+    """The ranks that see the same output folder as this one, where hosts have folders of their own; else none are named."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks that write into this rank's output folder."""
+        return self.folder_ranks or range(self.size)
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this rank does what is done once in every output folder."""
+        return self.rank == self.ranks_here[0]
+
+
+def init_world() -> World:
+    """Join the job that a launcher described in the environment, or start a job of one process.
+
+    Works under this package's own launcher, torchrun and `deepspeed`. A `ConfigError` names what is missing where the
+    environment describes only half a job, and says why GPUs cannot be used.
+    """
+    global _waiting_group
+    _describe_single_process()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = choose_device(local_rank)
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    set_threads(hosts.local_size())
+    if not dist.is_initialized():
+        import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
+
+        store = hosts.join()
+        hosts.exchange("ready to connect", None)  # those that import more slowly are waited for
+        store.set_timeout(COLLECTIVE_TIMEOUT)
+        with hosts.connecting(), gpu_errors():
+            _init_deepspeed(device, store)
+            _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
+            dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+            barrier()
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def _describe_single_process() -> None:
+    given = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+        return
+    missing = {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    } - os.environ.keys()
+    if missing:
+        raise ConfigError(
+            f"environment: {', '.join(sorted(given))} set but {', '.join(sorted(missing))} not; "
+            "start with torchrun or deepspeed, or unset them to start plainly"
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def set_threads(local_size: int) -> None:
+    """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks, which cannot be told from a person's wish:
+    under it the variable counts for nothing.
+    """
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not started_by_us()
+    if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
+        return
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
+    import deepspeed
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    if backend == "gloo":
+        # DeepSpeed would compile its shared-memory all-reduce here, and dies where ninja or a compiler is missing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # As DeepSpeed does it, but in our store; it binds the device where there is a peer to reach.
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=bound if size > 1 else None,
+    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=COLLECTIVE_TIMEOUT, verbose=False)
+
+
+def shutdown() -> None:
+    """Leave the job. Safe to call where none was joined."""
+    global _waiting_group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _waiting_group = None
+    hosts.leave()
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch (every device); ranks draw different numbers."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def connect_to_store() -> dist.Store:
+    """Another connection to the job's store: the default one is taken while a thread waits for a key."""
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return store
+
+
+def barrier() -> None:
+    """Wait for every rank, however long one of them takes."""
+    dist.barrier(_waiting_group)
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of every rank, by rank, on every rank. For small Python objects."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_waiting_group)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_waiting_group)
+    return values[0]
+
+
+def all_sum(value: float) -> float:
+    """Sum over ranks, in float64."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=_waiting_group)
+    return float(total)
+
+
+def on_rank_zero(call: Callable[[], T]) -> T:
+    """Run `call` on rank 0 only and return its (small) result on every rank.
+
+    A `DsReasonError` there is raised on every rank, so that none is left waiting.
+    """
+    result: T | None = None
+    error: DsReasonError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = call()
+        except DsReasonError as caught:
+            error = caught
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+def once_a_folder(world: World, call: Callable[[], object]) -> None:
+    """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
+    error: DsReasonError | None = None
+    if world.keeps_folder:
+        try:
+            call()
+        except DsReasonError as caught:
+            error = caught
+    agree(error)
+
+
+def agree(error: DsReasonError | None) -> None:
+    """Raise on every rank when any rank brings an error: the one of the lowest rank."""
+    for found in gather_objects(error):
+        if found is not None:
+            raise found
+
+
+@contextmanager
+def first_rank_first(world: World) -> Iterator[None]:
+    """The first rank of each host runs the body before the others: it fills the caches that they then read."""
+    if world.local_rank != 0:
+        barrier()
+    yield
+    if world.local_rank == 0:
+        barrier()
+    barrier()

@@ -1,0 +1,58 @@
+"""Stopping well: a signal asks the job to save a checkpoint at the next step and end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import FrameType
+from typing import Any, Self
+
+from dsreason.errors import Stopped
+from dsreason.job.launch import insists, started_by_us
+from dsreason.job.ranks import gather_objects
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""Slurm's warning, a scheduler that takes the machine back, Ctrl-C."""
+
+
+class StopRequest:
+    """Inside, the first signal is noted and training goes on to its next step; a later Ctrl-C or SIGTERM acts at once.
+
+    Our own launcher passes all of them on as SIGUSR1, and SIGTERM then means that a peer has failed.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.noted = 0.0
+        """On the monotonic clock."""
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        numbers = SIGNALS[:1] if started_by_us() else SIGNALS
+        self.before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.name:
+            self.name, self.noted = signal.Signals(number).name, time.monotonic()
+        elif insists(number, self.noted):
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
+
+    def asked(self) -> str:
+        """The signal that any rank got, or "". Collective."""
+        name = next(filter(None, gather_objects(self.name)), "")
+        if name:
+            log.warning("%s: stopping after this step", name)
+        return name
+
+
+def stopped(name: str, step: int) -> Stopped:
+    return Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")

@@ -1,0 +1,256 @@
+"""The watchdog: when a phase takes too long, every rank tells where it is, and the job ends; also when a rank dies."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from dsreason.config.schema import Phase as PhaseName
+from dsreason.errors import DsReasonError
+from dsreason.job import launch, lifeline
+from dsreason.job.failures import (
+    CRASH_LOG,
+    TIME_LIMIT_EXIT_CODE,
+    Failure,
+    RankError,
+    as_heard,
+    failure_of,
+    leave_failure,
+    leave_place,
+)
+from dsreason.job.logs import RankFormatter, log_file
+from dsreason.job.ranks import World, connect_to_store
+
+TICK = 1.0
+"""Seconds between two looks at the phase, and at what other ranks ask."""
+ANSWER_TIME = 10.0
+"""Seconds that ranks wait for each other's stacks: once one of them has ended, a launcher kills the others."""
+GRACE = 5.0
+"""Seconds beyond the time limit after which a rank is ended that cannot run its watchdog."""
+CLOSING_TIME = 20.0
+"""Seconds that a rank gets to close everything after an error."""
+
+log = logging.getLogger(__name__)
+
+WATCHERS = ("watchdog", "lifeline", "switchboard", "launchers")
+"""Threads that wait for others, and are never what a rank hangs in."""
+
+ASKED = "dsreason_watchdog/asked"
+"""Key in the job's store: the rank that wants everyone's stacks."""
+ANSWER = "dsreason_watchdog/answer"
+
+
+@dataclass
+class Phase:
+    name: PhaseName
+    started: float
+    """On the monotonic clock; moved on by the time that inner phases take."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Watchdog:
+    """Watches the phases of this rank, and hears from the job's store when another rank has run out of time.
+
+    A thread looks once a second. Where other code keeps the interpreter lock, faulthandler's timer writes the stacks
+    into the log and ends the process. Of ranks that die the lifeline tells. Enter it after everything that is closed at
+    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is told.
+    """
+
+    def __init__(
+        self, world: World, *, time_limit: float, time_limits: Mapping[PhaseName, float] = MappingProxyType({})
+    ) -> None:
+        self.world, self.time_limit, self.time_limits = world, time_limit, time_limits
+        self._idle_since = time.monotonic()
+        self._phases: list[Phase] = []
+        self._store = connect_to_store()
+        self._store_lost = False
+        self._outputs = outputs()
+        self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store)
+        self._over = threading.Event()
+        self._is_closing = self._is_late = False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+        self._lifeline.open(self._end_with)
+        self._lifeline.say_log(log_file())
+        self._end_in(self.time_limit + GRACE)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close_in_time(kind, error, trace)
+        finally:
+            self._over.set()
+            if error is None:
+                self._lifeline.say_goodbye()
+            if not isinstance(error, Exception):
+                self._thread.join(timeout=2 * TICK)
+                faulthandler.cancel_dump_traceback_later()
+
+    def close_in_time(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Bound what is closed after an error: it may wait for ranks that are gone. To be pushed on an `ExitStack`.
+
+        Raises:
+            RankError: in place of this rank's error, where that followed from another rank's failure.
+        """
+        if error is None or self._is_closing:
+            return
+        self._is_closing = True
+        failure = failure_of(error)
+        first = self._lifeline.fail(failure)
+        followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
+        leave_failure(first if followed else failure)
+        reason = RankError(as_heard(first)) if followed else error
+        if isinstance(reason, Exception):
+            self._end_soon(reason)
+        if followed:
+            logging.getLogger(CRASH_LOG).critical("rank %d failed before this:", first.rank, exc_info=error)
+            raise reason from None
+
+    def _end_with(self, first: Failure) -> None:
+        """End this rank because of another's failure, which may have left it in a collective that never ends."""
+        if first.rank != self.world.rank and not self._is_closing and not self._is_late:
+            error = RankError(as_heard(first))
+            self._end_soon(error)
+            logging.getLogger(CRASH_LOG).critical("%s", error)
+
+    def _end_soon(self, error: Exception) -> None:
+        """Give this rank `CLOSING_TIME` to end by itself."""
+        self._over.set()
+        self._end_in(CLOSING_TIME + GRACE)
+        timer = threading.Timer(CLOSING_TIME, cut_short, [error])
+        timer.daemon = True
+        timer.start()
+
+    @contextmanager
+    def phase(self, name: PhaseName) -> Iterator[None]:
+        """Watch a block. An inner phase has a time limit of its own; the outer one's clock stands still meanwhile."""
+        started = time.monotonic()
+        self._phases.append(Phase(name, started))
+        self._say_place()
+        try:
+            yield
+        finally:
+            for outer in self._phases[-2:-1]:
+                outer.started += time.monotonic() - started
+            self._phases.pop()
+            self._idle_since = time.monotonic()
+            self._say_place()
+
+    def _say_place(self) -> None:
+        place = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
+        if RankFormatter.step is not None:
+            place += f" after step {RankFormatter.step}"
+        self._lifeline.say_place(place)
+        leave_place(place)
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK):
+            phase = next(iter(self._phases[-1:]), Phase("other", self._idle_since))
+            seconds, limit = phase.seconds, self.time_limits.get(phase.name, self.time_limit)
+            self._end_in(max(0.0, limit - seconds) + GRACE)
+            where = f'in phase "{phase.name}" for {seconds:.0f} s'
+            if seconds > limit:
+                key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
+                self._end(f"{where}, out of time; raise {key} ({limit:g}) if it may take longer")
+            asking = self._asking_rank()
+            if asking is not None:
+                self._end(f"{where} when rank {asking} ran out of time")
+
+    def _end_in(self, seconds: float) -> None:
+        """End the process by then, whatever its threads are doing."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
+
+    def _asking_rank(self) -> int | None:
+        """The rank that wants everyone's stacks."""
+        if self._store_lost:
+            return None
+        try:
+            return int(self._store.get(ASKED)) if self._store.check([ASKED]) else None
+        except dist.DistError as error:
+            self._store_lost = True
+            if not self._over.wait(TICK) and not self._lifeline.rank_0_has_ended:
+                log.warning(
+                    "lost the job's store (%s): ranks cannot tell each other any more that they are late", error
+                )
+            return None
+
+    def _end(self, where: str) -> None:
+        """Tell where this rank is, have the others do the same, and end the process."""
+        self._end_in(3 * ANSWER_TIME)
+        self._is_late = True
+        self._lifeline.say_goodbye()  # the others are asked for their stacks
+        try:
+            step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
+            *others, main = stacks(self.world.rank)
+            main += f"rank {self.world.rank}{step}: {where}\n"
+            leave_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, mendable=False, time=time.time()))
+            with suppress(dist.DistError):
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
+            self._write("".join([*others, main]))
+            with suppress(dist.DistError):
+                self._wait_for_others()
+        finally:
+            os._exit(TIME_LIMIT_EXIT_CODE)
+
+    def _wait_for_others(self) -> None:
+        keys = [f"{ANSWER}/{rank}" for rank in range(self.world.size)]
+        self._store.set(keys[self.world.rank], "")
+        started = time.monotonic()
+        while not self._store.check(keys):
+            if time.monotonic() - started > ANSWER_TIME:
+                silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
+                self._write(f"no answer from rank {silent}: stopped, or in code that keeps the interpreter lock\n")
+                return
+            time.sleep(0.2)
+
+    def _write(self, text: str) -> None:
+        for descriptor in reversed(self._outputs):  # the log last: its file system may be what hangs
+            with suppress(OSError), open(descriptor, "w", closefd=False) as file:
+                file.write(text)
+
+
+def outputs() -> list[int]:
+    """Descriptors of this rank's log, if it has one, and of stderr, unless the parent shows what is in the log."""
+    handlers = logging.getLogger().handlers
+    logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
+    stderr = 2
+    return logs if logs and launch.started_by_us() else [*logs, stderr]
+
+
+def stacks(rank: int) -> list[str]:
+    """Where the other threads of this process are, by thread; the main thread's at the end."""
+    main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = [(ident, frame) for ident, frame in sys._current_frames().items() if names.get(ident) not in WATCHERS]
+    return [
+        f"rank {rank}, thread {names.get(ident, ident)} (most recent call last):\n"
+        + "".join(traceback.format_stack(frame))
+        for ident, frame in sorted(frames, key=lambda item: item[0] == main)
+    ]
+
+
+def cut_short(error: Exception) -> None:
+    """Report an error and end the process: what is closed after it may wait for the other ranks."""
+    os._exit(launch.report(error) if isinstance(error, DsReasonError) else launch.report_crash(error))

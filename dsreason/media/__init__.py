@@ -1,0 +1,1 @@
+"""Image and video files: which frames are shown, how large, and their pixels."""

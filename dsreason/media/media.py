@@ -1,0 +1,372 @@
+"""Image and video files: sizes from their headers, pixels as uint8 RGB. A file that cannot be used is a `DataError`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as tvf
+
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.address import is_s3
+from dsreason.files.remote import local_copy
+from dsreason.media.vision import MAX_IMAGE_PIXELS
+
+MAX_VIDEO_FRAMES = 2_000_000
+"""Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+"""What is opened, whatever the ending says. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
+VIDEO_FORMATS = (
+    *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
+    *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
+)
+"""FFmpeg knows more, among them playlists, which would make it open other files."""
+OTHER_FORMATS = (
+    *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
+    *("wav", "mp3", "aac", "flac"),
+)
+"""No videos, but opened, to say so."""
+SEEK_FROM_FRAME = 128
+"""When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
+MAX_REORDERING = 32
+"""No codec shows a frame more than 16 packets after it was read; twice that, to be safe."""
+BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
+
+EXIF_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """`height` and `width` in pixels after rotation, `duration` in seconds, `fps` averaged over the whole stream."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    duration: float
+
+
+def local_path(path: str | Path) -> Path:
+    """The file behind a path, `file://` or `s3://` address (then a local copy).
+
+    Raises:
+        DataError: it is no readable, non-empty file.
+        StorageError: S3 cannot be reached or refuses.
+    """
+    text = str(path)
+    if is_s3(text):
+        text = str(local_copy(text))
+    elif "://" in text:
+        if not text.startswith(("file:///", "file://localhost/")):
+            raise DataError(f"{text}: media must be local files or s3:// addresses; download it and give the path")
+        text = unquote(text.removeprefix("file://").removeprefix("localhost"))
+    file = Path(text)
+    if not os.path.exists(file):  # unlike Path.exists, False for a path that is too long
+        raise DataError(f"{text:.300}: no such file")
+    if not file.is_file():
+        raise DataError(f"{file}: is not a file")
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file}: no permission to read it")
+    if file.stat().st_size == 0:
+        raise DataError(f"{file}: the file is empty (0 bytes)")
+    return file
+
+
+# ---------------------------------------------------------------- images
+
+
+def probe_image(path: str | Path) -> tuple[int, int]:
+    """(height, width) after EXIF rotation, from the header alone."""
+    with _opened_image(local_path(path)) as image:
+        width, height = image.size
+        return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
+    with _opened_image(local_path(path)) as image:
+        rotated = _orientation(image) != 1
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image) if rotated else image)
+
+
+def _orientation(image: Image.Image) -> int:
+    """What is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
+    `PngImageFile.getexif` would decode the picture, to look for more behind the pixels."""
+    return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
+
+
+@contextmanager
+def _opened_image(file: Path) -> Iterator[Image.Image]:
+    try:
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
+            if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
+                raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
+            yield image
+    except DataError:
+        raise
+    except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
+        raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a sample: Pillow's own conversion would clip at 255
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+# ---------------------------------------------------------------- videos
+
+
+def probe_video(path: str | Path) -> VideoInfo:
+    """Number of frames, rate and size of the first video stream; remembered until the file changes.
+
+    The count is the one that decoding yields. The header is believed where it agrees with its own index; otherwise the
+    packets are counted by reading through the file without decoding. One frame is decoded, because PyAV shows a
+    stream's rotation on frames only.
+    """
+    file = local_path(path)
+    status = file.stat()
+    return _probed(file.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=65536)
+def _probed(file: Path, modified: int, size: int) -> VideoInfo:
+    with opened_video(file) as (container, stream):
+        average = float(stream.average_rate or 0)
+        if _header_is_exact(file, size, stream):
+            num_frames, fps = stream.frames, average
+        else:
+            num_frames, times = packet_times(container, stream)
+            fps = _rate_of(times, stream, average)
+            container.seek(0)
+        if not 0 < num_frames <= MAX_VIDEO_FRAMES:
+            raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
+        if fps <= 0:
+            raise DataError(f"{file}: the frame rate cannot be told from the header or the {num_frames} frames")
+        first = _any_frame(container, stream)
+        if first is None:
+            raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
+        height, width = _rotated_size(first)
+        return VideoInfo(num_frames, fps, height, width, num_frames / fps)
+
+
+def load_video(
+    path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None, backend: str | None = None
+) -> NDArray[np.uint8]:
+    """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
+
+    `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
+    do), so that the full-size frames are never held together. `backend` is `pyav` or `torchcodec` (default: the
+    environment variable DSREASON_VIDEO_BACKEND, else `pyav`).
+    """
+    file = local_path(path)
+    if not indices or min(indices) < 0 or list(indices) != sorted(indices):
+        raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
+    wanted = sorted(set(indices))
+    backend = backend or os.environ.get(BACKEND_VARIABLE, "pyav")
+    if backend == "torchcodec":
+        frames = _torchcodec_frames(file, wanted, size)
+    elif backend == "pyav":
+        frames = _pyav_frames(file, wanted, size)
+    else:
+        raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
+    row_of = {index: row for row, index in enumerate(wanted)}
+    stacked = np.stack(frames)
+    return stacked if len(wanted) == len(indices) else stacked[[row_of[index] for index in indices]]
+
+
+def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation; unchanged when it has that size."""
+    if frames.shape[-3:-1] == size:
+        return frames
+    channels_first = torch.from_numpy(frames).movedim(-1, -3)
+    resized: torch.Tensor = tvf.resize(
+        channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True
+    )
+    return resized.movedim(-3, -1).contiguous().numpy()
+
+
+@contextmanager
+def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The open file and its first video stream; DataError where it is none, or breaks off while it is read inside."""
+    try:
+        # A playlist in disguise must not make FFmpeg open or fetch anything else.
+        allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
+        with av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container:
+            if not container.streams.video:
+                raise DataError(f"{file}: holds no video stream (container {container.format.name})")
+            if container.format.name.endswith("_pipe") or container.format.name == "image2":
+                raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
+            if stream.frames > MAX_VIDEO_FRAMES:
+                raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
+            if stream.width * stream.height > MAX_IMAGE_PIXELS:
+                raise DataError(
+                    f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels"
+                )
+            stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
+            stream.thread_type = "AUTO"
+            stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
+            yield container, stream
+    except av.ArgumentError as error:
+        raise DataError(
+            f"{file}: not a usable video: damaged, or none of the containers {', '.join(VIDEO_FORMATS)}"
+        ) from error
+    except av.FFmpegError as error:
+        raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+
+
+def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
+    """The first that can be decoded by itself. The decoder is flushed, as it would read others before it gives this one."""
+    for packet in container.demux(stream):
+        if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
+            return frames[0]
+        stream.codec_context.flush_buffers()
+    return None
+
+
+def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
+    """True when the header's count equals the entries of its index and none of them is cut away by an edit list."""
+    if (
+        stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
+    ):  # PyAV < 18 hides the index
+        return False
+    kept, end = 0, 0
+    for entry in stream.index_entries:
+        kept += not entry.is_discard
+        end = max(end, entry.pos + entry.size)
+    if end > size:
+        raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
+    return kept == stream.frames == len(stream.index_entries)
+
+
+def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
+    """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
+
+    The times are empty where the file does not give a different one to every frame. Reading ends after `most` frames.
+    """
+    count, times = 0, set()
+    for packet in container.demux(stream):
+        if packet.size and not packet.is_discard:
+            count += 1
+            if packet.pts is not None:
+                times.add(packet.pts)
+            if count > most:
+                break
+    return count, sorted(times) if len(times) == count else []
+
+
+def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
+    if len(times) > 1 and stream.time_base:
+        return (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
+    return average
+
+
+def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    frames = _frames_by_time(file, wanted, size)
+    return frames if len(frames) == len(wanted) else _frames_by_count(file, wanted, size)
+
+
+def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    frames: list[NDArray[np.uint8]] = []
+    count = 0
+    chosen = set(wanted)
+    with opened_video(file) as (container, stream):
+        for index, frame in enumerate(container.decode(stream)):
+            count = index + 1
+            if index in chosen:
+                if frame.is_corrupt:
+                    raise DataError(f"{file}: frame {index} is damaged")
+                frames.append(_to_array(frame, size))
+            if index >= wanted[-1]:
+                return frames
+    raise DataError(
+        f"{file}: frame {wanted[-1]} is wanted but only {count} can be decoded; the file is damaged or truncated"
+    )
+
+
+def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    """As `_frames_by_count`, without decoding all others; fewer than `wanted` where the file's times do not allow it."""
+    frames: list[NDArray[np.uint8]] = []
+    with opened_video(file) as (container, stream):
+        _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
+        if wanted[-1] >= len(times):
+            return frames
+        chosen = {times[index] for index in wanted}
+        if wanted[0] >= SEEK_FROM_FRAME:
+            container.seek(times[wanted[0]], stream=stream)
+        else:
+            container.seek(0)
+        for frame in _decoded(container, stream, chosen):
+            if frame.pts in chosen and not frame.is_corrupt:
+                frames.append(_to_array(frame, size))
+            if frame.pts is None or frame.pts >= times[wanted[-1]]:
+                break
+    return frames
+
+
+def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -> Iterator[VideoFrame]:
+    """The frames from here on; of those not `chosen`, the ones that no other frame is made from are left out.
+
+    Only for H.264, where a frame says so without exception (`nal_ref_idc`); of HEVC, higher layers may use it after all.
+    """
+    can_skip = stream.codec_context.name == "h264"
+    for packet in container.demux(stream):
+        stream.codec_context.skip_frame = "NONREF" if can_skip and packet.pts not in chosen else "DEFAULT"
+        yield from packet.decode()
+
+
+def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    array: NDArray[Any] = frame.to_ndarray(format="rgb24")
+    if turns := _quarter_turns(frame):
+        array = np.ascontiguousarray(np.rot90(array, turns))
+    return array if size is None else resize_frames(array, size)
+
+
+def _quarter_turns(frame: VideoFrame) -> int:
+    """Counter-clockwise quarter turns that show the frame upright (display matrix, rounded to 90 degrees)."""
+    return round(frame.rotation / 90) % 4
+
+
+def _rotated_size(frame: VideoFrame) -> tuple[int, int]:
+    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
+
+
+def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    if importlib.util.find_spec("torchcodec") is None:
+        raise ConfigError(f"video backend torchcodec is not installed; install it or unset {BACKEND_VARIABLE}")
+    try:
+        from torchcodec.decoders import VideoDecoder
+    except (ImportError, RuntimeError, OSError) as error:  # its shared library needs FFmpeg's
+        raise ConfigError(f"video backend torchcodec cannot be loaded ({str(error).splitlines()[0]})") from error
+    try:
+        decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=torch.get_num_threads())
+        frames = decoder.get_frames_at(indices=wanted).data.numpy()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if "libtorchcodec" in str(error):  # found only now that FFmpeg's libraries are missing
+            raise ConfigError(f"video backend torchcodec needs FFmpeg's libraries; unset {BACKEND_VARIABLE}") from error
+        raise DataError(f"{file}: not a usable video: {error}") from error
+    return list(frames if size is None else resize_frames(frames, size))

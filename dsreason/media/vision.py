@@ -1,0 +1,196 @@
+"""Which frames of a video are shown and how large: arithmetic only, no pixels and no torch.
+
+The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
+its `vision_process.py`); what each family has of its own is in its `Family.vision`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsreason.errors import DataError
+from dsreason.families.family import Vision
+
+if TYPE_CHECKING:
+    from dsreason.media.media import VideoInfo
+
+MAX_ASPECT_RATIO = 200
+MAX_IMAGE_PIXELS = 150_000_000
+"""Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
+MAX_SETTING = 10**15
+"""Largest of the other settings: up to here a float tells whole numbers apart, and no product below overflows."""
+
+PART_SETTINGS = frozenset(
+    (
+        "fps",
+        "nframes",
+        "min_frames",
+        "max_frames",
+        "min_pixels",
+        "max_pixels",
+        "total_pixels",
+        "video_start",
+        "video_end",
+    )
+)
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """A processor's own bounds. `factor` is patch size x merge size: both sides are multiples of it.
+
+    What they mean for videos is in `Vision.bounds_are_per_video` of the family.
+    """
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True)
+class FrameChoice:
+    """`indices` of the sampled frames in the file; they were drawn from a range of `range_frames` frames."""
+
+    indices: tuple[int, ...]
+    range_frames: int
+
+
+def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temporal_patch: int = 2) -> FrameChoice:
+    """Evenly spaced frames, first and last of the range included; their number is a multiple of `temporal_patch`.
+
+    With `nframes`: that many (rounded to the multiple). Otherwise duration x `fps`, within `min_frames` and
+    `max_frames`, and never more than there are; `family` has their defaults. A range with fewer frames than one
+    temporal patch repeats them.
+    """
+    _check_settings(part)
+    start, end = _frame_range(info, part)
+    available = end - start + 1
+    if part.get("nframes") is not None:
+        count = _asked_frames(part["nframes"], available, temporal_patch)
+    else:
+        count = _frames_at_rate(info, part, family, available, temporal_patch)
+    step = (end - start) / (count - 1) if count > 1 else 0.0
+    return FrameChoice(tuple(round(start + i * step) for i in range(count)), available)
+
+
+def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
+    """(height, width) that an image is resized to; the part's `min_pixels` and `max_pixels` win over `limits`."""
+    _check_settings(part)
+    low, high = part.get("min_pixels"), part.get("max_pixels")
+    min_pixels = low if low is not None else min(limits.min_pixels, high or limits.min_pixels)
+    max_pixels = high if high is not None else max(limits.max_pixels, min_pixels)
+    return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def video_size(
+    height: int,
+    width: int,
+    num_frames: int,
+    part: Mapping[str, Any],
+    limits: PixelLimits,
+    family: Vision,
+    temporal_patch: int = 2,
+) -> tuple[int, int]:
+    """(height, width) of each of `num_frames` sampled frames.
+
+    `total_pixels` bounds the vision tokens of the video: the frames of one temporal patch count once, so that
+    `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
+    `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
+    """
+    _check_settings(part)
+    cell = limits.factor**2
+    if family.bounds_are_per_video:
+        min_pixels, total, largest = (
+            limits.min_pixels / num_frames,
+            limits.max_pixels / temporal_patch,
+            family.max_frame_tokens * cell,
+        )
+    else:
+        min_pixels, total, largest = limits.min_pixels, family.max_video_tokens * cell, limits.max_pixels
+    min_pixels = part["min_pixels"] if part.get("min_pixels") is not None else min_pixels
+    total = part["total_pixels"] if part.get("total_pixels") is not None else total
+    max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
+    if part.get("max_pixels") is not None:
+        max_pixels = min(part["max_pixels"], max_pixels)
+    return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+    """Nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`smart_resize`).
+
+    `max_pixels` wins where both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed it.
+    """
+    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+        raise DataError(f"{width}x{height} pixels: aspect ratio {ratio:.0f} is greater than {MAX_ASPECT_RATIO}")
+    new_height = max(factor, round(height / factor) * factor)
+    new_width = max(factor, round(width / factor) * factor)
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def _check_settings(part: Mapping[str, Any]) -> None:
+    for key in PART_SETTINGS & part.keys():
+        value = part[key]
+        if value is None:
+            continue
+        most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"{key} is {value!r:.100}; it must be a number")
+        if not 0 <= value <= most or (value == 0 and key != "video_start"):
+            raise DataError(f"{key} is {value!r:.100}; it must be greater than 0 and at most {most}")
+    if part.get("fps") is not None and part.get("nframes") is not None:
+        raise DataError(f"fps ({part['fps']}) and nframes ({part['nframes']}) exclude each other; remove one")
+    for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
+        if part.get(low) is not None and part.get(high) is not None and part[low] > part[high]:
+            raise DataError(f"{low} ({part[low]}) is greater than {high} ({part[high]})")
+
+
+def _frame_range(info: VideoInfo, part: Mapping[str, Any]) -> tuple[int, int]:
+    """First and last frame between `video_start` and `video_end`; an end beyond the video is the video's end."""
+    start_time, end_time = part.get("video_start"), part.get("video_end")
+    if start_time is not None and end_time is not None and start_time >= end_time:
+        raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
+    if start_time is not None and start_time >= info.duration:
+        raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
+    # 1e-6 frames of slack: 0.7 s x 10 fps is 7.000000000000001 in binary.
+    start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
+    end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
+    if start > end:
+        raise DataError(
+            f"no frame lies between video_start ({start_time} s) and video_end ({end_time or info.duration:g} s) "
+            f"at {info.fps:g} frames per second"
+        )
+    return start, end
+
+
+def _asked_frames(nframes: float, available: int, temporal_patch: int) -> int:
+    count = max(temporal_patch, round(nframes / temporal_patch) * temporal_patch)
+    if nframes > available:
+        raise DataError(
+            f"nframes is {nframes}, but the video (or its chosen range) has {available} frames; ask for fewer"
+        )
+    return min(count, max(temporal_patch, available // temporal_patch * temporal_patch))
+
+
+def _frames_at_rate(
+    info: VideoInfo, part: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
+) -> int:
+    fps = part["fps"] if part.get("fps") is not None else family.fps
+    given_low, given_high = part.get("min_frames"), part.get("max_frames")
+    low = given_low if given_low is not None else min(family.min_frames, given_high or family.min_frames)
+    high = given_high if given_high is not None else max(family.max_frames, given_low or 0)
+    low = math.ceil(low / temporal_patch) * temporal_patch
+    high = math.floor(high / temporal_patch) * temporal_patch
+    count = min(max(available / info.fps * fps, low), high, available)
+    # 1e-6 as above: 3 s x 2 fps must not become 5.999… and then 4 frames.
+    return max(temporal_patch, math.floor((count + 1e-6) / temporal_patch) * temporal_patch)

@@ -1,0 +1,243 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard and, if asked, Weights & Biases, all under the same names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from dsreason.config.schema import MonitorConfig
+from dsreason.errors import ConfigError
+from dsreason.files.atomic import write_file
+
+if TYPE_CHECKING:
+    import wandb
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+class Metrics(Protocol):
+    """What the training loop sees; the same on every rank."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def text(self, step: int, name: str, text: str) -> None: ...
+    def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
+    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def open_metrics(
+    output_dir: Path, *, rank: int, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
+) -> Metrics:
+    """The writer on rank 0, one that does nothing on the others. For the arguments see `MetricsWriter`."""
+    if rank != 0:
+        return NoMetrics()
+    return MetricsWriter(output_dir, resume_step=resume_step, config=config, run_config=run_config)
+
+
+class NoMetrics:
+    """Takes every number and keeps none."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def text(self, step: int, name: str, text: str) -> None: ...
+    def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
+    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`; every call is on disk when it returns.
+
+    `resume_step` is the step of the loaded checkpoint, None for a fresh start: what a broken-off run wrote after that
+    step is dropped. `run_config` is shown in TensorBoard and W&B; it must hold no secrets.
+    """
+
+    def __init__(
+        self, output_dir: Path, *, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only rank 0 writes curves
+
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.wandb = open_wandb(output_dir, config, run_config, resumed=resume_step is not None)
+        self.lines = StepLines(output_dir / "metrics.jsonl", resume_step=resume_step)
+        board = output_dir / "tensorboard"
+        first_step = 0 if resume_step is None else resume_step + 1
+        self.board = SummaryWriter(str(board), purge_step=first_step if board.exists() else None)
+        self.board.add_text("config", as_code(json.dumps(run_config, indent=2, default=str)), first_step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` for `step`; several calls for one step share a line. Steps must not go backwards."""
+        self.lines.add(step, values)
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+        self.board.flush()
+        if self.wandb is not None:
+            self.wandb.log({"step": step, **values})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.board.add_text(name, as_code(text), step)
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({"step": step, name: wandb.Table(columns=["step", "text"], data=[[step, text]])})
+
+    def images(self, step: int, name: str, images: Sequence[Image]) -> None:
+        import numpy as np
+
+        for i, image in enumerate(images):
+            self.board.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({"step": step, name: [wandb.Image(image) for image in images]})
+
+    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
+        self.board.add_histogram(name, values, step)
+        if self.wandb is not None:
+            import wandb
+
+            shown = wandb.Histogram(values)  # type: ignore[arg-type]  # it takes arrays, too
+            self.wandb.log({"step": step, name: shown})
+
+    def close(self) -> None:
+        self.lines.close()
+        self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class StepLines:
+    """A JSON-lines file with one object a step. The last line is rewritten while its step still gets values.
+
+    NaN and infinities have no JSON form: their value is null, and `"nonfinite"` names them:
+    `{"step": 3, "train/loss": null, "nonfinite": {"train/loss": "nan"}}`.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None) -> None:
+        kept = [] if resume_step is None else read_lines(path, last_step=resume_step)
+        write_lines(path, kept)
+        self.current: dict[str, Any] = kept[-1] if kept else {"step": -1}
+        self.file = path.open("r+b")
+        self.offset = self.file.seek(0, os.SEEK_END)  # where the line of `current` starts
+        if kept:
+            self.offset -= len(encode_line(self.current))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self.current["step"]:
+            raise ValueError(f"metrics of step {step} come after those of step {self.current['step']}")
+        if step > self.current["step"]:
+            self.offset = self.file.seek(0, os.SEEK_END)
+            self.current = {"step": step}
+        nonfinite = self.current.pop("nonfinite", {})
+        for name, value in values.items():
+            nonfinite.pop(name, None)
+            self.current[name] = float(value) if math.isfinite(value) else None
+            if not math.isfinite(value):
+                nonfinite[name] = str(float(value))
+        if nonfinite:
+            self.current["nonfinite"] = nonfinite
+        self.file.seek(self.offset)
+        self.file.write(encode_line(self.current))
+        self.file.truncate()
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def encode_line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
+    """The entries up to `last_step`. A last line that a crash cut short is left out with a warning."""
+    if not path.exists():
+        return []
+    entries = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            log.warning("%s:%d is no JSON object and is dropped: %r", path, number, line[:80])
+    return [entry for entry in entries if entry["step"] <= last_step]
+
+
+def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    write_file(path, b"".join(map(encode_line, entries)))
+
+
+def check_wandb(config: MonitorConfig) -> None:
+    """Raise `ConfigError` where W&B is asked for and cannot be used: a rank must never stop at a login prompt."""
+    if not config.wandb:
+        return
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "monitor.wandb is true, and the package wandb is not installed; "
+            "install it with `uv pip install wandb`, or set monitor.wandb = false"
+        ) from error
+    if wandb.setup().settings.mode != "online":
+        return
+    way_out = "run `wandb login`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    try:
+        logged_in = wandb.login(prompt=False)
+    except wandb.Error as error:
+        raise ConfigError(
+            f"monitor.wandb is true, and the login to Weights & Biases failed ({error}); {way_out}"
+        ) from error
+    if not logged_in:
+        raise ConfigError(f"monitor.wandb is true, and there is no key for Weights & Biases; {way_out}")
+
+
+def open_wandb(
+    output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool
+) -> wandb.Run | None:
+    """Start the W&B run, or go on with the one that this output folder began."""
+    if not config.wandb:
+        return None
+    check_wandb(config)
+    import wandb
+
+    id_file = output_dir / "wandb" / "run_id"
+    id_file.parent.mkdir(exist_ok=True)
+    if not (resumed and id_file.exists()):
+        id_file.write_text(uuid.uuid4().hex[:8])
+    run = wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_name or re.sub(r"\W+", "-", output_dir.name),
+        id=id_file.read_text(),
+        resume="allow",
+        dir=output_dir,
+        config=run_config,
+    )
+    # Steps are a column of ours: W&B's own counter would refuse the ones that a resumed run repeats.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def as_code(text: str) -> str:
+    """TensorBoard shows Markdown; an indented block keeps line breaks and angle brackets."""
+    return "".join(f"    {line}\n" for line in text.splitlines())

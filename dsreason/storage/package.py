@@ -1,0 +1,136 @@
+"""What can be uploaded as a whole: a finished checkpoint or an export, with the marker that is sent last."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, read_json
+from dsreason.errors import CheckpointError, ConfigError
+
+MANIFEST = "UPLOADED.json"
+"""Marker of other uploads; it is made when they are complete and exists in storage only."""
+CHECKPOINTS, EXPORTS = "checkpoints", "export"
+
+
+Advance = Callable[[int], None]
+"""Called from several threads with the number of bytes just done."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an upload did; files that were there already with the same content are not in it."""
+
+    files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Package:
+    """A local folder, and the sizes in bytes of the files (paths below it) that are uploaded before the marker."""
+
+    folder: Path
+    files: Mapping[str, int]
+    marker: str
+
+    @property
+    def name(self) -> str:
+        """Where it lies in the folder of its run: `checkpoints/step_4`."""
+        return f"{self.folder.absolute().parent.name}/{self.folder.absolute().name}"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+    def marker_content(self, sums: Mapping[str, str]) -> bytes:
+        """A checkpoint's own marker, or a manifest from the SHA-256 of each file."""
+        if self.marker == MARKER:
+            return (self.folder / self.marker).read_bytes()
+        files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
+        return (json.dumps({"files": files}, indent=1) + "\n").encode()
+
+
+def open_package(folder: Path) -> Package:
+    """The checkpoint or export in `folder`.
+
+    Raises:
+        CheckpointError: it is one, and incomplete, damaged or with links that lead out of it.
+        ConfigError: it is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
+    if (folder / MARKER).is_file() or is_checkpoint(folder):
+        return open_checkpoint(folder)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{folder}: is no export (config.json and *.safetensors), no checkpoint (step_N) and not the folder of a run "
+            f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
+        )
+    return open_export(folder)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return folder.absolute().parent.name == CHECKPOINTS or (folder / "trainer_state.json").is_file()
+
+
+def open_checkpoint(folder: Path) -> Package:
+    """The files that the marker names; what was added later (`universal/`) can be made again."""
+    check_links(folder)
+    if not (folder / MARKER).is_file():
+        raise CheckpointError(f"{folder}: is not a complete checkpoint ({MARKER} is missing); choose another one")
+    return Package(folder, check_sizes(folder), MARKER)
+
+
+def open_export(folder: Path) -> Package:
+    """Every file of an export that has all its shards."""
+    check_links(folder)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json(index, "export it again").get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(
+                f"{index}: weight_map is {shards!r:.200}, not a file for each tensor; export it again"
+            )
+        if missing := set(shards.values()) - files.keys():
+            raise CheckpointError(f"{folder}: {min(missing):.300} is missing ({index.name} names it); export it again")
+    return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
+
+
+def check_links(folder: Path) -> None:
+    """CheckpointError for a link that leads out of the folder: what lies elsewhere is not what was to be uploaded."""
+    for path in folder.rglob("*"):
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
+            raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
+
+
+def stamp(folder: Path) -> int:
+    """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
+    found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
+    return found[0].stat().st_mtime_ns if found else 0
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir()
+
+
+def finished_folders(run: Path) -> list[Path]:
+    """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
+    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{MARKER}")]
+    exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
+    return sorted(checkpoints, key=_step) + sorted(exports, key=_step)
+
+
+def unfinished_folders(run: Path) -> list[Path]:
+    """Checkpoints of a run that are not complete, or not yet."""
+    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file()]
+    return sorted(found)
+
+
+def _step(folder: Path) -> tuple[int, str]:
+    digits = folder.name.removeprefix("step_")
+    return (int(digits), "") if digits.isdecimal() else (2**63, folder.name)  # `final` comes last

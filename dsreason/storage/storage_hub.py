@@ -1,0 +1,119 @@
+"""Uploads to the Hugging Face Hub. Its library sends only what is not there yet, waits out refusals that may pass, and
+commits when all has arrived."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+from dsreason.checkpoints.model_card import CARD
+from dsreason.errors import StorageError
+from dsreason.files.address import HubAddress
+from dsreason.files.disk import sha256_of
+from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
+from dsreason.files.retries import persist
+from dsreason.secrets import quiet_libraries
+from dsreason.storage.package import Advance, Package, Sent
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""Of a whole upload: the library has already tried each request again."""
+
+
+@dataclass(frozen=True)
+class HubStorage:
+    """A repository that does not exist is created, and is private then."""
+
+    address: HubAddress
+
+    def check(self, *, create: bool) -> None:
+        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed.
+
+        For a repository or branch that is yet to be created it is asked whose token this is.
+        """
+        try:
+            with hub_errors(self.address):
+                api = self._open(create=create)
+                probe = CommitOperationAdd(path_in_repo=".dsreason-write-test", path_or_fileobj=b"test")
+                api.preupload_lfs_files(self.address.repo, [probe], revision=self.address.revision)
+        except StorageError as error:
+            if create or error.status != 404:
+                raise
+            self._check_account()
+
+    def _check_account(self) -> None:
+        with hub_errors(self.address):
+            account = self._open(create=False).whoami()
+        owner, name = self.address.repo.partition("/")[0], account["name"]
+        if owner.lower() not in {name.lower(), *(one["name"].lower() for one in account.get("orgs", []))}:
+            raise StorageError(
+                f"{self.address}: the token in HF_TOKEN is that of {name}, who does not belong to {owner}; correct the name, "
+                "or take a token of that account",
+                status=403,
+            )
+        if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise StorageError(f"{self.address}: {ADVICE[403]}", status=403)
+
+    def upload(self, package: Package, advance: Advance) -> Sent:
+        def once() -> None:
+            with hub_errors(self.address):
+                self._upload(package)
+
+        persist(once, ATTEMPTS)
+        advance(package.num_bytes)
+        return Sent(len(package.files), package.num_bytes)
+
+    def _upload(self, package: Package) -> None:
+        api = self._open(create=True)
+        package = self._without_card(api, package)
+        sums = {name: sha256_of(package.folder / name) for name in package.files}
+        api.upload_folder(
+            repo_id=self.address.repo,
+            folder_path=package.folder,
+            path_in_repo=self.address.folder,
+            revision=self.address.revision,
+            allow_patterns=[glob.escape(name) for name in package.files],
+            commit_message=f"Upload {package.name}",
+        )
+        api.upload_file(
+            repo_id=self.address.repo,
+            path_or_fileobj=package.marker_content(sums),
+            path_in_repo=f"{self.address.folder}/{package.marker}".lstrip("/"),
+            revision=self.address.revision,
+            commit_message=f"Upload of {package.name} is complete",
+        )
+
+    def _without_card(self, api: HfApi, package: Package) -> Package:
+        """The package without its model card where there is one already: its owner may have written in it."""
+        place = f"{self.address.folder}/{CARD}".lstrip("/")
+        if CARD not in package.files or not api.file_exists(self.address.repo, place, revision=self.address.revision):
+            return package
+        log.warning("%s: the %s that is there stays; delete it to have the new one uploaded", self.address, CARD)
+        return replace(package, files={name: size for name, size in package.files.items() if name != CARD})
+
+    def _open(self, *, create: bool) -> HfApi:
+        if get_token() is None:
+            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one that may write", status=401)
+        quiet_libraries()
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        if create:
+            api.create_repo(self.address.repo, private=True, exist_ok=True)
+        if create and self.address.revision is not None:
+            api.create_branch(self.address.repo, branch=self.address.revision, exist_ok=True)
+        return api
+
+
+@contextmanager
+def hub_errors(address: HubAddress) -> Iterator[None]:
+    """What the library raises, as a StorageError. Without its cause: those texts hold signed addresses."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        raise hub_error(error, str(address)) from None

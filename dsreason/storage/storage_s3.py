@@ -1,0 +1,144 @@
+"""Uploads to S3: large files in parts, every part and file compared with its ETag, nothing sent twice."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from dsreason.errors import StorageError
+from dsreason.files.address import S3Address
+from dsreason.files.disk import sha256_of
+from dsreason.files.s3 import Answer, request
+from dsreason.storage.package import Advance, Package, Sent
+
+PART_BYTES = 16 * 1024**2
+MAX_PARTS = 10_000
+PARALLEL = 8
+"""Parts in flight, each in host memory."""
+MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
+SHA256 = "sha256"
+"""Metadata of an object: by it a later upload knows that the file is there."""
+
+
+@dataclass(frozen=True)
+class S3Storage:
+    address: S3Address
+
+    def check(self, *, create: bool) -> None:
+        probe = self.address / f".dsreason-write-test-{uuid.uuid4().hex}"
+        request("put_object", probe, attempts=2, Key=probe.key, Body=b"test")
+        request("head_object", probe, attempts=2, Key=probe.key)
+        request("delete_object", probe, attempts=2, Key=probe.key)
+
+    def upload(self, package: Package, advance: Advance) -> Sent:
+        sums = {name: sha256_of(package.folder / name) for name in package.files}
+        missing = [name for name, size in package.files.items() if not self._has(name, size, sums[name])]
+        advance(package.num_bytes - sum(package.files[name] for name in missing))
+        marker = self.address / package.marker
+        if missing and self._head(package.marker) is not None:  # of other content, which is about to be replaced
+            request("delete_object", marker, Key=marker.key)
+        for name in missing:
+            self._send(package.folder / name, name, sums[name], advance)
+        content = package.marker_content(sums)
+        request("put_object", marker, check=same_etag(marker, md5(content).hexdigest()), Key=marker.key, Body=content)
+        return Sent(len(missing), sum(package.files[name] for name in missing))
+
+    def _has(self, name: str, size: int, sha256: str) -> bool:
+        found = self._head(name)
+        return found is not None and found["ContentLength"] == size and found["Metadata"].get(SHA256) == sha256
+
+    def _head(self, name: str) -> Answer | None:
+        address = self.address / name
+        try:
+            return request("head_object", address, Key=address.key)
+        except StorageError as error:
+            if error.status in (403, 404):  # 403: who may not list a bucket is not told what is missing there
+                return None
+            raise
+
+    def _send(self, file: Path, name: str, sha256: str, advance: Advance) -> None:
+        address, size = self.address / name, file.stat().st_size
+        facts: dict[str, Any] = {"Key": address.key, "Metadata": {SHA256: sha256}}
+        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
+        if size <= part_bytes:
+            content = file.read_bytes()
+            etag = md5(content).hexdigest()
+            request("put_object", address, check=same_etag(address, etag), Body=content, **facts)
+            advance(size)
+        else:
+            etag = send_parts(file, address, facts, part_bytes, advance)
+        request("head_object", address, check=same_file(address, size, etag), Key=address.key)
+
+
+def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
+    """Upload a file in parts; returns the ETag that S3 gives to such an object. Where it fails, no part stays behind."""
+    size = file.stat().st_size
+    upload = {"Key": address.key, "UploadId": request("create_multipart_upload", address, **facts)["UploadId"]}
+
+    def send(number: int) -> tuple[str, bytes]:
+        with file.open("rb") as source:
+            source.seek((number - 1) * part_bytes)
+            content = source.read(part_bytes)
+        digest = md5(content)
+        check = same_etag(address, digest.hexdigest())
+        answer = request("upload_part", address, check=check, PartNumber=number, Body=content, **upload)
+        advance(len(content))
+        return answer["ETag"], digest.digest()
+
+    count = -(-size // part_bytes)
+    try:
+        with ThreadPool(min(PARALLEL, count)) as threads:  # its threads do not keep the process from ending
+            sent = list(threads.imap(send, range(1, count + 1)))
+        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent, start=1)]
+        complete(address, upload, parts)
+    except BaseException:
+        with suppress(StorageError):
+            request("abort_multipart_upload", address, attempts=1, **upload)
+        raise
+    return f"{md5(b''.join(digest for _, digest in sent)).hexdigest()}-{count}"
+
+
+def complete(address: S3Address, upload: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    try:
+        request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
+    except StorageError as error:
+        if (
+            error.status != 404
+        ):  # no such upload: it was completed, and only the answer was lost; the object is looked at
+            raise
+
+
+def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
+    def check(answer: Answer) -> None:
+        if answer["ContentLength"] != size:
+            raise StorageError(
+                f"{address}: has {answer['ContentLength']} bytes there instead of {size}; upload it again"
+            )
+        same_etag(address, etag)(answer)
+
+    return check
+
+
+def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
+    """A check that S3 has the bytes that were sent. An ETag says so only where it is an MD5: not with keys of KMS or a
+    customer, nor on some servers that imitate S3."""
+
+    def check(answer: Answer) -> None:
+        etag = answer["ETag"].strip('"')
+        encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer
+        comparable = MD5.fullmatch(etag) and ("-" in etag) == ("-" in expected)
+        if comparable and not encrypted and etag != expected:
+            raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", passing=True)
+
+    return check
+
+
+def md5(content: bytes) -> Any:
+    return hashlib.md5(content, usedforsecurity=False)

@@ -1,0 +1,296 @@
+"""Finding, pruning and reading checkpoint folders; the rest needs ranks (tests/integration/test_checkpoint.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsreason.checkpoints.checkpoint_folder import (
+    check_sizes,
+    check_written,
+    choose_checkpoint,
+    complete_checkpoints,
+    find_checkpoint,
+    finish,
+    prune_checkpoints,
+    read_checkpoint,
+    recover,
+    set_aside_newer,
+)
+from dsreason.checkpoints.export import parse_size, with_dtype, write_model_folder
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
+from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.errors import CheckpointError, ConfigError, SaveError
+from tests.disks import set_read_only, small_disk
+from tests.unit.checkpoints.made_folders import make_export
+
+
+def write_checkpoint(folder: Path, step: int, *, complete: bool = True) -> Path:
+    path = folder / f"step_{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    if complete:
+        (path / "COMPLETE").write_text(json.dumps({"files": {"trainer_state.json": 2}}))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_highest_complete_step_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 9)
+    newest = write_checkpoint(tmp_path, 100)
+    write_checkpoint(tmp_path, 200, complete=False)
+    (tmp_path / ".saving_step_300").mkdir()
+    (tmp_path / ".saving_step_300" / "COMPLETE").write_text("{}")
+    assert find_checkpoint(tmp_path) == newest
+
+
+@pytest.mark.parametrize("folder", ["empty", "absent"])
+def test_nothing_is_found_where_there_is_nothing(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert find_checkpoint(tmp_path / folder) is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [
+        (-1, None, [1, 2, 10, 20]),
+        (2, None, [10, 20]),
+        (2, 1, [1, 10, 20]),
+        (2, 20, [10, 20]),
+        (1, 2, [2, 20]),
+        (9, None, [1, 2, 10, 20]),
+        (0, 10, [10]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
+    for step in (10, 2, 20, 1):
+        write_checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, keep, () if best is None else {tmp_path / f"step_{best}"})
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
+    assert names(tmp_path) == sorted(f"step_{step}" for step in left)
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path, step)
+    assert set_aside_newer(tmp_path, tmp_path / "step_2") == [
+        tmp_path / "replaced_step_4",
+        tmp_path / "replaced_step_6",
+    ]
+    write_checkpoint(tmp_path, 4)
+    prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["replaced_step_4", "replaced_step_6", "step_4"]
+    # The older one of that name goes.
+    assert set_aside_newer(tmp_path, tmp_path / "step_2") == [tmp_path / "replaced_step_4"]
+
+
+def test_going_on_from_another_run_sets_aside_what_would_be_taken_for_its_continuation(tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", 4)
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path / "own", step)
+    set_aside_newer(tmp_path / "own", other)
+    assert names(tmp_path / "own") == ["replaced_step_4", "replaced_step_6", "step_2"]
+    assert names(tmp_path / "other") == ["step_4"]
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints/step_2", "run/checkpoints", "run"])
+def test_a_checkpoint_is_found_from_its_run_or_folder(tmp_path: Path, given: str) -> None:
+    path = write_checkpoint(tmp_path / "run" / "checkpoints", 2)
+    assert choose_checkpoint(tmp_path / "other", str(tmp_path / given)) == path
+
+
+def test_a_folder_without_a_checkpoint_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path, None) is choose_checkpoint(tmp_path, "auto") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        choose_checkpoint(tmp_path, str(tmp_path))
+
+
+def test_incomplete_folders_do_not_count_as_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step, complete=step < 3)
+    prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
+def test_leftovers_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    for name in (".saving_step_2", ".deleting_step_1", ".saving_universal"):
+        write_checkpoint(tmp_path / name, 5)
+    assert recover(tmp_path) == []
+    assert names(tmp_path) == ["step_1"]
+
+
+def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: bool = False) -> Path:
+    """A checkpoint whose job of `ranks` ranks was killed after `written` of them had written theirs."""
+    partial = folder / f".saving_step_{step}"
+    partial.mkdir(parents=True)
+    (partial / "trainer_state.json").write_text(json.dumps({"world_size": ranks, "step": step}))
+    (partial / ".rng_rank_1.safetensors").write_text("half")
+    for rank in range(written):
+        (partial / f"rng_rank_{rank}.safetensors").write_text("numbers")
+    if marker:
+        sizes = {path.name: path.stat().st_size for path in partial.glob("[!.]*")}
+        (partial / "COMPLETE").write_text(json.dumps({"files": sizes}))
+    return partial
+
+
+@pytest.mark.parametrize("marker", [True, False], ids=["before the rename", "before the marker"])
+@pytest.mark.parametrize("older", [True, False], ids=["of a step that was there", "of a new step"])
+def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker: bool, older: bool) -> None:
+    if older:
+        write_checkpoint(tmp_path, 4)
+    write_partial(tmp_path, 4, ranks=2, written=2, marker=marker)
+    assert recover(tmp_path) == [tmp_path / "step_4"]
+    assert names(tmp_path) == ["step_4"]
+    assert read_checkpoint(tmp_path / "step_4")["world_size"] == 2
+    check_sizes(tmp_path / "step_4")
+
+
+@pytest.mark.parametrize("missing", ["trainer_state.json", "rng_rank_1.safetensors"])
+def test_what_was_not_written_whole_is_deleted(tmp_path: Path, missing: str) -> None:
+    (write_partial(tmp_path, 4, ranks=2, written=2) / missing).unlink()
+    (write_partial(tmp_path, 6, ranks=2, written=2, marker=True) / missing).write_text("half a file")
+    assert recover(tmp_path) == []
+    assert names(tmp_path) == []
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing handles it."""
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_kill_while_a_step_is_replaced_leaves_the_old_one_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    write_checkpoint(tmp_path, 4)
+    partial, calls = write_partial(tmp_path, 4, ranks=2, written=2), count()
+
+    def killing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == at:
+                raise Killed
+            return original(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        patched.setattr(Path, "rename", killing(Path.rename))
+        patched.setattr(shutil, "rmtree", killing(shutil.rmtree))
+        finish(partial, tmp_path / "step_4", range(2))
+    recover(tmp_path)
+    assert names(tmp_path) == ["step_4"]
+    check_sizes(tmp_path / "step_4")
+
+
+def test_changed_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    check_sizes(path)
+    (path / "trainer_state.json").write_text("{}\n")
+    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: has 3 bytes instead of 2"):
+        check_sizes(path)
+    (path / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_1/trainer_state.json: is missing"):
+        check_sizes(path)
+
+
+def test_an_incomplete_or_garbled_checkpoint_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="COMPLETE is missing"):
+        read_checkpoint(write_checkpoint(tmp_path, 1, complete=False))
+    garbled = write_checkpoint(tmp_path, 2)
+    (garbled / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: cannot be read"):
+        read_checkpoint(garbled)
+
+
+def test_random_numbers_continue_where_they_were_saved(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # leaves a second value in the state
+    np.random.standard_normal()
+    device = torch.device("cpu")
+    take_rng_state(device)(tmp_path / "rng")
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), float(np.random.standard_normal()), float(torch.rand(()))]
+
+    drawn = draw()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert draw() != drawn
+    load_rng_state(tmp_path / "rng", device)
+    assert draw() == drawn
+
+
+@pytest.mark.parametrize(("text", "size"), [("4GB", 4_000_000_000), ("1.5 MB", 1_500_000), ("7KB", 7000)])
+def test_sizes_count_in_thousands(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["4XB", "4gb", "4", "abc", "-4GB", "0GB", "0.0 MB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="max-shard-size"):
+        parse_size(text)
+
+
+def test_dtype_is_set_in_every_part_of_a_config() -> None:
+    config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}}
+    assert with_dtype(config, "float32") == {
+        "dtype": "float32",
+        "text_config": {"torch_dtype": "float32", "layers": [1]},
+    }
+
+
+def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
+    source = tmp_path / "base"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+
+    def broken():
+        yield "a", torch.zeros(3)
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        write_model_folder(broken(), source, tmp_path / "out")
+    assert names(tmp_path) == ["base"]
+    write_model_folder(iter([("a", torch.ones(3))]), source, tmp_path / "out", dtype="fp32")
+    assert names(tmp_path / "out") == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
+def test_an_export_onto_a_bad_disk_is_told_and_leaves_what_was_there(tmp_path: Path, trouble: str, reason: str) -> None:
+    source = make_export(tmp_path / "base")
+    with small_disk(tmp_path / "disk") as disk:
+        make_export(disk / "older")
+        if trouble == "read-only":
+            set_read_only(disk)
+        with pytest.raises(SaveError) as caught:
+            write_model_folder(iter([("a", torch.ones(1_000_000))]), source, disk / "new", dtype="fp32")
+        assert names(disk) == ["older"]
+    assert str(caught.value).startswith(f"{disk}/new: cannot be written (")
+    assert reason in str(caught.value)
+    assert caught.value.exit_code == 1
+
+
+def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "rng_rank_0.safetensors").touch()
+    with pytest.raises(
+        CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
+    ):
+        next(checkpoint_tensors(tmp_path, {"world_size": 2, "ranks": [0]}))
+
+
+def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors and 99997 more: the 100000 ranks of this run"):
+        check_written(tmp_path, {"world_size": 100_000}, range(100_000), "copy them")

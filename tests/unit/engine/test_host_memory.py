@@ -1,0 +1,107 @@
+"""Copies between a GPU and the host. A GPU is pretended where there must be one: by tensors that say so, and by events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint_writer import Copier
+from dsreason.engine import host_memory
+from dsreason.engine.host_memory import HostBuffer, StagedCopy
+
+
+def tensors() -> list[Tensor]:
+    """43 bytes in four types, one of them of a single number, one without any."""
+    numbers = torch.arange(1, 6, dtype=torch.float32).reshape(5, 1)
+    return [
+        numbers,
+        numbers[:4].bfloat16(),
+        torch.tensor(7),
+        torch.empty(0),
+        torch.tensor([True, False, True]),
+        numbers[:2],
+    ]
+
+
+def test_values_come_back_whole_from_pieces_that_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PIECE", 16)
+    stored, there = tensors(), [torch.zeros_like(tensor) for tensor in tensors()]
+    buffer = HostBuffer(sum(tensor.nbytes for tensor in stored), pinned=False)
+    assert [piece.nbytes for piece in buffer.pieces] == [16, 16, 15]
+    assert buffer.nbytes == 20 + 8 + 8 + 0 + 3 + 8
+    buffer.store(iter(stored))
+    buffer.restore(there)
+    assert all(map(torch.equal, there, tensors()))
+
+
+def test_pinned_memory_is_rounded_up_by_less_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch pins 2**30 bytes for each of 2**29 + 1; here all blocks but the last are a power of two already."""
+    blocks: list[int] = []
+    monkeypatch.setattr(host_memory.torch, "empty", lambda size, **options: blocks.append(size))
+    HostBuffer(2**29 + 1, pinned=True)
+    assert blocks == [2**26] * 8 + [1]
+
+
+class Copies(Tensor):
+    """A pinned buffer. What it is to take from a GPU comes at once, or as late as anybody waits for it."""
+
+    late = False
+    under_way: list[Callable[[], object]]
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert non_blocking
+        taken, buffer = source.as_subclass(Tensor), self.as_subclass(Tensor)
+        if Copies.late:
+            Copies.under_way.append(lambda: buffer.copy_(taken))
+        else:
+            buffer.copy_(taken)
+        return self
+
+
+class Event:
+    def record(self) -> None:
+        self.before = list(Copies.under_way)
+
+    def synchronize(self) -> None:
+        for copy in self.before:
+            if copy in Copies.under_way:
+                copy()
+                Copies.under_way.remove(copy)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "source", [*tensors(), torch.arange(24.0).reshape(4, 6).t()], ids=lambda t: f"{t.nbytes} bytes"
+)
+def test_a_staged_copy_is_whole_however_late_its_parts_come(
+    source: Tensor, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "STAGE", 7)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Copies, "late", late)
+    monkeypatch.setattr(Copies, "under_way", [], raising=False)
+    staged, target = StagedCopy(), torch.zeros(source.shape, dtype=source.dtype)
+    staged.buffers = [torch.zeros(7, dtype=torch.uint8).as_subclass(Copies) for _ in range(2)]
+    staged.copy(target, source)
+    assert torch.equal(target, source)
+    assert not Copies.under_way
+
+
+class OnGPU(Tensor):
+    is_cuda = True
+
+
+def test_snapshots_of_a_gpu_are_staged_and_those_of_a_cpu_copied_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    staged = StagedCopy()
+    monkeypatch.setattr(staged, "copy", lambda target, source: seen.append(source) or target.copy_(source))
+    here, there = torch.arange(3.0), torch.arange(4.0).as_subclass(OnGPU)
+    buffers: dict[tuple[str, int], Tensor] = {}
+    copied = Copier(buffers, staged, "file").copy({"here": here, "there": [there]})
+    assert torch.equal(copied["here"], here)
+    assert torch.equal(copied["there"][0], there.as_subclass(Tensor))
+    assert [type(tensor) for tensor in seen] == [OnGPU]
+    assert not any(buffer.is_cuda for buffer in buffers.values())

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from dsreason.config.schema import OptimConfig
+from dsreason.engine.schedule import lr_factor, warmup_steps
+
+
+def factors(total: int, **optim: object) -> list[float]:
+    return [lr_factor(step, total, OptimConfig.model_validate(optim)) for step in range(total)]
+
+
+WARMUP_4 = [0, 1 / 3, 2 / 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decay"),
+    [
+        ("constant", [1, 1, 1, 1, 1, 1]),
+        ("linear", [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("cosine", [1, 0.9330, 0.75, 0.5, 0.25, 0.0670]),
+        ("sqrt", [1, 0.5918, 0.4226, 0.2929, 0.1835, 0.0871]),
+        ("wsd", [1, 1, 1, 1, 1, 1 - 0.5**0.5]),  # the last fifth of 10 steps is steps 8 and 9
+    ],
+)
+def test_ten_steps_with_four_of_warmup(schedule: str, decay: list[float]) -> None:
+    assert factors(10, warmup=4, schedule=schedule) == pytest.approx(WARMUP_4 + decay, abs=5e-5)
+
+
+def test_floor_scales_the_decay_and_not_the_warmup() -> None:
+    linear = factors(10, warmup=4, schedule="linear", min_lr_share=0.1)
+    assert linear == pytest.approx(WARMUP_4 + [0.1 + 0.9 * share / 6 for share in (6, 5, 4, 3, 2, 1)])
+
+
+def test_decay_ends_at_the_floor() -> None:
+    for schedule in ("linear", "cosine", "sqrt", "wsd"):
+        optim = OptimConfig(warmup=2, schedule=schedule, min_lr_share=0.25)
+        assert lr_factor(10, 10, optim) == pytest.approx(0.25)
+        assert lr_factor(99, 10, optim) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 30)]
+)
+def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup: float, total: int, steps: int) -> None:
+    assert warmup_steps(total, OptimConfig(warmup=warmup)) == steps
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_without_a_ramp_the_first_step_has_the_full_rate(warmup: int) -> None:
+    assert factors(4, warmup=warmup, schedule="linear")[0] == 1.0
+
+
+def test_a_run_shorter_than_its_warmup_only_rises() -> None:
+    assert factors(3, warmup=5) == [0, 0.25, 0.5]
+
+
+def test_a_single_step_trains() -> None:
+    assert factors(1, warmup=0.03) == [1.0]
+
+
+def test_wsd_decay_never_begins_before_the_warmup_has_ended() -> None:
+    assert factors(4, warmup=3, schedule="wsd", decay_share=1.0) == [0, 0.5, 1, 1]

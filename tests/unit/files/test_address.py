@@ -1,0 +1,146 @@
+"""Addresses in storage, and what is hidden of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsreason.config.load import load_config
+from dsreason.config.schema import CheckpointConfig, SFTConfig, SourceConfig
+from dsreason.data.sources import open_source
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.address import HubAddress, S3Address, parse_s3, parse_target
+from dsreason.secrets import hidden, hide_secrets, without_credentials
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket", S3Address("bucket", "")),
+        ("s3://bucket/", S3Address("bucket", "")),
+        ("s3://my.bucket-1/a/b c/", S3Address("my.bucket-1", "a/b c")),
+        ("hub:user/name", HubAddress("user/name")),
+        ("hub:user/name@v1.2", HubAddress("user/name", "", "v1.2")),
+        ("hub:user/name/runs/7@try/two", HubAddress("user/name", "runs/7", "try/two")),
+    ],
+)
+def test_a_target_is_taken_apart_and_put_together(text: str, expected: S3Address | HubAddress) -> None:
+    assert parse_target(text) == expected
+    assert str(expected) == text.rstrip("/")
+
+
+def test_names_are_joined_below_an_address() -> None:
+    assert str(S3Address("bucket") / "checkpoints/step_4") == "s3://bucket/checkpoints/step_4"
+    assert str(S3Address("bucket", "runs") / "a") == "s3://bucket/runs/a"
+    assert str(HubAddress("user/name", "", "dev") / "a") == "hub:user/name/a@dev"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s3://", "is no bucket name"),
+        ("s3://My_Bucket/a", "'My_Bucket' is no bucket name"),
+        ("s3://bucket/a//b", "has an empty part"),
+        ("s3://bucket/../other", "has an empty part, '.' or '..'"),
+        ("s3://bucket/a?versionId=1", "has no query"),
+        ("hub:name", "write s3://bucket/prefix or hub:user/name"),
+        ("hub:user/name/../other", "has an empty part, '.' or '..'"),
+        ("user/name", "write s3://bucket/prefix or hub:user/name"),
+        ("https://bucket/a", "write s3://bucket/prefix or hub:user/name"),
+        ("gs://bucket/a", "write s3://bucket/prefix or hub:user/name"),
+    ],
+)
+def test_what_is_no_target_says_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is looked at)
+        parse_target(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIAKEY:sentinel@bucket/a",
+        "s3://AKIAKEY:senti/nel@bucket/a",
+        "https://user:sentinel@host/a",
+        "hub:hf_sentinel/name",
+        "hub:user/name@hf_sentinel",
+        "hub:hf_sentinel@user/name",
+    ],
+)
+def test_keys_in_a_target_are_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse_target(text)
+    assert "sentinel" not in str(caught.value)
+    assert "senti/nel" not in str(caught.value)
+
+
+def test_keys_in_an_address_to_read_are_refused_and_not_shown() -> None:
+    with pytest.raises(ValueError, match="keys do not belong into an address") as caught:
+        parse_s3("s3://AKIAKEY:sentinel@bucket/a")
+    assert "sentinel" not in str(caught.value)
+
+
+def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+cd")
+    expected = "Bearer <HF_TOKEN>, <AWS_SECRET_ACCESS_KEY>, ?key=<AWS_SECRET_ACCESS_KEY>"
+    assert hide_secrets("Bearer hf_abc, a/b+cd, ?key=a%2Fb%2Bcd") == expected
+
+
+@pytest.mark.parametrize("name", ["REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"])
+def test_every_token_is_hidden_in_lists_and_tables_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "sentinel")
+    assert hidden({"a": ["--set", "b=sentinel"], "n": 1}) == {"a": ["--set", f"b=<{name}>"], "n": 1}
+
+
+def test_a_value_that_would_be_found_everywhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    assert hide_secrets("/data/tests") == "/data/tests"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("with hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ012345 in it", "with hf_… in it"),
+        (
+            "https://s3/x?X-Amz-Credential=AK%2F1&X-Amz-Signature=0a1b&n=1",
+            "https://s3/x?X-Amz-Credential=…&X-Amz-Signature=…&n=1",
+        ),
+        ("hf_home and Signatures", "hf_home and Signatures"),
+    ],
+)
+def test_secrets_of_a_known_form_are_hidden(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("--set a=http://me:pass/word@host/x", "--set a=http://…@host/x"),
+        ("http://localhost:8000/v1 of a@b", "http://localhost:8000/v1 of a@b"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+    ],
+)
+def test_credentials_in_addresses_are_hidden_and_nothing_else(text: str, shown: str) -> None:
+    assert without_credentials(text) == shown
+
+
+def test_the_configuration_checks_where_to_upload() -> None:
+    assert CheckpointConfig(upload="s3://bucket/run/").upload == "s3://bucket/run"
+    with pytest.raises(ValueError, match="is no place to upload to"):
+        CheckpointConfig(upload="bucket/run/x")
+    with pytest.raises(ValueError, match="leaves nothing to upload with export = none"):
+        CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")
+
+
+@pytest.mark.parametrize("where", ["s3://AKIAKEY:senti/nel@bucket", "https://me:sentinel@host/x"])
+def test_a_refused_set_option_shows_no_key(where: str) -> None:
+    with pytest.raises(ConfigError, match="checkpoint.upload: ") as caught:
+        load_config(SFTConfig, None, [f"checkpoint.upload={where}"], default_recipe="builtin_sft.toml")
+    assert "nel@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["path", "media_path"])
+def test_a_data_address_that_is_not_in_s3_is_refused_for_every_adapter(key: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.{key}: https://…@host/x is an address") as caught:
+        open_source(SourceConfig(adapter="local_labels", **{key: "https://me:sentinel@host/x"}))
+    assert "sentinel" not in str(caught.value)

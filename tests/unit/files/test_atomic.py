@@ -1,0 +1,67 @@
+"""Files and folders that are complete or not there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dsreason.files.atomic import build_once, draft_of, write_file
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".locks")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize(("content", "expected"), [("Größe\n", "Größe\n".encode()), (b"\xff", b"\xff")])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, content: str | bytes, expected: bytes, durable: bool) -> None:
+    (tmp_path / "a.json").write_text("old")
+    write_file(tmp_path / "a.json", content, durable=durable)
+    assert (tmp_path / "a.json").read_bytes() == expected
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(ZeroDivisionError), draft_of(tmp_path / "a.json") as draft:
+        draft.write_text("half")
+        raise ZeroDivisionError
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_two_drafts_of_one_file_are_apart_and_the_last_stays(tmp_path: Path) -> None:
+    with draft_of(tmp_path / "a") as first, draft_of(tmp_path / "a") as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_of_many_one_builds_and_all_get_the_folder(tmp_path: Path) -> None:
+    built = []
+
+    def build(partial: Path) -> None:
+        built.append(partial)
+        partial.mkdir()
+        (partial / "a").write_text("a")
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: build_once(tmp_path / "cache" / "folder", build), range(8)))
+    assert set(found) == {tmp_path / "cache" / "folder"}
+    assert len(built) == 1
+    assert names(tmp_path / "cache") == ["folder"]
+
+
+def test_a_build_that_fails_leaves_no_folder_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    def build(partial: Path) -> None:
+        if partial.exists():
+            return
+        partial.mkdir()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build_once(tmp_path / "folder", build)
+    assert not (tmp_path / "folder").exists()
+    assert build_once(tmp_path / "folder", build).is_dir()

@@ -1,0 +1,147 @@
+"""One job at a time in a folder: who is refused, and whose lock is void."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dsreason.config.output import check_output_dir
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import ConfigError
+from dsreason.files import lock
+from dsreason.files.lock import FolderLock, Holder, start_time, this_process
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "SILENCE_S", 0.6)
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def holder_of(pid: int) -> Holder:
+    return replace(this_process(), pid=pid, started=start_time(pid) or "")
+
+
+def write_lock(folder: Path, holder: Holder) -> Path:
+    file = folder / ".lock"
+    file.write_text(json.dumps(asdict(holder)))
+    return file
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught, FolderLock(pytest.fail) as mine:
+        mine.take(folder)
+    return str(caught.value)
+
+
+def test_a_folder_is_free_again_after_the_block(tmp_path: Path) -> None:
+    for _ in range(2):
+        with FolderLock(pytest.fail) as mine:
+            mine.take(tmp_path)
+            assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_a_running_process_names_it_and_stays(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    file = write_lock(tmp_path, holder_of(other.pid))
+    expected = f"{tmp_path}: is in use by process {other.pid} on {socket.gethostname()} (since "
+    assert refused(tmp_path).startswith(expected)
+    assert json.loads(file.read_text())["pid"] == other.pid
+    with pytest.raises(ConfigError) as caught:
+        check_output_dir(tmp_path, SFTConfig(), "auto")
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["gone", "its exit code is left"])
+def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.Popen[bytes], reaped: bool) -> None:
+    write_lock(tmp_path, holder_of(other.pid))
+    os.kill(other.pid, signal.SIGKILL)
+    if reaped:
+        other.wait()
+    while start_time(other.pid) is not None:
+        time.sleep(0.01)
+    check_output_dir(tmp_path, SFTConfig(), "auto")
+    with FolderLock(pytest.fail) as mine:
+        mine.take(tmp_path)
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_another_process_of_the_same_number_does_not_hold_a_lock(tmp_path: Path) -> None:
+    write_lock(tmp_path, replace(this_process(), started="1"))
+    with FolderLock(pytest.fail) as mine:
+        mine.take(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", "{"], ids=["of another machine", "empty", "garbled"])
+def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, content: str | None) -> None:
+    file = write_lock(tmp_path, replace(this_process(), machine="another"))
+    if content is not None:
+        file.write_text(content)
+    with FolderLock(pytest.fail) as mine:
+        mine.take(tmp_path)
+        assert json.loads(file.read_text()) == asdict(this_process()) | {"since": json.loads(mine.content)["since"]}
+
+
+def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:
+    file = write_lock(tmp_path, replace(this_process(), host="node-7", machine="another", pid=99))
+    with FolderLock(pytest.fail) as theirs:
+        theirs.content = file.read_text()
+        threading.Thread(target=theirs._beat, args=(file,), daemon=True).start()
+        assert "is in use by process 99 on node-7" in refused(tmp_path)
+
+
+def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path: Path) -> None:
+    file = write_lock(tmp_path, replace(this_process(), machine="another"))
+    threading.Timer(0.2, file.unlink).start()
+    with FolderLock(pytest.fail) as mine:
+        mine.take(tmp_path)
+
+
+@pytest.mark.parametrize("left", ["nothing", "of a killed job"])
+def test_of_many_at_once_one_gets_the_folder(tmp_path: Path, left: str) -> None:
+    if left != "nothing":
+        write_lock(tmp_path, replace(this_process(), started="1"))
+    locks = [FolderLock(pytest.fail) for _ in range(8)]
+
+    def take(mine: FolderLock) -> bool:
+        try:
+            mine.take(tmp_path)
+        except ConfigError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(take, locks)) == 1
+    for mine in locks:
+        mine.__exit__()
+
+
+def test_a_job_that_another_one_took_for_gone_is_told_and_leaves_the_lock(tmp_path: Path) -> None:
+    lost: list[str] = []
+    with FolderLock(lambda error: lost.append(str(error))) as mine:
+        mine.take(tmp_path)
+        file = write_lock(tmp_path, replace(this_process(), host="node-7", pid=99))
+        while not lost:
+            time.sleep(0.01)
+    assert "is in use by process 99 on node-7" in lost[0]
+    assert file.exists()

@@ -1,0 +1,178 @@
+"""How a process takes its GPU, and what it says where it cannot. A GPU is pretended by what torch answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dsreason
+from dsreason.errors import DsReasonError
+from dsreason.job import hosts
+from dsreason.job import ranks as module
+from dsreason.job.gpu import choose_device
+from dsreason.job.ranks import init_world
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {kind}, NCCL version 2.28.9\n{rest}"
+DUPLICATE = NCCL.format(
+    kind="invalid usage (run with NCCL_DEBUG=WARN for details)",
+    rest="ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 19000",
+)
+NCCL_MEMORY = NCCL.format(
+    kind="unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    rest="ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+)
+NCCL_OTHER = NCCL_MEMORY.replace("2 'out of memory'", "700 'an illegal memory access was encountered'")
+NETWORK = NCCL.format(
+    kind="remote process exited or there was a network error",
+    rest="ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+    "Last error:\nsocketPollConnect: connect to 10.0.0.2<41283> returned No route to host",
+)
+MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 2 has a total capacity of 79.10 GiB of which 1.56 MiB is free. "
+    "Process 41 has 79.08 GiB memory in use."
+)
+ORDINAL = (
+    "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?\nCUDA kernel errors"
+)
+OLD = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading and "
+    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+
+
+@pytest.fixture(autouse=True)
+def third_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The GPUs that were made the current one, in a process that has joined its job already."""
+    found: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    for name, answer in {"is_initialized": True, "get_rank": 2, "get_world_size": 4}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    return found
+
+
+def test_a_rank_computes_on_its_own_gpu_without_cudnn_attention(taken: list[torch.device]) -> None:
+    assert init_world().device == torch.device("cuda:2")
+    assert taken == [torch.device("cuda:2")]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_ranks_on_gpus_share_the_cores_that_torchrun_leaves_to_one_thread_each(
+    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    init_world()
+    assert torch.get_num_threads() == 6  # 24 cores, 4 ranks
+
+
+def test_the_cpu_is_taken_where_it_is_asked_for_and_where_there_is_no_gpu(
+    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_device(2) == torch.device("cpu")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(2) == torch.device("cpu")
+    assert not taken
+
+
+def test_nobody_else_chooses_a_device() -> None:
+    """Who did would compute with cuDNN's attention, and without a word about a GPU that cannot be used."""
+    files = Path(dsreason.__file__).parent.rglob("*.py")
+    asking = {file.name for file in files if "cuda.is_available" in file.read_text(encoding="utf-8")}
+    assert asking == {"driver.py", "gpu.py"}
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_more_ranks_than_gpus_is_told_with_both_numbers(
+    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", failing(torch.AcceleratorError(ORDINAL)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        DsReasonError, match=r"rank 2 on .*: there is no GPU 2 here: 2 visible .*0,1.*at most 2 on this"
+    ):
+        init_world()
+
+
+@pytest.fixture
+def connect_fails(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Have the first connection fail, of a rank that has met the others in the store."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(hosts, "join", lambda: SimpleNamespace(set_timeout=lambda _: None))
+    monkeypatch.setattr(hosts, "exchange", lambda *_: [])
+    return lambda error: monkeypatch.setattr(module, "_init_deepspeed", failing(error))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (dist.DistBackendError(DUPLICATE), r"two ranks use the same GPU.*0,1.*rank 1 and rank 0 both on CUDA device"),
+        (dist.DistBackendError(NCCL_MEMORY), r"GPU 2 is full before the model is loaded.*nvidia-smi"),
+        (torch.OutOfMemoryError(MEMORY), r"GPU 2 is full before the model is loaded.*Process 41 has 79.08 GiB"),
+        (dist.DistBackendError(NCCL_OTHER), r"a call of CUDA failed inside NCCL.*illegal memory access"),
+        (torch.AcceleratorError("CUDA error: no CUDA-capable device is detected"), "no GPU is visible"),
+        (torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "compute mode"),
+        (
+            torch.AcceleratorError("CUDA error: CUDA driver version is insufficient for CUDA runtime version"),
+            "driver is too old",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+            "has no code for GPU 2",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["1", "4"])
+def test_a_failed_first_connection_is_told_by_its_cause(
+    connect_fails: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch, error: Exception, told: str, ranks: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    connect_fails(error)
+    with pytest.raises(DsReasonError, match=f"(?s){told}") as raised:
+        init_world()
+    assert "firewall" not in str(raised.value)
+
+
+def test_a_network_that_fails_under_nccl_is_told_as_that(connect_fails: Callable[[Exception], None]) -> None:
+    connect_fails(dist.DistBackendError(NETWORK))
+    told = r"(?s)could not connect to each other.*No route to host.*NCCL_SOCKET_IFNAME.*firewall"
+    with pytest.raises(DsReasonError, match=told):
+        init_world()
+
+
+def test_an_error_of_the_gpu_that_nobody_knows_stays_as_it_is(connect_fails: Callable[[Exception], None]) -> None:
+    connect_fails(torch.AcceleratorError("CUDA error: misaligned address"))
+    with pytest.raises(torch.AcceleratorError, match="misaligned"):
+        init_world()

@@ -1,0 +1,77 @@
+"""What hosts compare, and what one takes from the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.job.hosts import code_facts, differences, lacking, own_address, shared
+
+
+def test_equal_hosts_have_no_differences() -> None:
+    facts = {"torch": "2.13.0", "optim.lr": 1e-6}
+    assert differences([("node-0", facts), ("node-1", dict(facts))]) == []
+
+
+def test_each_difference_names_a_host_and_both_values() -> None:
+    first = {"torch": "2.13.0", "vllm": "0.24.0", "optim.lr": 1e-6}
+    second = {"torch": "2.12.1", "optim.lr": 1e-6, "optim.eps": 1e-8}
+    assert differences([("node-0", first), ("node-1", second), ("node-2", second), ("node-3", first)]) == [
+        "torch: '2.13.0' on node-0, '2.12.1' on node-1, and 1 more of the hosts differs",
+        "vllm: '0.24.0' on node-0, None on node-1, and 1 more of the hosts differs",
+        "optim.eps: None on node-0, 1e-08 on node-1, and 1 more of the hosts differs",
+    ]
+
+
+def test_a_changed_file_that_the_configuration_names_is_another_fact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    names = ("my_adapter.py", "my_rewards.py", "mine/rewards.py")
+    for name in names:
+        (tmp_path / name).write_text("a = 1\n")
+    rewards = {"my_rewards.py:short": 1.0, "mine.rewards:long": 0.5, "format": 0.1}
+    config = GRPOConfig.model_validate({"data": {"adapter": "my_adapter.py:Mine"}, "reward": {"functions": rewards}})
+    before = code_facts(config)
+    assert before.keys() == {"code of dsreason", *(f"code of {name}" for name in names)}
+    (tmp_path / "mine/rewards.py").write_text("a = 2\n")
+    after = code_facts(config)
+    assert {name for name in before if before[name] != after[name]} == {"code of mine/rewards.py"}
+
+
+def test_code_facts_without_code_of_ones_own() -> None:
+    assert code_facts(SFTConfig()).keys() == {"code of dsreason"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *[(name, True) for name in ("HF_TOKEN", "HF_HOME", "AWS_ENDPOINT_URL", "DSREASON_CACHE", "WANDB_API_KEY")],
+        *[(name, True) for name in ("REMOTE_REWARD_URL", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING")],
+        *[(name, False) for name in ("CUDA_VISIBLE_DEVICES", "RANK", "MASTER_ADDR", "PATH", "VLLM_HOST_IP")],
+        *[(name, False) for name in ("DSREASON_ERROR_DIR", "DSREASON_LAUNCHER_PID", "MY_HF_TOKEN")],
+    ],
+)
+def test_variables_that_the_first_host_shares(name: str, given: bool) -> None:
+    assert shared({name: "value"}) == ({name: "value"} if given else {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "taken"),
+    [
+        ({}, {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
+        ({"HF_TOKEN": "own"}, {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}),
+        ({"AWS_PROFILE": "own"}, {"HF_TOKEN", "AWS_REGION"}),  # half of the first host's keys would fit nothing
+    ],
+)
+def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
+    assert lacking(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment) == taken
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
+def test_a_loopback_address_and_an_unknown_name_lead_to_no_other_host(peer: str) -> None:
+    assert own_address(peer) is None

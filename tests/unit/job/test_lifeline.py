@@ -1,0 +1,150 @@
+"""Three ranks' lifelines in one process: whose failure everybody hears of."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from queue import Queue
+
+import pytest
+import torch.distributed as dist
+
+from dsreason.job import lifeline as module
+from dsreason.job.failures import PEER_EXIT_CODE, Failure
+from dsreason.job.lifeline import Lifeline
+
+HOST = socket.gethostname()
+
+
+class Ranks:
+    """`lines[i]` is rank i's, `heard[i]` what it was told."""
+
+    def __init__(self, folder: Path) -> None:
+        store = dist.HashStore()
+        self.heard: list[Queue[Failure]] = [Queue() for _ in range(3)]
+        self.logs = [folder / f"rank_{rank}.log" for rank in range(3)]
+        self.lines = [Lifeline(rank, 3, store) for rank in range(3)]
+        for line, log, heard in zip(self.lines, self.logs, self.heard, strict=True):
+            line.open(heard.put)
+            line.say_log(str(log))
+
+    def kill(self, rank: int) -> None:
+        """As the kernel does it."""
+        self.connection(rank).shutdown(socket.SHUT_RDWR)
+
+    def connection(self, rank: int) -> socket.socket:
+        zero = self.lines[rank]._zero
+        assert zero is not None
+        return zero.connection
+
+    def all_hear(self, *ranks: int) -> Failure:
+        first, *others = [self.heard[rank].get(timeout=20) for rank in ranks]
+        assert all(other == first for other in others)
+        return first
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(module.hosts, "exchange", lambda name, value: [value])
+    return Ranks(tmp_path)
+
+
+def failure(rank: int, mendable: bool = False) -> Failure:
+    return Failure(rank, f"Traceback of {rank}", exit_code=2 if mendable else 1, mendable=mendable, time=1.0)
+
+
+@pytest.mark.parametrize("end", ["", "; its last log line: out of words"])
+def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(ranks: Ranks, end: str) -> None:
+    if end:
+        ranks.logs[2].write_text("first\n  out of words\n\n")
+    ranks.lines[2].say_place('in phase "data"')
+    ranks.lines[2].say_place('in phase "step" after step 11')
+    ranks.kill(2)
+    found = ranks.all_hear(0, 1)
+    place = f'rank 2 on {HOST} died in phase "step" after step 11 (killed, or its host is gone)'
+    assert found.text == f"{place}{end}; its log: {ranks.logs[2]}"
+    assert (found.rank, found.exit_code, found.silent) == (2, PEER_EXIT_CODE, True)
+
+
+def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: Ranks) -> None:
+    ranks.lines[2].say_goodbye()
+    ranks.kill(2)
+    ranks.kill(1)
+    assert ranks.all_hear(0).rank == 1
+
+
+def test_after_rank_0_has_left_nobody_is_told_of_its_end(ranks: Ranks) -> None:
+    ranks.lines[0].say_goodbye()
+    deadline = time.monotonic() + 20
+    while not ranks.lines[1].rank_0_has_ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ranks.lines[1].rank_0_has_ended
+    assert ranks.lines[1].fail(failure(1)) == failure(1)
+    assert all(heard.empty() for heard in ranks.heard)
+
+
+def test_a_failing_rank_learns_what_it_followed_from(ranks: Ranks) -> None:
+    ranks.kill(2)
+    first = ranks.lines[1].fail(failure(1))  # of the connection it lost
+    assert first.rank == 2
+    assert ranks.all_hear(0, 1) == first
+
+
+def test_of_two_tracebacks_the_first_is_told_with_rank_host_and_log(ranks: Ranks) -> None:
+    first = ranks.lines[1].fail(failure(1))
+    assert ranks.lines[0].fail(failure(0)) == ranks.all_hear(0, 1, 2) == first
+    assert first.text == f"rank 1 on {HOST} failed; its log: {ranks.logs[1]}\n\nTraceback of 1"
+
+
+def test_a_text_for_people_wins_over_an_earlier_traceback(ranks: Ranks) -> None:
+    ranks.lines[1]._send({"failure": failure(1).__dict__})
+    assert ranks.lines[2].fail(failure(2, mendable=True)) == failure(2, mendable=True) == ranks.all_hear(0, 1)
+
+
+def test_a_rank_that_was_killed_wins_over_what_others_say_of_the_lost_connection(ranks: Ranks) -> None:
+    ranks.kill(2)
+    assert ranks.lines[1].fail(failure(1, mendable=True)).rank == 2
+    assert ranks.all_hear(0, 1).silent
+
+
+def test_a_rank_that_was_killed_wins_over_a_traceback_that_was_heard_of_earlier(ranks: Ranks) -> None:
+    ranks.lines[1]._send({"failure": failure(1).__dict__})
+    time.sleep(0.1)
+    ranks.kill(2)
+    assert ranks.all_hear(0, 1).rank == 2
+
+
+def test_a_death_before_there_is_a_log_is_told_without_one(ranks: Ranks) -> None:
+    ranks.lines[2].say_log("")
+    ranks.kill(2)
+    assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died at its start (killed, or its host is gone)"
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "guessed", "rank": 1}\n', b"x" * 10_000])
+def test_a_stranger_changes_nothing(ranks: Ranks, said: bytes) -> None:
+    with socket.create_connection(ranks.connection(1).getpeername()) as stranger:
+        stranger.sendall(said)
+    ranks.kill(2)
+    assert ranks.all_hear(0, 1).rank == 2
+
+
+def test_a_forked_child_does_not_hold_the_connection(ranks: Ranks) -> None:
+    descriptor = ranks.connection(1).fileno()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_kernel_asks_a_silent_host_and_gives_it_up_after_half_a_minute(ranks: Ranks) -> None:
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+    connection = ranks.connection(1)
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 4, 30_000]

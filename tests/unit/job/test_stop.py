@@ -1,0 +1,45 @@
+"""Signals to one rank: the first is noted, an echo of it is not a second one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from dsreason.job import launch
+from dsreason.job.stop import StopRequest
+
+
+@pytest.fixture
+def ended() -> Iterator[list[int]]:
+    """The SIGTERMs that would have ended this process."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_scheduler_and_torchrun_that_send_the_same_signal_ask_once(ended: list[int]) -> None:
+    with StopRequest() as request:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert request.name == "SIGTERM"
+    assert ended == []
+
+
+def test_a_later_second_signal_acts_at_once(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ECHO_TIME", 0.0)
+    with StopRequest() as request:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert request.name == "SIGTERM"
+    assert ended == [signal.SIGTERM]
+
+
+def test_warnings_may_be_repeated(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ECHO_TIME", 0.0)
+    with StopRequest() as request:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+    assert request.name == "SIGUSR1"

@@ -1,0 +1,275 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from dsreason.errors import ConfigError, DataError
+from dsreason.media import media
+from dsreason.media.media import VideoInfo, load_image, load_video, probe_image, probe_video
+from tests.unit.media.videos import read_number, write_video
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")
+
+
+def numbers(frames: np.ndarray) -> list[int]:
+    return [read_number(frame) for frame in frames]
+
+
+# ---------------------------------------------------------------- images
+
+
+def test_exif_rotation_is_applied_to_size_and_pixels(tmp_path):
+    image = Image.new("RGB", (40, 20), "blue")
+    image.paste("red", (0, 0, 20, 20))  # red left half
+    exif = Image.Exif()
+    exif[0x0112] = 6  # show it turned 90 degrees clockwise: left becomes top
+    image.save(tmp_path / "a.jpg", exif=exif, quality=95)
+    assert probe_image(tmp_path / "a.jpg") == (40, 20)
+    shown = load_image(tmp_path / "a.jpg")
+    assert shown.size == (20, 40)
+    assert shown.getpixel((10, 5))[0] > 200 and shown.getpixel((10, 35))[2] > 200
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_probe_and_load_agree_for_every_exif_orientation(tmp_path, orientation, name):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.new("RGB", (40, 20)).save(tmp_path / name, exif=exif)
+    assert probe_image(tmp_path / name) == ((40, 20) if orientation >= 5 else (20, 40))
+    assert load_image(tmp_path / name).size == ((20, 40) if orientation >= 5 else (40, 20))
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_probing_an_image_decodes_nothing(tmp_path, name, monkeypatch):
+    Image.new("RGB", (40, 20)).save(tmp_path / name)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    assert probe_image(tmp_path / name) == (20, 40)
+
+
+def test_transparency_is_laid_over_white(tmp_path):
+    Image.new("RGBA", (2, 1), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    assert load_image(tmp_path / "a.png").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_transparent_palette_is_laid_over_white(tmp_path):
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    image.save(tmp_path / "a.png", transparency=0)
+    loaded = load_image(tmp_path / "a.png")
+    assert [loaded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (40, 50, 60)]
+
+
+def test_16_bit_grey_is_scaled_not_clipped(tmp_path):
+    Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16)).save(tmp_path / "a.png")
+    loaded = load_image(tmp_path / "a.png")
+    assert [loaded.getpixel((x, 0)) for x in range(3)] == [(0, 0, 0), (128, 128, 128), (255, 255, 255)]
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "1"])
+def test_other_modes_become_rgb(tmp_path, mode):
+    path = tmp_path / ("a.tiff" if mode == "1" else "a.jpg")
+    Image.new(mode, (8, 8)).save(path)
+    assert load_image(path).mode == "RGB"
+
+
+def test_a_truncated_image_names_the_file(tmp_path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:4000])
+    with pytest.raises(DataError, match=r"b\.png: not a usable image"):
+        load_image(tmp_path / "b.png")
+
+
+def test_an_image_that_claims_too_many_pixels_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(media, "MAX_IMAGE_PIXELS", 100)
+    Image.new("RGB", (11, 10)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"11x10 = 110 pixels, more than 100"):
+        probe_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("probe", [probe_image, probe_video])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), (b"", r"empty \(0 bytes\)"), (b"hello" * 99, "not a usable")]
+)
+def test_files_that_are_no_media_are_data_errors(tmp_path, probe, content, message):
+    path = tmp_path / "a.mp4"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.mp4: .*{message}"):
+        probe(path)
+
+
+def test_a_file_address_is_a_path_and_others_are_refused(tmp_path):
+    Image.new("RGB", (4, 3)).save(tmp_path / "a b.png")
+    assert probe_image((tmp_path / "a b.png").as_uri()) == (3, 4)
+    with pytest.raises(DataError, match="must be local"):
+        probe_image("https://example.org/a.png")
+
+
+# ---------------------------------------------------------------- videos
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.mov", "a.avi", "a.ts"])
+def test_frame_count_rate_and_every_frame(tmp_path, name):
+    codec = "mpeg4" if name == "a.avi" else "libx264"
+    path = write_video(tmp_path / name, 12, codec=codec)
+    info = probe_video(path)
+    assert (info.num_frames, info.height, info.width) == (12, 48, 64)
+    assert info.fps == pytest.approx(10) and info.duration == pytest.approx(1.2)
+    assert numbers(load_video(path, range(12))) == list(range(12))
+    with pytest.raises(DataError, match="frame 12 is wanted but only 12"):
+        load_video(path, [12])
+
+
+def test_a_fragmented_file_without_frame_count_in_its_header(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 12, options={"movflags": "frag_keyframe+empty_moov"})
+    assert probe_video(path).num_frames == 12
+    assert numbers(load_video(path, [3, 11])) == [3, 11]
+
+
+def test_variable_frame_rate(tmp_path):
+    times = [0, 100, 140, 180, 500, 510, 520, 1000]
+    path = write_video(tmp_path / "a.mp4", times)
+    assert probe_video(path).num_frames == 8
+    assert numbers(load_video(path, range(8))) == list(range(8))
+
+
+def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 24, gop=24, drop_before=700)
+    info = probe_video(path)
+    shown = numbers(load_video(path, range(info.num_frames)))
+    assert shown == list(range(7, 24))
+    assert info.fps == pytest.approx(10, rel=0.01)
+
+
+def test_one_frame(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 1)
+    assert probe_video(path) == VideoInfo(1, 10.0, 48, 64, 0.1)
+    assert load_video(path, [0, 0]).shape == (2, 48, 64, 3)
+
+
+@pytest.mark.parametrize("rotation", [90.0, 180.0, -90.0])
+def test_rotation_metadata_turns_size_and_pixels(tmp_path, rotation):
+    frame = np.zeros((48, 64, 3), np.uint8)
+    frame[:24, :32] = 255  # top left quarter is white
+    path = write_video(tmp_path / "a.mp4", 2, rotation=rotation, frames=[frame, frame])
+    info = probe_video(path)
+    shown = load_video(path, [1])[0]
+    assert shown.shape[:2] == (info.height, info.width) == ((48, 64) if rotation == 180 else (64, 48))
+    turned = np.rot90(frame, round(rotation / 90))  # counter-clockwise, as the display matrix counts
+    assert np.abs(shown.astype(int) - turned).mean() < 10
+
+
+@pytest.mark.parametrize("first", [0, 127, 128, 131, 200, 249])
+def test_seeking_finds_the_exact_frames(tmp_path, first):
+    path = write_video(tmp_path / "a.mp4", 250, gop=30)
+    wanted = [first, min(first + 1, 249), 249]
+    assert numbers(load_video(path, wanted)) == wanted
+
+
+@pytest.mark.parametrize("wanted", [[0, 59], list(range(0, 60, 7)), [30, 31, 58], list(range(60))])
+def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tmp_path, wanted):
+    noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+    frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
+    path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
+    expected = media._frames_by_count(path, wanted, None)
+    assert np.array_equal(np.stack(media._frames_by_time(path, wanted, None)), np.stack(expected))
+    with media.opened_video(path) as (container, stream):
+        decoded = [frame.pts for frame in media._decoded(container, stream, chosen=set())]
+        assert 0 < len(decoded) < 60
+
+
+def test_seeking_without_usable_times_decodes_from_the_start(tmp_path):
+    path = write_video(tmp_path / "a.avi", 150, codec="mpeg4")
+    assert numbers(load_video(path, [130, 149])) == [130, 149]
+
+
+def test_frames_are_resized_as_the_hugging_face_video_processors_do(tmp_path):
+    import torch
+    from torchvision.transforms.v2 import functional as tvf
+
+    path = write_video(tmp_path / "a.mp4", 3)
+    full = torch.from_numpy(load_video(path, [0, 2])).permute(0, 3, 1, 2).contiguous()
+    expected = tvf.resize(full, [28, 56], interpolation=tvf.InterpolationMode.BICUBIC, antialias=True)
+    resized = torch.from_numpy(load_video(path, [0, 2], size=(28, 56))).permute(0, 3, 1, 2)
+    assert torch.equal(resized, expected)
+
+
+def test_a_truncated_video_names_the_file(tmp_path):
+    whole = write_video(tmp_path / "a.mp4", 100, options={"movflags": "faststart"}).read_bytes()
+    (tmp_path / "b.mp4").write_bytes(whole[: len(whole) * 3 // 4])
+    with pytest.raises(DataError, match=r"b\.mp4: .*truncated"):
+        probe_video(tmp_path / "b.mp4")
+    with pytest.raises(DataError, match=r"b\.mp4: "):
+        load_video(tmp_path / "b.mp4", [99])
+
+
+def test_damaged_video_data_is_an_error(tmp_path):
+    content = bytearray(write_video(tmp_path / "a.mp4", 100, options={"movflags": "faststart"}).read_bytes())
+    start = content.index(b"mdat") + 2000
+    content[start : start + 3000] = np.random.default_rng(0).bytes(3000)
+    (tmp_path / "b.mp4").write_bytes(content)
+    with pytest.raises(DataError, match=r"b\.mp4: "):
+        load_video(tmp_path / "b.mp4", range(100))
+
+
+def test_an_image_is_no_video(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.jpg")
+    with pytest.raises(DataError, match=r"a\.jpg: is an image"):
+        probe_video(tmp_path / "a.jpg")
+
+
+def test_a_sound_file_has_no_video_stream(tmp_path):
+    import wave
+
+    with wave.open(str(tmp_path / "a.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(16000))
+    with pytest.raises(DataError, match=r"a\.wav: holds no video stream"):
+        probe_video(tmp_path / "a.wav")
+
+
+def test_too_many_frames_are_refused(tmp_path, monkeypatch):
+    path = write_video(tmp_path / "a.mp4", 12)
+    monkeypatch.setattr(media, "MAX_VIDEO_FRAMES", 10)
+    with pytest.raises(DataError, match=r"a\.mp4: claims 12 frames; at most 10"):
+        probe_video(path)
+
+
+def test_a_changed_file_is_probed_again(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 3)
+    assert probe_video(path).num_frames == 3
+    assert probe_video(write_video(path, 7)).num_frames == 7
+
+
+def test_no_file_stays_open(tmp_path):
+    path = write_video(tmp_path / "a.mp4", 3)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        probe_video(path)
+        load_video(path, [1])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_unknown_backend_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="'opencv' is unknown"):
+        load_video(write_video(tmp_path / "a.mp4", 2), [0], backend="opencv")
+
+
+@needs_shared
+@pytest.mark.parametrize(("name", "frames", "size"), [("sample.mp4", 10, (560, 1008)), ("packer.mp4", 100, (512, 640))])
+def test_real_videos(name, frames, size):
+    info = probe_video(SHARED / name)
+    assert (info.num_frames, (info.height, info.width)) == (frames, size)
+    assert load_video(SHARED / name, range(frames)).shape == (frames, *size, 3)
+
+
+@needs_shared
+@pytest.mark.parametrize(("name", "size"), [("photo.jpg", (768, 768)), ("sample.png", (1190, 1910))])
+def test_real_images(name, size):
+    assert probe_image(SHARED / name) == size
+    assert load_image(SHARED / name).size == size[::-1]

@@ -1,0 +1,188 @@
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dsreason.errors import DataError
+from dsreason.families import FAMILIES
+from dsreason.media import vision
+from dsreason.media.vision import PixelLimits, image_size, resized_size, sample_frames, video_size
+
+QWEN2_5_VISION, QWEN3_VISION = FAMILIES["qwen2_5_vl"].vision, FAMILIES["qwen3_vl"].vision
+QWEN2_5 = PixelLimits(factor=28, min_pixels=128 * 784, max_pixels=768 * 784)
+QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024)
+
+
+def video(num_frames: int, rate: float) -> SimpleNamespace:
+    """Stands for a `VideoInfo`, whose module imports torch."""
+    return SimpleNamespace(num_frames=num_frames, fps=rate, duration=num_frames / rate)
+
+
+def frames(num_frames: int, rate: float, **part) -> list[int]:
+    return list(sample_frames(video(num_frames, rate), part, QWEN2_5_VISION).indices)
+
+
+def test_the_module_needs_no_torch():
+    code = "import sys, dsreason.media.vision; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "rate", "part", "expected"),
+    [
+        (100, 10, {}, 20),  # 10 s x default 2 fps
+        (100, 10, {"fps": 1}, 10),
+        (100, 10, {"fps": 0.5}, 4),  # 5, floored to 4
+        (100, 10, {"fps": 0.1}, 4),  # 1, but at least 4
+        (100, 10, {"fps": 0.1, "min_frames": 7}, 8),  # 7 rounded up to even
+        (100, 10, {"fps": 0.1, "min_frames": 2}, 2),
+        (100, 10, {"fps": 30}, 100),  # never more than there are
+        (100, 10, {"max_frames": 9}, 8),
+        (3, 10, {}, 2),  # fewer than 4: the even number below
+        (9, 3, {"fps": 2}, 6),
+        (20000, 10, {}, 768),
+        (100, 10, {"nframes": 8}, 8),
+        (100, 10, {"nframes": 7}, 8),  # 3.5 pairs round to 4
+        (100, 10, {"nframes": 5}, 4),  # 2.5 pairs round to 2 (half to even, as in qwen-vl-utils)
+        (100, 10, {"nframes": 1}, 2),
+        (7, 10, {"nframes": 7}, 6),  # 8 would be more than there are
+    ],
+)
+def test_number_of_sampled_frames(num_frames, rate, part, expected):
+    assert len(frames(num_frames, rate, **part)) == expected
+
+
+def test_sampled_frames_are_evenly_spread_and_include_both_ends():
+    assert frames(10, 4, nframes=4) == [0, 3, 6, 9]
+    assert frames(100, 10, nframes=4) == [0, 33, 66, 99]
+
+
+def test_a_single_frame_is_repeated_to_fill_one_temporal_patch():
+    assert frames(1, 10) == [0, 0]
+
+
+def test_start_and_end_choose_the_range():
+    chosen = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0}, QWEN2_5_VISION)
+    assert chosen.indices[0] == 20 and chosen.indices[-1] == 50
+    assert chosen.range_frames == 31 and len(chosen.indices) == 6
+
+
+def test_an_end_beyond_the_video_is_its_end():
+    assert frames(100, 10, nframes=2, video_start=9, video_end=60) == [90, 99]
+
+
+@pytest.mark.parametrize("fps", [10, 29.97, 30, 24000 / 1001])
+def test_times_on_a_frame_border_choose_that_frame(fps):
+    for number in range(1, 90):
+        assert frames(100, fps, nframes=2, video_start=number / fps, video_end=99 / fps)[0] == number
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"fps": 1, "nframes": 4}, r"fps \(1\) and nframes \(4\)"),
+        ({"nframes": 101}, r"nframes is 101.* has 100 frames"),
+        ({"nframes": 12, "video_start": 9.0}, r"nframes is 12.* has 10 frames"),
+        ({"video_start": 5.0, "video_end": 4.0}, r"video_start \(5.0 s\).*video_end \(4.0 s\)"),
+        ({"video_start": 5.0, "video_end": 5.0}, r"video_start \(5.0 s\).*video_end \(5.0 s\)"),
+        ({"video_start": 10.0}, r"video_start \(10.0 s\) lies beyond the end of the video \(10 s\)"),
+        ({"video_start": 5.01, "video_end": 5.09}, r"no frame lies between"),
+        ({"fps": 0}, r"fps is 0"),
+        ({"fps": "2"}, r"fps is '2'; it must be a number"),
+        ({"nframes": -2}, r"nframes is -2"),
+        ({"min_frames": 8, "max_frames": 4}, r"min_frames \(8\) is greater than max_frames \(4\)"),
+    ],
+)
+def test_settings_that_cannot_be_met_name_both_numbers(part, message):
+    with pytest.raises(DataError, match=message):
+        frames(100, 10.0, **part)
+
+
+@pytest.mark.parametrize(
+    "value", [1e308, 10**400, 1e16, math.inf, math.nan, -(10**400)], ids=lambda value: str(value)[:6]
+)
+@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
+def test_absurd_numbers_are_refused_with_the_limit(key, value):
+    most = 150_000_000 if key == "min_pixels" else 10**15
+    for use in (
+        lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION),
+        lambda part: image_size(100, 100, part, QWEN2_5),
+        lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
+    ):
+        with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
+            use({key: value})
+
+
+@pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
+def test_the_largest_and_smallest_numbers_can_be_used(key):
+    most = 150_000_000 if key == "min_pixels" else 10**15
+    for value in (5e-324, most, float(most)):
+        used = [
+            lambda part: image_size(100, 100, part, QWEN2_5),
+            lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
+        ]
+        if key not in ("nframes", "video_start", "video_end"):  # a video of 10 s has no frame there
+            used.append(lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION))
+        for use in used:
+            use({key: value})
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "factor", "low", "high", "expected"),
+    [
+        (280, 280, 28, 784, 10**6, (280, 280)),
+        (100, 210, 28, 784, 10**6, (112, 224)),  # 3.57 cells -> 4, 7.5 -> 8
+        (1000, 1000, 28, 784, 28 * 28 * 100, (280, 280)),  # beta 3.571: 280 / 28 = 10
+        (10, 10, 28, 28 * 28 * 16, 10**6, (112, 112)),
+        (5, 300, 28, 784, 10**6, (28, 308)),
+        (4000, 30, 32, 1024, 4096, (736, 32)),  # beta 5.413: 23.09 cells; the short side keeps one cell
+    ],
+)
+def test_resized_size(height, width, factor, low, high, expected):
+    assert resized_size(height, width, factor=factor, min_pixels=low, max_pixels=high) == expected
+
+
+def test_a_thin_strip_is_refused():
+    with pytest.raises(DataError, match="aspect ratio 201 is greater than 200"):
+        resized_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
+
+
+def test_image_bounds_of_the_part_win_over_the_processor():
+    limits = PixelLimits(factor=28, min_pixels=16 * 784, max_pixels=100 * 784)
+    assert image_size(1000, 1000, {}, limits) == (280, 280)
+    assert image_size(1000, 1000, {"max_pixels": 4 * 784}, limits) == (56, 56)  # below the processor's own minimum
+    assert image_size(10, 10, {"min_pixels": 400 * 784}, limits) == (560, 560)  # above its maximum
+    assert image_size(10, 10, {}, limits) == (112, 112)
+
+
+def test_max_pixels_of_cosmos_reason1_gives_about_100_tokens_a_frame():
+    height, width = video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION)
+    assert (height, width) == (196, 364) and height * width // 784 == 91 <= 81920 // 784
+
+
+@pytest.mark.parametrize("num_frames", [8, 40, 76])
+def test_total_pixels_bounds_the_vision_tokens(num_frames):
+    total = int(4096 * 1024 * 0.9)  # Cosmos-Reason2's default at 4,096 tokens: 3,686
+    height, width = video_size(720, 1280, num_frames, {"total_pixels": total, "min_pixels": 4096}, QWEN3, QWEN3_VISION)
+    tokens = num_frames // 2 * height * width // 1024
+    assert tokens <= 3686
+    assert tokens > 0.7 * min(3686, num_frames // 2 * 768)
+
+
+def test_min_pixels_win_over_total_pixels():
+    # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
+    height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
+    assert (height, width) == (308, 308)  # 11 x 11 = 121 <= 134.4
+
+
+def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
+    assert video_size(2000, 2000, 8, {}, QWEN2_5, QWEN2_5_VISION) == (756, 756)  # 27 x 27 = 729 <= 768
+    assert video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
+
+
+def test_video_defaults_of_qwen3_are_bounds_of_all_frames():
+    assert video_size(2000, 2000, 8, {}, QWEN3, QWEN3_VISION) == (864, 864)  # one frame: 768 cells at most
+    assert video_size(2000, 2000, 768, {}, QWEN3, QWEN3_VISION) == (160, 160)  # 24576 / 768 = 32 cells: 5 x 5
+    assert video_size(64, 64, 8, {}, QWEN3, QWEN3_VISION) == (64, 64)

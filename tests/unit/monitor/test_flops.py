@@ -1,0 +1,127 @@
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from dsreason.monitor.flops import model_flops, peak_flops
+
+VISION = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+SPECIAL = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+
+
+def tiny(family: str, *, tied: bool) -> Any:
+    torch.manual_seed(0)
+    common = {**SPECIAL, "tie_word_embeddings": tied, "attn_implementation": "eager"}
+    if family == "qwen2_5_vl":
+        vision = {**VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+        config = Qwen2_5_VLConfig(text_config={**TEXT, "tie_word_embeddings": tied}, vision_config=vision, **common)
+        return Qwen2_5_VLForConditionalGeneration(config)
+    vision = {**VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    text = {**TEXT, "head_dim": 8, "tie_word_embeddings": tied}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **common))
+
+
+def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
+    """What torch counts for forward and backward over one image sample with text around it, and its length."""
+    t, h, w = grid
+    image = [62] + [60] * (t * h * w // 4) + [63]
+    ids = torch.tensor([[1, 2, 3, *image, 4, 5, 6, 7]])
+    patches = torch.randn(t * h * w, 3 * 2 * 4 * 4)
+    with FlopCounterMode(display=False) as counter:
+        out = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == 60).long(),
+            pixel_values=patches,
+            image_grid_thw=torch.tensor([grid]),
+            use_cache=False,
+        )
+        out.logits.sum().backward()
+    return counter.get_total_flops(), ids.shape[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", ["", "visual", "language_model.layers.0."])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool) -> None:
+    model = tiny(family, tied=tied)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not (frozen and frozen in name)
+    grid = (1, 4, 10)  # the windows of Qwen2.5-VL are 4 patches wide: the last one is cut
+    counted, length = counted_flops(model, grid)
+    ours = model_flops(model).step(lengths=[length], trained_tokens=length, grids=[grid], causal=False)
+    assert ours == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_text_config_that_says_nothing_of_tied_embeddings_is_counted_by_its_parameters(family: str) -> None:
+    model = tiny(family, tied=False)
+    expected = model_flops(model)
+    del model.config.text_config.tie_word_embeddings
+    assert model_flops(model) == expected
+
+
+def test_causal_attention_counts_each_pair_once() -> None:
+    flops = model_flops(tiny("qwen3_vl", tied=False))
+    # 12 x 2 layers x 32 channels x (10 x 11 / 2 pairs); 6 per parameter: 2 x (32 x 32 x 2 + 32 x 16 x 2 + 3 x 32 x 48)
+    assert flops.step(lengths=[10], trained_tokens=0, grids=[]) == 12 * 2 * 32 * 55 + 10 * 6 * 2 * (2048 + 1024 + 4608)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_peak_is_dense_bf16(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
+)
+def test_unknown_devices_have_no_peak(name: str) -> None:
+    assert peak_flops(name) is None

@@ -1,0 +1,133 @@
+import mmap
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from dsreason.monitor.memory import GIB, MemoryLedger, available_bytes
+
+CPU = torch.device("cpu")
+SIZE = 64 * 2**20  # bytes
+
+
+def touched_pages() -> mmap.mmap:
+    """Memory from the kernel itself: the allocator may have as much to spare, after the tests before this one."""
+    pages = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for start in range(0, SIZE, mmap.PAGESIZE):
+        pages[start] = 1
+    return pages
+
+
+def test_a_phase_reports_what_it_holds_and_held_at_most() -> None:
+    ledger = MemoryLedger(CPU)
+    with ledger.phase("before"):
+        pass
+    with ledger.phase("hold"):
+        kept = touched_pages()
+    values = ledger.take()
+    grown = values["memory/hold/allocated_gib"] - values["memory/before/allocated_gib"]
+    assert grown == pytest.approx(len(kept) / GIB, rel=0.2)
+    assert values["memory/hold/peak_gib"] >= values["memory/hold/allocated_gib"]
+    assert ledger.take() == {}
+
+
+def test_a_phase_reports_what_it_freed() -> None:
+    ledger = MemoryLedger(CPU)
+    held = touched_pages()
+    with ledger.phase("sleep"):
+        held.close()
+    assert ledger.take()["memory/sleep/freed_gib"] == pytest.approx(SIZE / GIB, rel=0.2)
+
+
+def test_seconds_add_up_until_they_are_taken_and_over_the_run() -> None:
+    ticks = iter([0.0, 1.5, 10.0, 12.0, 20.0, 20.5])
+    ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
+    for _ in range(2):
+        with ledger.phase("train"):
+            pass
+    assert ledger.take()["memory/train/seconds"] == 3.5
+    with ledger.phase("train"):
+        pass
+    assert ledger.take()["memory/train/seconds"] == 0.5
+    assert (ledger.totals["train"].times, ledger.totals["train"].seconds) == (3, 4.0)
+
+
+def test_the_table_has_a_row_for_each_phase_of_the_run() -> None:
+    ticks = (float(second**2) for second in count())
+    ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
+    for name in ("train", "sleep", "train"):
+        with ledger.phase(name):
+            pass
+        ledger.take()
+    ledger.totals["train"].gib = {"allocated": 1.0, "peak": 2.5, "freed": 0.125}
+    rows = [line.replace("│", " ").split() for line in ledger.report().splitlines()]
+    assert ["train", "2", "10.0", "5.000", "1.00", "2.50", "0.12"] in rows
+    assert ["sleep", "1", "5.0", "5.000"] in [row[:4] for row in rows]
+    headings = next(line for line in ledger.report().splitlines() if "phase" in line and "times" in line)
+    assert headings.replace("┃", " ").split() == ["phase", "times", "seconds", "mean", "allocated", "peak", "freed"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """A GPU of 80 GiB in numbers: what the driver and what torch count as used."""
+    used = {"driver": 60 * GIB, "torch": 50 * GIB, "peak": 55 * GIB}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - used["driver"], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: used["torch"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    return used
+
+
+def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str, int]) -> None:
+    ledger = MemoryLedger(torch.device("cuda"))
+    with ledger.phase("sleep"):
+        gpu["driver"] = 20 * GIB  # vLLM unmaps its memory, and torch's count stays
+    values = ledger.take()
+    assert values.pop("memory/sleep/seconds") < 60
+    assert values == {
+        "memory/sleep/allocated_gib": 50,
+        "memory/sleep/peak_gib": 55,
+        "memory/sleep/freed_gib": 40,
+        "memory/sleep/device_gib": 20,
+    }
+    assert "device" in ledger.report()
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "cached"),
+    [
+        ("0::/job/step\n", "job", "memory.max", "memory.current", "inactive_file"),
+        (
+            "3:cpuset:/\n4:memory:/job/step\n0::/\n",
+            "memory/job",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache(
+    tmp_path: Path, line: str, folder: str, limit: str, used: str, cached: str
+) -> None:
+    own, group = tmp_path / "own", tmp_path / "groups" / folder
+    (group / "step").mkdir(parents=True)
+    own.write_text(line)
+    (group / used).write_text("7000\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cached} 500\n")
+    (group / limit).write_text("10000\n")
+    assert available_bytes(tmp_path / "groups", own) == 3500
+    (group / limit).write_text("6000\n")
+    assert available_bytes(tmp_path / "groups", own) == 0
+
+
+def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    for own in ("own", "absent"):
+        assert available_bytes(tmp_path, tmp_path / own) == pytest.approx(psutil.virtual_memory().available, rel=0.2)

@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dsreason.config.schema import MonitorConfig
+from dsreason.monitor.metrics import Metrics, NoMetrics, open_metrics
+
+
+def open_in(folder: Path, *, resume_step: int | None = None, **monitor: object) -> Metrics:
+    config = MonitorConfig(**monitor)
+    return open_metrics(folder, rank=0, resume_step=resume_step, config=config, run_config={"optim": {"lr": 1e-5}})
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def board(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(1, {"train/loss": 2.5})
+        metrics.scalars(1, {"val/loss": 2.25})
+        metrics.scalars(2, {"train/loss": 2.0})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5, "val/loss": 2.25}, {"step": 2, "train/loss": 2.0}]
+
+
+def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
+    metrics = open_in(tmp_path)
+    metrics.scalars(1, {"train/loss": 2.5})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5}]
+    metrics.scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
+    metrics.close()
+
+
+@pytest.mark.parametrize(("value", "name"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
+def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: float, name: str) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(3, {"train/loss": value, "train/epoch": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    entry = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert entry == {"step": 3, "train/loss": None, "train/epoch": 0.5, "nonfinite": {"train/loss": name}}
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        for step in (1, 2, 3, 4):
+            metrics.scalars(step, {"train/loss": step})
+    with open_in(tmp_path, resume_step=2) as metrics:
+        metrics.scalars(3, {"train/loss": 30})
+    assert [(entry["step"], entry["train/loss"]) for entry in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30)]
+    assert [(event.step, event.value) for event in board(tmp_path).Scalars("train/loss")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_resume_goes_on_with_the_line_of_the_resumed_step(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(1, {"train/loss": 1})
+        metrics.scalars(2, {"train/loss": 2})
+    with open_in(tmp_path, resume_step=2) as metrics:
+        metrics.scalars(2, {"val/loss": 5})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 1}, {"step": 2, "train/loss": 2, "val/loss": 5}]
+
+
+def test_resume_survives_a_line_cut_short_by_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n{"step": 2, "trai')
+    with open_in(tmp_path, resume_step=2) as metrics:
+        metrics.scalars(3, {"train/loss": 3})
+    assert [entry["step"] for entry in lines(tmp_path)] == [1, 3]
+    assert "metrics.jsonl:2" in caplog.text
+
+
+def test_a_fresh_start_forgets_a_run_that_never_reached_a_checkpoint(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(0, {"val/loss": 9})
+        metrics.scalars(1, {"train/loss": 9})
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(1, {"train/loss": 1})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 1}]
+    assert [event.value for event in board(tmp_path).Scalars("train/loss")] == [1]
+
+
+def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(2, {"train/loss": 1})
+        with pytest.raises(ValueError, match="step 1 come after those of step 2"):
+            metrics.scalars(1, {"train/loss": 1})
+
+
+def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(1, {"train/loss": 2.5})
+        metrics.text(1, "val/answers", "Q: <video> which way?\nA: left")
+        metrics.images(1, "val/frames", [Image.new("L", (8, 6))])
+        metrics.histogram(1, "train/lengths", np.array([1, 2, 3]))
+    shown = board(tmp_path).Tags()
+    assert shown["scalars"] == ["train/loss"]
+    assert shown["images"] == ["val/frames/0"]
+    assert shown["histograms"] == ["train/lengths"]
+    assert shown["tensors"] == ["config/text_summary", "val/answers/text_summary"]
+    text = board(tmp_path).Tensors("val/answers/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "    Q: <video> which way?\n    A: left\n"
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = open_metrics(tmp_path, rank=1, resume_step=None, config=MonitorConfig(), run_config={})
+    assert isinstance(metrics, NoMetrics)
+    with metrics:
+        metrics.scalars(1, {"train/loss": 1})
+        metrics.text(1, "a", "b")
+        metrics.images(1, "a", [])
+        metrics.histogram(1, "a", np.zeros(1))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,475 @@
+"""What is uploaded, when another try is made, and the uploads of a run. S3 and the Hub: tests/integration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from dsreason.config.schema import CheckpointConfig
+from dsreason.errors import CheckpointError, ConfigError, StorageError
+from dsreason.files import retries
+from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.retries import persist
+from dsreason.storage import uploads
+from dsreason.storage.package import (
+    Advance,
+    Package,
+    Sent,
+    finished_folders,
+    open_package,
+    unfinished_folders,
+)
+from dsreason.storage.storage import place_in, read_target
+from dsreason.storage.storage_s3 import same_etag
+from dsreason.storage.uploads import Report, Uploader, uploading
+from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
+
+TARGET = S3Address("bucket", "run")
+MD5_OF_A = "0cc175b9c0f1b6a831c399e269772661"
+
+# What is uploaded
+
+
+def test_a_checkpoint_is_the_files_that_its_marker_names(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    (folder / "universal").mkdir()
+    (folder / "universal" / "made_later").write_text("x")
+    package = open_package(folder)
+    assert package.files == {"trainer_state.json": 2, "weights.pt": 7}
+    assert (package.name, package.marker, package.num_bytes) == ("checkpoints/step_4", "COMPLETE", 9)
+    assert package.marker_content({}) == (folder / "COMPLETE").read_bytes()
+
+
+def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "export" / "final")
+    (folder / "UPLOADED.json").write_text("of a download")
+    package = open_package(folder)
+    assert package.files == {"config.json": 2, "model.safetensors": 7}
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in package.files}
+    assert json.loads(package.marker_content(sums)) == {
+        "files": {name: {"size": package.files[name], "sha256": sums[name]} for name in package.files}
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "COMPLETE").unlink(), "is not a complete checkpoint (COMPLETE is missing)"),
+        (lambda folder: (folder / "weights.pt").unlink(), "weights.pt: is missing"),
+        (lambda folder: (folder / "weights.pt").write_text("half"), "weights.pt: has 4 bytes instead of 7"),
+        (lambda folder: (folder / "COMPLETE").write_text("{}"), "COMPLETE: does not list the files"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    spoil(folder)
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert message in str(caught.value)
+
+
+def test_an_export_without_one_of_its_shards_is_refused(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "final")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is missing"):
+        open_package(folder)
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ({"files": {"../secret.txt": 6}}, "COMPLETE: names '../secret.txt', which is no file in it"),
+        ({"files": {"{tmp}/secret.txt": 6}}, "/secret.txt', which is no file in it"),
+        ({"files": ["weights.pt"]}, "COMPLETE: does not list the files"),
+        ({"files": {"n" * 5000: 6}}, "nnn: is missing"),
+        ({"files": {"weights.pt": "7"}}, "weights.pt: has 7 bytes instead of '7'"),
+        (["weights.pt"], "COMPLETE: holds a list"),
+        (NESTED, "COMPLETE: cannot be read"),
+        ('{"files": ' + NESTED, "COMPLETE: cannot be read"),
+    ],
+    ids=["above", "absolute", "a list", "a long name", "a text", "no object", "nested", "nested files"],
+)
+def test_a_marker_that_could_upload_other_files_or_is_damaged_is_refused(
+    tmp_path: Path, marker: object, message: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
+    (tmp_path / "checkpoints" / "secret.txt").write_text("secret")
+    text = marker if isinstance(marker, str) else json.dumps(marker).replace("{tmp}", str(tmp_path))
+    (folder / "COMPLETE").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "holds a list"),
+        (NESTED, "cannot be read"),
+        ('{"weight_map": ' + NESTED, "cannot be read"),
+        ("{}", "weight_map is None"),
+        ('{"weight_map": 3}', "weight_map is 3"),
+        ('{"weight_map": {"a": 3}}', "weight_map is {'a': 3}"),
+        ('{"weight_map": {"a": ["b"]}}', "weight_map is {'a': ['b']}"),
+        (b"\xff", "cannot be read"),
+    ],
+)
+def test_an_export_with_a_damaged_index_is_refused(tmp_path: Path, index: str | bytes, message: str) -> None:
+    folder = make_export(tmp_path / "final")
+    (folder / "model.safetensors.index.json").write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert str(caught.value).startswith(f"{folder}/model.safetensors.index.json: {message}")
+    assert str(caught.value).endswith("; export it again")
+
+
+@pytest.mark.parametrize("make", [make_export, make_checkpoint])
+@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "weights.pt", "COMPLETE"])
+@pytest.mark.parametrize("target", ["{tmp}/secret.txt", "{tmp}", "{tmp}/absent", "/proc/self/environ"])
+def test_a_link_out_of_the_folder_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], name: str, target: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret!")
+    folder = make(tmp_path / "checkpoints" / "step_4")
+    (folder / "sub").mkdir()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target.format(tmp=tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        open_package(folder)
+    assert f"{name}: " in str(caught.value)
+
+
+def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -> None:
+    folder = make_export(tmp_path / "blobs" / "final")
+    (folder / "again.json").symlink_to("config.json")
+    (folder / "loop").symlink_to("loop")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "final").symlink_to(folder)
+    package = open_package(tmp_path / "export" / "final")
+    assert package.files == {"again.json": 2, "config.json": 2, "model.safetensors": 7}
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no export"):
+        open_package(tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_package(tmp_path / "nothing")
+
+
+def test_the_finished_folders_of_a_run_come_in_order_and_its_unfinished_ones_apart(tmp_path: Path) -> None:
+    for step in (10, 9):
+        make_checkpoint(tmp_path / "checkpoints" / f"step_{step}")
+        make_export(tmp_path / "export" / f"step_{step}")
+    make_export(tmp_path / "export" / "final")
+    make_export(tmp_path / "export" / ".step_11.partial")
+    (tmp_path / "checkpoints" / ".saving_step_11").mkdir()
+    (tmp_path / "checkpoints" / "step_12").mkdir()
+    names = [str(folder.relative_to(tmp_path)) for folder in finished_folders(tmp_path)]
+    assert names == [
+        *("checkpoints/step_9", "checkpoints/step_10"),
+        *("export/step_9", "export/step_10", "export/final"),
+    ]
+    assert [folder.name for folder in unfinished_folders(tmp_path)] == [".saving_step_11", "step_12"]
+
+
+def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() -> None:
+    hub = HubAddress("user/name", "", "dev")
+    assert place_in(hub, "export/final") == hub
+    assert str(place_in(hub, "export/step_4")) == "hub:user/name/export/step_4@dev"
+    assert str(place_in(TARGET, "export/final")) == "s3://bucket/run/export/final"
+
+
+def test_a_wrong_target_names_the_option() -> None:
+    with pytest.raises(ConfigError, match="^--to: 'folder' is no place to upload to"):
+        read_target("folder", "--to")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"ETag": f'"{MD5_OF_A}"'},
+        {"ETag": '"of-another-server"'},
+        {"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "aws:kms"},
+        {"ETag": f'"{"0" * 32}"', "SSECustomerAlgorithm": "AES256"},
+        {"ETag": f'"{"0" * 32}-1"'},
+    ],
+    ids=["equal", "no MD5", "encrypted by KMS", "encrypted by the customer", "uploaded in parts by the server"],
+)
+def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str]) -> None:
+    same_etag(TARGET, MD5_OF_A)(answer)
+
+
+def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
+    with pytest.raises(StorageError, match="damaged on the way") as caught:
+        same_etag(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
+    assert caught.value.passing
+
+
+# Trying again
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr(retries.time, "sleep", found.append)
+    return found
+
+
+def failing(times: int, error: StorageError) -> Callable[[], str]:
+    left = iter([error] * times)
+
+    def action() -> str:
+        if (again := next(left, None)) is not None:
+            raise again
+        return "done"
+
+    return action
+
+
+def test_what_may_pass_is_tried_again_after_doubling_random_waits(waits: list[float]) -> None:
+    assert persist(failing(5, StorageError("busy", passing=True))) == "done"
+    assert all(top / 2 <= wait <= top for wait, top in zip(waits, [1, 2, 4, 8, 16], strict=True))
+
+
+def test_what_does_not_pass_in_the_end_is_raised(waits: list[float]) -> None:
+    with pytest.raises(StorageError, match="busy"):
+        persist(failing(6, StorageError("busy", passing=True)))
+    assert len(waits) == 5
+
+
+def test_what_will_not_pass_is_raised_at_once(waits: list[float]) -> None:
+    with pytest.raises(StorageError, match="denied"):
+        persist(failing(1, StorageError("denied")))
+    assert waits == []
+
+
+# The uploads of a run
+
+
+class FakeStorage:
+    """Records uploads; `gate` holds them back, `errors` are raised one after the other."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.errors: list[Exception] = []
+        self.gate = Event()
+        self.started = Event()
+        self.gate.set()
+
+    def upload(self, package: Package, target: object, advance: Advance) -> Sent:
+        self.started.set()
+        assert self.gate.wait(10)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.sent.append(str(target))
+        return Sent(len(package.files), package.num_bytes)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> FakeStorage:
+    fake = FakeStorage()
+    monkeypatch.setattr(uploads, "upload", fake.upload)
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        make_checkpoint(tmp_path / "checkpoints" / f"step_{step}")
+    make_export(tmp_path / "export" / "final")
+    return tmp_path
+
+
+EVERYTHING = ("export", "checkpoint")
+
+
+def test_only_what_is_last_is_uploaded_unless_all_is_asked_for(run: Path, storage: FakeStorage) -> None:
+    for what, expected in (("final", ["step_2"]), ("all", ["step_1", "step_2"])):
+        storage.sent.clear()
+        uploader = Uploader(TARGET / what, what=what, include=EVERYTHING)
+        uploader.add(run / "checkpoints" / "step_1", last=False)
+        uploader.add(run / "checkpoints" / "step_2", last=True)
+        uploader.finish()
+        assert storage.sent == [f"{TARGET}/{what}/checkpoints/{name}" for name in expected]
+
+
+def test_only_the_kinds_asked_for_are_uploaded(run: Path, storage: FakeStorage) -> None:
+    uploader = Uploader(TARGET, include=("export",))
+    uploader.add(run / "checkpoints" / "step_2", last=True)
+    uploader.add(run / "export" / "final", last=True)
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/export/final"]
+
+
+def test_adding_returns_at_once_and_what_waits_is_in_use(run: Path, storage: FakeStorage) -> None:
+    storage.gate.clear()
+    uploader = Uploader(TARGET, what="all", include=EVERYTHING)
+    first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
+    for folder in (first, second, second):
+        uploader.add(folder, last=False)
+    assert storage.started.wait(10)
+    assert uploader.in_use() == {first, second}
+    assert storage.sent == []
+    storage.gate.set()
+    uploader.finish()
+    assert uploader.in_use() == set()
+    assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
+
+
+def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
+    run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.errors = [StorageError("s3://bucket: the server answers 503")]
+    uploader = Uploader(TARGET, what="all", include=EVERYTHING)
+    uploader.add(run / "checkpoints" / "step_1", last=False)
+    uploader.add(run / "checkpoints" / "step_2", last=False)
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
+    assert "step_1: not uploaded: s3://bucket: the server answers 503; it is tried again" in caplog.text
+
+
+def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeStorage) -> None:
+    storage.errors = [StorageError("busy"), StorageError("busy")]
+    uploader = Uploader(TARGET, what="all", include=EVERYTHING)
+    first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
+    uploader.add(first, last=False)
+    while uploader.missing().count("busy") == 0:
+        time.sleep(0.01)
+    uploader.add(second, last=True)  # fails once as well
+    while storage.sent != [f"{TARGET}/checkpoints/step_1"]:
+        time.sleep(0.01)
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
+
+
+def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, storage: FakeStorage) -> None:
+    export = run / "export" / "final"
+
+    def upload_twice() -> int:
+        storage.sent.clear()
+        uploader = Uploader(TARGET, include=EVERYTHING)
+        uploader.add(export, last=True)
+        uploader.add(export, last=True)
+        uploader.finish()
+        uploader.add(export, last=True)
+        uploader.finish()
+        return len(storage.sent)
+
+    assert upload_twice() == 1
+    assert upload_twice() == 0  # as in a later job
+    os.utime(export / "config.json", ns=(1, 1))
+    assert upload_twice() == 1
+
+
+def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, storage: FakeStorage) -> None:
+    storage.gate.clear()
+    uploader, export = Uploader(TARGET, what="all"), run / "export" / "final"
+    uploader.add(export, last=False)
+    assert storage.started.wait(10)
+    os.utime(export / "config.json", ns=(1, 1))
+    uploader.add(export, last=True)
+    storage.gate.set()
+    uploader.finish()
+    assert storage.sent == [f"{TARGET}/export/final"] * 2
+
+
+def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: FakeStorage) -> None:
+    killed = Uploader(TARGET, what="all", include=("checkpoint",))
+    killed.add(run / "checkpoints" / "step_1", last=False)
+    killed.finish()
+    make_checkpoint(run / "checkpoints" / ".saving_step_3")
+    for what, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
+        storage.sent.clear()
+        resumed = Uploader(TARGET, what=what, include=("checkpoint",))
+        resumed.add_left(run)
+        resumed.finish()
+        assert storage.sent == expected
+
+
+def test_what_cannot_be_uploaded_is_an_error_with_the_command_that_does_it_later(
+    run: Path, storage: FakeStorage
+) -> None:
+    storage.errors = [StorageError("denied"), RuntimeError("a bug"), StorageError("denied"), RuntimeError("a bug")]
+    uploader = Uploader(TARGET, include=EVERYTHING)
+    checkpoint_folder, export = run / "checkpoints" / "step_2", run / "export" / "final"
+    storage.gate.clear()
+    uploader.add(checkpoint_folder, last=True)
+    uploader.add(export, last=True)
+    storage.gate.set()
+    with pytest.raises(StorageError) as caught:
+        uploader.finish()
+    assert str(caught.value).splitlines() == [
+        "2 of this run's folders are not in s3://bucket/run; they are whole on disk",
+        f"  {checkpoint_folder}: denied",
+        f"    upload it with: dsreason push {checkpoint_folder} --to s3://bucket/run/checkpoints/step_2",
+        f"  {export}: RuntimeError: a bug",
+        f"    upload it with: dsreason push {export} --to s3://bucket/run/export/final",
+    ]
+    assert caught.value.exit_code == 1
+
+
+def config(**values: object) -> CheckpointConfig:
+    return CheckpointConfig(upload="s3://bucket/run", **values)  # type: ignore[arg-type]
+
+
+def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeStorage) -> None:
+    with uploading(config()) as uploader:
+        uploader.add(run / "export" / "final", last=True)
+    assert storage.sent == [f"{TARGET}/export/final"]
+
+
+def test_the_context_lets_a_run_fail_without_waiting_and_logs_what_is_missing(
+    run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage.gate.clear()
+    with pytest.raises(ZeroDivisionError), uploading(config()) as uploader:
+        uploader.add(run / "export" / "final", last=True)
+        raise ZeroDivisionError
+    assert f"dsreason push {run / 'export' / 'final'} --to s3://bucket/run/export/final" in caplog.text
+    storage.gate.set()
+    uploader.finish()
+
+
+@pytest.mark.parametrize("rank", ["1", None])
+def test_other_ranks_and_runs_without_a_target_upload_nothing(
+    run: Path, storage: FakeStorage, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    if rank is not None:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    with uploading(config() if rank else CheckpointConfig()) as uploader:
+        uploader.add(run / "export" / "final", last=True)
+        assert uploader.in_use() == set()
+    assert storage.sent == []
+
+
+def test_a_long_upload_reports_now_and_then_and_its_speed_at_the_end() -> None:
+    times = iter([0.0, 29.0, 31.0, 31.0, 40.0])
+    lines: list[str] = []
+    report = Report("uploading x", 8_000_000, lines.append, clock=lambda: next(times))
+    report(2_000_000)
+    report(2_000_000)
+    assert lines == ["uploading x: 4.0 MB of 8.0 MB"]
+    assert report.summary(8_000_000) == "8.0 MB in 40 s, 200.0 kB/s"
+
+
+def test_progress_is_logged_by_the_uploader(run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
+        uploader.add(run / "export" / "final", last=True)
+    assert (
+        f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: 9 bytes" in caplog.text
+    )

@@ -1,0 +1,183 @@
+"""What is masked in logs, and in every configuration that is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dsreason.config.load import dump_config
+from dsreason.config.output import check_output_dir, write_run_config
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
+from dsreason.secrets import hidden, hide_secrets, holds_secret
+
+
+def judged(**reward: Any) -> GRPOConfig:
+    return GRPOConfig.model_validate({"reward": {"functions": {"judge.py:f": 1.0}, **reward}})
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("ANTHROPIC_API_KEY", True),
+        ("AZURE_STORAGE_KEY", True),
+        ("AZURE_CLIENT_SECRET", True),
+        ("AZURE_STORAGE_CONNECTION_STRING", True),
+        ("VLLM_API_KEY", True),
+        ("my_token", True),
+        ("PGPASSWORD", True),
+        ("TOKEN", True),
+        ("KEYBOARD", False),
+        ("MONKEY", False),
+        ("TOKENIZERS_PARALLELISM", False),
+    ],
+)
+def test_the_value_of_a_variable_whose_name_says_secret_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, name: str, shown: bool
+) -> None:
+    monkeypatch.setenv(name, "sentinel")
+    assert hide_secrets("with sentinel in it") == (f"with <{name}> in it" if shown else "with sentinel in it")
+
+
+def test_a_key_that_is_loaded_later_is_hidden_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hide_secrets("with sentinel in it") == "with sentinel in it"
+    monkeypatch.setenv("OPENAI_API_KEY", "sentinel")
+    assert hide_secrets("with sentinel in it") == "with <OPENAI_API_KEY> in it"
+
+
+@pytest.mark.parametrize("value", ["1", "true", "disable", "/etc/keys/mine.pem"])
+def test_a_word_or_path_in_such_a_variable_is_left(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MY_KEY", value)
+    assert hide_secrets(f"it is {value}") == f"it is {value}"
+
+
+def test_a_secret_that_begins_like_another_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "sentinel")
+    monkeypatch.setenv("B_KEY", "sentinel-longer")
+    assert hide_secrets("sentinel-longer, sentinel") == "<B_KEY>, <A_KEY>"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://a.blob/x?sv=2024&sig=Ab%2F1%3D&se=9", "https://a.blob/x?sv=2024&sig=…&se=9"),
+        ("GET https://a/x?token=sentinel&n=1 failed", "GET https://a/x?token=…&n=1 failed"),
+        ("https://a/x?key=sentinel", "https://a/x?key=…"),
+        ("https://a/x?access_token=sentinel#top", "https://a/x?access_token=…"),
+        ("Authorization: Bearer sentinel\n", "Authorization: Bearer …\n"),
+        ("authorization: basic c2VudGluZWw=", "authorization: basic …"),
+        ("{'Authorization': 'Bearer sentinel', 'n': 1}", "{'Authorization': '…', 'n': 1}"),
+        ("sent b'authorization: Bearer sentinel'", "sent b'authorization: Bearer …'"),
+        ('--set reward.options."judge.py:f".api_key=sk-sentinel', '--set reward.options."judge.py:f".api_key=…'),
+        ("--set 'reward.options={a={api_key=\"sk-sentinel\"}}'", "--set 'reward.options={a={api_key=\"…\"}}'"),
+        ("input_value={'api_key': 'sk-sentinel'}", "input_value={'api_key': '…'}"),
+        ("Judge(password='sentinel', n=1)", "Judge(password='…', n=1)"),
+        ("max_tokens=5, token_count=7, token: wrong, sign=1", "max_tokens=5, token_count=7, token: wrong, sign=1"),
+        ("eos_token='<|im_end|>'", "eos_token='<|im_end|>'"),
+        ("Bearer of news", "Bearer of news"),
+        ("https://a/x?design=1&monkey=2", "https://a/x?design=1&monkey=2"),
+    ],
+)
+def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) -> None:
+    assert hide_secrets(text) == shown
+    assert hide_secrets(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("key", "secret"),
+    [
+        *[(key, True) for key in ("api_key", "apikey", "API-Key", "token", "hf_token", "client.secret", "x-api-key")],
+        *[(key, True) for key in ("password", "db_passwd", "credential", "credentials", "Authorization", "access_key")],
+        *[(key, False) for key in ("max_tokens", "token_count", "max_completion_length", "api_key_env", "passworded")],
+        *[(key, False) for key in ("judge.py:token", "keys", "monkey", "secretary", "")],
+    ],
+)
+def test_a_key_whose_last_word_says_secret_holds_one(key: str, secret: bool) -> None:
+    assert holds_secret(key) == secret
+
+
+def test_secrets_in_reward_options_are_masked_however_deep() -> None:
+    options = {
+        "api_key": "sk-sentinel",
+        "max_tokens": 5,
+        "server": {"headers": [{"Authorization": "Bearer sentinel"}], "credential": {"a": "sentinel"}},
+        "password": 123456,
+        "token": None,
+        "secret": True,
+    }
+    config = judged(options={"judge.py:f": options})
+    dumped = dump_config(config)
+    assert dumped["reward"]["options"]["judge.py:f"] == {
+        "api_key": "…",
+        "max_tokens": 5,
+        "server": {"headers": [{"Authorization": "…"}], "credential": "…"},
+        "password": "…",
+        "token": None,
+        "secret": True,
+    }
+    assert config.reward.options["judge.py:f"]["api_key"] == "sk-sentinel"
+    assert GRPOConfig.model_validate(dumped).reward.functions == config.reward.functions
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://judge/score?api_key=sentinel", "https://judge/score?…"),
+        ("https://judge/score?k=sentinel&model=x#y", "https://judge/score?…"),
+        ("https://judge/score", "https://judge/score"),
+    ],
+)
+def test_the_query_of_a_reward_servers_address_is_used_and_not_shown(url: str, shown: str) -> None:
+    config = judged(remote={"url": url}, options={"judge.py:f": {"server": url}})
+    reward = dump_config(config)["reward"]
+    assert reward["remote"]["url"] == reward["options"]["judge.py:f"]["server"] == shown
+    assert config.reward.remote.url == url
+
+
+@pytest.mark.parametrize("schema", [SFTConfig, GRPOConfig, EvalConfig])
+def test_no_key_of_the_schema_is_taken_for_a_secret(schema: type[BaseModel]) -> None:
+    def names(document: Any) -> list[str]:
+        return [*document.get("properties", {}), *sum(map(names, document.get("$defs", {}).values()), [])]
+
+    found = names(schema.model_json_schema())
+    assert "max_length" in found
+    assert not [name for name in found if holds_secret(name)]
+
+
+def test_the_command_line_in_config_json_shows_no_secret(tmp_path: Path) -> None:
+    command = [
+        "--set",
+        'reward.options."judge.py:f".api_key=sentinel',
+        "--set",
+        "reward.remote.url=https://a/x?k=sentinel",
+    ]
+    write_run_config(tmp_path, judged(), {"command": command})
+    assert "sentinel" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
+def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
+    """Also one whose record shows what is masked by now."""
+    options = {"judge.py:f": {"api_key": "sk-sentinel"}}
+    config = judged(options=options, remote={"url": "https://judge/score?k=1"})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": prompt})})
+    write_run_config(tmp_path, config, {})
+    check_output_dir(tmp_path, config, "auto")
+    (tmp_path / "config.json").write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    monkeypatch.setenv("MY_TOKEN", "sentinel")
+    check_output_dir(tmp_path, config, "auto")
+    other = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": "Another"})})
+    with pytest.raises(ConfigError, match=r"data\.system_prompt"):
+        check_output_dir(tmp_path, other, "auto")
+
+
+@pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
+def test_a_long_hostile_text_is_gone_through_at_once(part: str) -> None:
+    """A pattern that looks at the rest of the text from every place would take minutes."""
+    assert "sentinel" not in hidden(part * (200_000 // len(part)) + " api_key=sentinel")

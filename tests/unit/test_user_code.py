@@ -1,0 +1,167 @@
+"""What a person's own code may import, and what libraries may not: modules in its folder and in the current one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsreason.errors import ConfigError
+from dsreason.user_code import FINDER, import_file, import_module
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, which is not on the import path; nothing that is imported in a test stays."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not FINDER])
+    monkeypatch.setattr(FINDER, "folders", {})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path / "here"
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def write(here: Path) -> Write:
+    def write(name: str, text: str) -> Path:
+        file = here / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return write
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed library that looks for an optional package, when it is imported and later."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "a_library.py").write_text(
+        "import importlib, importlib.util\n"
+        "def optional(name='optional_package'):\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError:\n"
+        "        return importlib.util.find_spec(name) is not None\n"
+        "    return True\n"
+        "try:\n"
+        "    import optional_package\n"
+        "    FOUND = True\n"
+        "except ModuleNotFoundError:\n"
+        "    FOUND = optional()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def value(path: Path) -> object:
+    return import_file(path, "reward").value()
+
+
+def test_a_file_imports_what_stands_beside_it_at_once_and_later(write: Write) -> None:
+    write("helper.py", "ONE = 1")
+    write("late.py", "TWO = 2")
+    file = write("own.py", "import helper\ndef value():\n    from late import TWO\n    return helper.ONE + TWO\n")
+    assert value(file) == 3
+
+
+def test_a_file_elsewhere_imports_from_its_folder_first_and_then_from_the_current_one(
+    write: Write, tmp_path: Path
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("PLACE = 'beside'")
+    write("beside.py", "PLACE = 'here'")
+    write("only_here.py", "PLACE = 'here'")
+    (folder / "own.py").write_text("import beside, only_here\ndef value():\n    return beside.PLACE, only_here.PLACE\n")
+    assert value(folder / "own.py") == ("beside", "here")
+
+
+@pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
+def test_what_it_imports_may_import_in_turn(write: Write, init: bool) -> None:
+    if init:
+        write("parts/__init__.py", "")
+    write("parts/deep.py", "from parts.deeper import ONE\nimport helper\nSUM = ONE + helper.ONE\n")
+    write("parts/deeper.py", "from . import third\nONE = third.ONE\n")
+    write("parts/third.py", "ONE = 1")
+    write("helper.py", "ONE = 1")
+    file = write("own.py", "from parts import deep\ndef value():\n    return deep.SUM\n")
+    assert value(file) == 2
+
+
+def test_a_module_may_be_imported_by_its_name(write: Write) -> None:
+    write("helper.py", "ONE = 1")
+    file = write("own.py", "import importlib\ndef value():\n    return importlib.import_module('helper').ONE\n")
+    assert value(file) == 1
+
+
+@pytest.mark.usefixtures("library")
+def test_a_library_finds_nothing_of_the_folder_neither_while_own_code_loads_nor_after(write: Write) -> None:
+    write("optional_package.py", "raise RuntimeError('planted')")
+    write("helper.py", "import a_library")
+    file = write(
+        "own.py",
+        "import helper, a_library\n"
+        "WHILE = a_library.FOUND or a_library.optional()\n"
+        "def value():\n    return WHILE, a_library.optional()\n",
+    )
+    assert value(file) == (False, False)
+    assert sys.modules["a_library"].optional() is False
+    assert importlib.util.find_spec("optional_package") is None
+
+
+def test_nothing_installed_is_hidden(write: Write, library: None) -> None:
+    for name in ("json", "a_library", "colorsys", "numpy"):
+        write(f"{name}.py", "raise RuntimeError('planted')")
+    file = write(
+        "own.py",
+        "import json, colorsys, a_library, numpy\ndef value():\n    return json.dumps([int(numpy.ones(1)[0])])\n",
+    )
+    assert value(file) == "[1]"
+
+
+def test_the_import_path_stays_as_it_is(write: Write) -> None:
+    before = list(sys.path)
+    write("named/inner.py", "import helper\nONE = helper.ONE")
+    write("helper.py", "ONE = 1")
+    assert value(write("own.py", "def value():\n    return 1\n")) == 1
+    assert import_module("named.inner", "reward", [], "").ONE == 1
+    assert sys.path == before
+
+
+def test_a_missing_module_is_missed_as_ever(write: Write) -> None:
+    file = write("own.py", "import nothing_of_the_kind")
+    with pytest.raises(
+        ConfigError, match="does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'"
+    ):
+        import_file(file, "reward")
+
+
+def test_a_named_module_is_an_installed_one_before_it_is_one_of_the_current_folder(write: Write) -> None:
+    write("colorsys.py", "raise RuntimeError('planted')")
+    write("own_package.py", "ONE = 1")
+    assert import_module("colorsys", "reward", [], "").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+    assert import_module("own_package", "reward", [], "").ONE == 1
+
+
+def test_a_module_that_nothing_named_is_not_found(write: Write) -> None:
+    write("own.py", "ONE = 1")
+    write("other.py", "ONE = 1")
+    assert import_module("own", "reward", [], "").ONE == 1
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("other")
+
+
+def test_two_files_whose_names_have_dots_are_two_modules(write: Write, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write(f"{folder}/helper_{folder}.py", "")
+    first = write("a/own.first.py", "import helper_a\ndef value():\n    return 1\n")
+    second = write("b/own.second.py", "import helper_b\ndef value():\n    return 2\n")
+    assert (value(first), value(second)) == (1, 2)
