@@ -1,0 +1,170 @@
+"""The rooms of the house: imports point one way, not even inside a function back; no circles, and no room overfull."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FLOORS = [
+    {"dsreason", "errors", "imports"},  # `dsreason` itself holds only the version
+    {"problems", "secrets", "user_code", "families"},
+    {"files"},
+    {"config", "media"},
+    {"monitor", "job"},
+    {"data"},
+    {"datasets", "answers", "losses", "models"},
+    {"data_adapters", "rewards", "engine"},
+    {"checkpoints", "rollout"},
+    {"storage"},
+    {"evaluation"},
+    {"train"},
+    {"cli"},
+    {"__main__"},
+]
+"""From the ground up. A room may import from itself and from the floors below."""
+FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+EXCEPTIONS = {("dsreason.data.adapters", "data_adapters")}
+"""(module, room): the one that finds adapters by name has to see the shipped ones."""
+MOST_FILES = 16
+
+
+def sources() -> list[Path]:
+    return sorted(file for package in ("dsreason", "data_adapters") for file in (ROOT / package).rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in sources()}
+
+
+def room_of(module: str) -> str:
+    """`dsreason.data.chat` → `data`; `dsreason` → `dsreason`; `data_adapters.llava` → `data_adapters`."""
+    first, _, rest = module.partition(".")
+    return rest.partition(".")[0] or first if first == "dsreason" else first
+
+
+def imported(source: str, package: str, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, full name) of every import in the source, wherever it stands; `from a import b` gives `a.b`."""
+    tree = ast.parse(source)
+    if not for_types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: 1 - node.level or None] if node.level else []
+            origin = ".".join([*parents, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{origin}.{name.name}") for name in node.names)
+
+
+def target_room(name: str) -> str | None:
+    """The room that an import reaches; None for a library. `from dsreason import __version__` reaches the package."""
+    if name.partition(".")[0] not in ("dsreason", "data_adapters"):
+        return None
+    room = room_of(name)
+    return room if room in FLOOR or (ROOT / "dsreason" / room).exists() else "dsreason"
+
+
+def forbidden(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    package = module if is_package else module.rpartition(".")[0]
+    own = room_of(module)
+    found = ((line, name, target_room(name)) for line, name in imported(source, package))
+    return [
+        f"{module}:{line} ({own}) imports {name} ({room})"
+        for line, name, room in found
+        if room is not None and room != own and FLOOR[room] >= FLOOR[own] and (module, room) not in EXCEPTIONS
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_to_lower_floors_only(module: str) -> None:
+    file = MODULES[module]
+    assert forbidden(file.read_text(), module, is_package=file.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_rollout_room_imports_vllm(module: str) -> None:
+    names = {name.partition(".")[0] for _, name in imported(MODULES[module].read_text(), module.rpartition(".")[0])}
+    assert "vllm" not in names or room_of(module) == "rollout"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(module) for module in MODULES} <= FLOOR.keys()
+
+
+TRAINERS = [folder.name for folder in sorted((ROOT / "dsreason" / "train").iterdir()) if (folder / "loop.py").exists()]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "dsreason" / "train").rglob("*.py")), ids=module_name)
+def test_trainers_import_what_they_share_and_not_each_other(file: Path) -> None:
+    module, own = module_name(file), file.parent.name
+    names = [name for _, name in imported(file.read_text(), module.rpartition(".")[0])]
+    others = [name for name in TRAINERS if name != own]
+    assert not [name for name in names if name.startswith(tuple(f"dsreason.train.{other}" for other in others))]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def reached(module: str, file: Path) -> set[str]:
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    names = (name for _, name in imported(file.read_text(), package, for_types=False))
+    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return {name for name in found if name in MODULES} - {module}
+
+
+def test_no_files_form_a_circle() -> None:
+    assert circle({module: reached(module, file) for module, file in MODULES.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert sorted(set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}))) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for file in sources()}), ids=lambda f: str(f.relative_to(ROOT)))
+def test_a_folder_has_room_and_says_what_it_is_for(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) - 1 <= MOST_FILES
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert text
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from dsreason.train.sft import loop", "dsreason.data.chat"),
+        ("def f():\n    import dsreason.cli.main", "dsreason.train.sft"),
+        ("from dsreason import engine", "dsreason.models.load"),
+        ("from ..models import load", "dsreason.losses.kl"),
+        ("from dsreason.evaluation import run", "data_adapters.llava"),
+    ],
+)
+def test_an_import_of_a_higher_room_is_found(source: str, module: str) -> None:
+    assert len(forbidden(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("import torch\nfrom pathlib import Path", "dsreason.data.chat"),
+        ("from dsreason import __version__", "dsreason.cli.main"),
+        ("from . import types\nfrom ..config import schema", "dsreason.data.chat"),
+        ("from data_adapters import jsonl", "data_adapters.builtin"),
+    ],
+)
+def test_imports_of_lower_rooms_and_libraries_are_allowed(source: str, module: str) -> None:
+    assert forbidden(source, module) == []
