@@ -45,6 +45,8 @@ ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 TALKATIVE = (
     "boto3",
     "botocore",
+    "fsspec",
+    "aiohttp",
     "urllib3",
     "httpx",
     "httpx2",
@@ -119,6 +121,6 @@ def without_credentials(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Only warnings from `TALKATIVE`, whatever a debug setting of theirs (S3FS_LOGGING_LEVEL) says."""
+    """Only warnings from `TALKATIVE`, whatever a debug setting of theirs says."""
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -155,10 +155,8 @@ def lines_of(file: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def held_out_results(validated: dict[str, float]) -> Iterator[EvalResult]:
-    for name, value in validated.items():
-        if name == "val/accuracy":
-            yield result("held-out rows", "accuracy", value)
+def held_out_results(validated: dict[str, float]) -> list[EvalResult]:
+    return [result("held-out rows", "accuracy", validated["val/accuracy"])] if "val/accuracy" in validated else []
 
 
 def evaluation_results(scores: Sequence[Score]) -> Iterator[EvalResult]:
