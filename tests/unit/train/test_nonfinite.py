@@ -83,6 +83,14 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         resumed.metrics(numbers(NAN, NAN), [], 3)
 
 
+def test_skipped_steps_with_good_ones_between_them_do_not_end_a_run(tmp_path: Path) -> None:
+    check = FiniteCheck("skip", tmp_path, WORLD)
+    for _ in range(MAX_SKIPPED):
+        check.metrics(numbers(NAN, NAN), [], 3)
+        check.metrics(numbers(1.0, 2.0), [], 4)
+    assert check.skipped == MAX_SKIPPED
+
+
 def test_samples_that_cannot_be_saved_are_told_with_the_step(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").write_text("in the way")
     check = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
