@@ -17,8 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tests.sabotage import ROOT, Fault, read_faults
 
@@ -105,13 +103,6 @@ def try_fault(fault: Fault, tree: Path) -> Finding:
     return Finding(fault, "none", "", time.monotonic() - started)
 
 
-def shown(findings: Sequence[Finding]) -> Table:
-    table = Table("fault", "file", "suite", "seen by")
-    for finding in findings:
-        table.add_row(finding.fault.what, finding.fault.file, finding.suite, finding.test)
-    return table
-
-
 def as_markdown(findings: Sequence[Finding]) -> str:
     rows = ["| fault | file | seen by | suite |", "|---|---|---|---|"]
     for finding in findings:
@@ -158,7 +149,6 @@ def main(
             print(f"{number}/{len(faults)} {fault.name}: {place} ({found.seconds:.0f} s)", flush=True)
             if markdown is not None:
                 markdown.write_text(as_markdown(findings))
-    Console().print(shown(findings))
     print(summary(findings))
     if any(finding.suite == "none" for finding in findings):
         raise typer.Exit(1)
