@@ -7,7 +7,6 @@ imports beside itself and there, after everything that is installed.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from dsreason.errors import ConfigError
+from dsreason.problems import nearest
 
 FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""
@@ -102,8 +102,8 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
     except ModuleNotFoundError as error:
         if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
             raise ConfigError(f"{what} needs a package that is not installed: {error.name}") from error
-        near = difflib.get_close_matches(target, known, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
+        near = nearest(target, known)
+        hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
     except Exception as error:  # somebody else's code
         raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error

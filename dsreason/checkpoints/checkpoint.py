@@ -41,7 +41,7 @@ from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
-from dsreason.job.ranks import World, agree, gather_objects, on_rank_zero, once_a_folder
+from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_rank_zero, once_a_folder
 
 UNIVERSAL = "universal"
 
@@ -128,28 +128,24 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
     saved = on_rank_zero(lambda: read_state(path))
     check_files(path, world)
     check_matches(path, saved, engine)
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
-    error: CheckpointError | None = None
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
+    ]
     if saved["world_size"] != world.size:
         on_rank_zero(lambda: make_universal(path, saved))
-    try:
-        if saved["world_size"] == world.size:
-            load_same_size(engine, path)
-        else:
-            load_universal(engine, path)
-        if world.rank < saved["world_size"]:
-            load_rng_state(path / rng_file(world.rank), world.device)
-    except UNREADABLE as cause:
-        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint")
-    agree(error)
-    for group, values in zip(groups_of(engine), settings, strict=True):
+    with errors_on_all_ranks():
+        try:
+            if saved["world_size"] == world.size:
+                load_same_size(engine, path)
+            else:
+                load_universal(engine, path)
+            if world.rank < saved["world_size"]:
+                load_rng_state(path / rng_file(world.rank), world.device)
+        except UNREADABLE as cause:
+            raise CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint") from cause
+    for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(values)
     return TrainerState(**saved["state"])
-
-
-def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = engine.optimizer.param_groups
-    return groups
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -183,29 +179,18 @@ def check_state(state: TrainerState) -> None:
 
 
 def check_files(path: Path, world: World) -> None:
-    """Sizes of all files, and that this rank can read its own.
-
-    Raises on every rank when one of them sees something wrong: one alone would leave the others waiting in DeepSpeed.
-    """
-    error: CheckpointError | None = None
-    try:
+    """Sizes of all files, that none is missing which other hosts have kept, and that this rank can read its own."""
+    with errors_on_all_ranks():
         check_sizes(path)
         saved = read_state(path)
-        check_parts(path, saved, world)
-        if saved["world_size"] == world.size:
+        size = saved["world_size"]
+        advice = (
+            f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
+        )
+        check_written(path, saved, [world.rank] if size == world.size else range(size), advice)
+        if size == world.size:
             load_optimizer_file(path, world.rank)
             load_model_file(path, world.rank, saved["zero_stage"])
-    except CheckpointError as caught:
-        error = caught
-    agree(error)
-
-
-def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
-    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
-    size = saved["world_size"]
-    needed = [world.rank] if size == world.size else range(size)
-    advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
-    check_written(path, saved, needed, advice)
 
 
 def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import struct
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 from dsreason.checkpoints.checkpoint_folder import check_written
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
+from dsreason.job.launch import environment
 
 UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
@@ -31,17 +31,11 @@ UNREADABLE = (
 @contextlib.contextmanager
 def safe_loading() -> Iterator[None]:
     """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
-    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+    with (
+        environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
+        torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]),
+    ):
+        yield
 
 
 def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -208,17 +208,22 @@ def on_rank_zero(call: Callable[[], T]) -> T:
 
 def once_a_folder(world: World, call: Callable[[], object]) -> None:
     """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
-    error: DsReasonError | None = None
-    if world.keeps_folder:
-        try:
+    with errors_on_all_ranks():
+        if world.keeps_folder:
             call()
-        except DsReasonError as caught:
-            error = caught
-    agree(error)
 
 
-def agree(error: DsReasonError | None) -> None:
-    """Raise on every rank when any rank brings an error: the one of the lowest rank."""
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """A `DsReasonError` that any rank raises inside is raised on every rank after the block: that of the lowest rank.
+
+    One rank alone would leave the others waiting in the next collective.
+    """
+    error: DsReasonError | None = None
+    try:
+        yield
+    except DsReasonError as caught:
+        error = caught
     for found in gather_objects(error):
         if found is not None:
             raise found

@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Metrics(Protocol):
-    """What the training loop sees; the same on every rank."""
+class Metrics:
+    """What the training loop sees on every rank; on those above 0 this class itself, which keeps nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def text(self, step: int, name: str, text: str) -> None: ...
     def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
     def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def open_metrics(
@@ -42,25 +46,11 @@ def open_metrics(
 ) -> Metrics:
     """The writer on rank 0, one that does nothing on the others. For the arguments see `MetricsWriter`."""
     if rank != 0:
-        return NoMetrics()
+        return Metrics()
     return MetricsWriter(output_dir, resume_step=resume_step, config=config, run_config=run_config)
 
 
-class NoMetrics:
-    """Takes every number and keeps none."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-    def text(self, step: int, name: str, text: str) -> None: ...
-    def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
-    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class MetricsWriter:
+class MetricsWriter(Metrics):
     """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`; every call is on disk when it returns.
 
     `resume_step` is the step of the loaded checkpoint, None for a fresh start: what a broken-off run wrote after that
@@ -119,12 +109,6 @@ class MetricsWriter:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class StepLines:
