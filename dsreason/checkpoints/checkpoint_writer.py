@@ -321,12 +321,3 @@ def remove(partial: Path) -> None:
     """What was written of a checkpoint that failed; where even that fails, the next start does it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)
-
-
-def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:
-    """Write `<folder>/step_<step>` (all ranks together), whole or not at all, and return it."""
-    writer = CheckpointWriter(engine, folder, world, background=False)
-    writer.start(step, state)
-    writer.wait()
-    writer.close()
-    return folder / f"step_{step}"
