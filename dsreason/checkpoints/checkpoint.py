@@ -249,11 +249,7 @@ def make_universal(path: Path, saved: dict[str, Any]) -> None:
         inject_missing_state=True,
     )
     try:
-        with (
-            safe_loading(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(arguments)
         partial.rename(path / UNIVERSAL)
     except UNREADABLE as cause:

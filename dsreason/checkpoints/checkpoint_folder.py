@@ -123,7 +123,11 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
         files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
         sizes = {path.name: path.stat().st_size for path in files}
         write_json(partial / MARKER, {"files": sizes})
-        give_name(partial, final)
+        replaced = mark_deleted(final)  # the old one goes once the new one has its marker: `recover` finds that
+        partial.rename(final)
+        flush(final.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
 
 
 def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
@@ -143,15 +147,6 @@ def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], adv
 
 def rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
-
-
-def give_name(partial: Path, final: Path) -> None:
-    """Of two checkpoints of one step the old one goes once the new one has its marker: `recover` finds that."""
-    doomed = mark_deleted(final)
-    partial.rename(final)
-    flush(final.parent)
-    if doomed is not None:
-        shutil.rmtree(doomed)
 
 
 def recover(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,9 +64,8 @@ class SnapshotEngine(TorchCheckpointEngine):
         """Inside, `engine.save_checkpoint` fills `files` instead of the disk."""
         self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
-        engine._copy_recovery_script = lambda path: (
-            None
-        )  # of DeepSpeed's own code; it fails on a full disk, on one rank
+        # It copies a script of DeepSpeed into the checkpoint, and would fail on a full disk, on one rank.
+        engine._copy_recovery_script = lambda path: None
         try:
             yield
         finally:
@@ -198,11 +197,16 @@ class CheckpointWriter:
         with self.snapshot.in_place(self.engine):
             self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
         self.snapshot.copy()
-        writes = [self.snapshot.write, *own_files(self.engine, partial, state, self.world)]
+        own = own_files(self.engine, partial, state, self.world)
         sizes = gather_objects(self.snapshot.size)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
         once_a_folder(self.world, lambda: self._check_room(partial, size))
-        future = self.thread.submit(run_all, writes)
+
+        def write() -> None:
+            for part in (self.snapshot.write, *own):
+                part()
+
+        future = self.thread.submit(write)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
         self.writing = Writing(self.folder / f"step_{step}", partial, future, started, time.perf_counter() - started)
@@ -302,11 +306,6 @@ def all_come(world: World) -> bool:
         while not (found := store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.05)
     return found
-
-
-def run_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def outcome(future: Future[None]) -> str | None:

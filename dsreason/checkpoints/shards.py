@@ -117,11 +117,8 @@ def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
     """ZeRO-1 and 2 cut a whole group; each rank notes which stretch of its part belongs to which parameter."""
     result: dict[str, list[Tensor]] = {}
     for state in states:
-        for flat, mapping in zip(
-            state["single_partition_of_fp32_groups"],
-            state["param_slice_mappings"],
-            strict=True,
-        ):
+        groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
+        for flat, mapping in groups:
             for name, stretch in mapping.items():
                 result.setdefault(name, []).append(flat.narrow(0, stretch.start, stretch.numel))
     return result

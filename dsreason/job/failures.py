@@ -74,9 +74,9 @@ class RankError(DsReasonError):
         self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
-def as_heard(failure: Failure) -> Failure:
+def peer_error(failure: Failure) -> RankError:
     """Another rank's failure, as what ends this one."""
-    return failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE)
+    return RankError(failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
 # In a rank

@@ -50,16 +50,10 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with gpu_errors():
         torch.cuda.set_device(device)
-    turn_off_cudnn_attention()
-    return device
-
-
-def turn_off_cudnn_attention() -> None:
-    """Leave attention to torch's other kernels; from 2.11 on torch prefers cuDNN's on Hopper GPUs and newer.
-
-    Its gradients can be NaN where there is a mask, and it compiles kernels for every new length.
-    """
+    # On Hopper GPUs and newer torch prefers cuDNN's attention: its gradients can be NaN where there is a mask, and it
+    # compiles kernels for every new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
 
 
 @contextmanager

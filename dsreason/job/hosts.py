@@ -27,6 +27,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.output import flat
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError, DsReasonError
+from dsreason.files.disk import sha256_of
 from dsreason.job import launch
 from dsreason.job.launchers import PDSH, launchers
 from dsreason.job.record import versions
@@ -239,8 +240,12 @@ def check_alike(config: RunConfig, options: Mapping[str, str | None]) -> None:
     Raises:
         ConfigError: on every rank, where a host differs from the first one.
     """
-    if several_hosts():
-        compare({**machine_facts(), **code_facts(config), **options, **config_facts(config)})
+    if not several_hosts():
+        return
+    device = launch.device_kind(launch.gpu_count())
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
+    settings = flat({**dump_config(config), "deepspeed": deepspeed})
+    compare({**versions(), "device": device, **code_facts(config), **options, **settings})
 
 
 def compare(facts: Mapping[str, Any]) -> None:
@@ -273,24 +278,14 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return texts
 
 
-def machine_facts() -> dict[str, str]:
-    return {**versions(), "device": launch.device_kind(launch.gpu_count())}
-
-
-def config_facts(config: RunConfig) -> dict[str, Any]:
-    device, ranks = launch.device_kind(launch.gpu_count()), int(os.environ["WORLD_SIZE"])
-    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks)
-    return flat({**dump_config(config), "deepspeed": deepspeed})
-
-
 def code_facts(config: RunConfig) -> dict[str, str]:
     """Hashes of this package, and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
-            total.update(f"{file.relative_to(root)} {file_hash(file)}\n".encode())
+            total.update(f"{file.relative_to(root)} {sha256_of(file)}\n".encode())
     return {"code of dsreason": total.hexdigest()[:12]} | {
-        f"code of {file}": file_hash(file) for file in named_files(dump_config(config))
+        f"code of {file}": sha256_of(file)[:12] for file in named_files(dump_config(config))
     }
 
 
@@ -310,7 +305,3 @@ def texts_in(document: Any) -> Iterator[str]:
     elif isinstance(document, list):
         for item in document:
             yield from texts_in(item)
-
-
-def file_hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

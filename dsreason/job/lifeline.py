@@ -33,11 +33,10 @@ from dsreason.job import hosts, launch
 from dsreason.job.failures import (
     PEER_EXIT_CODE,
     Failure,
-    RankError,
-    as_heard,
     failure_of,
     last_line,
     own_rank,
+    peer_error,
 )
 
 log = logging.getLogger(__name__)
@@ -223,7 +222,7 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
 
     def end(first: Failure) -> None:
         if first.rank != own_rank() and not is_failing.is_set():
-            os._exit(launch.report(RankError(as_heard(first))))
+            os._exit(launch.report(peer_error(first)))
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)
@@ -236,7 +235,7 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
         is_failing.set()
         first = line.fail(failure_of(error))
         if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
-            raise RankError(as_heard(first)) from error
+            raise peer_error(first) from error
         raise
     else:
         line.say_goodbye()

@@ -88,13 +88,7 @@ def _describe_single_process() -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
         return
-    missing = {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    } - os.environ.keys()
+    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
         raise ConfigError(
             f"environment: {', '.join(sorted(given))} set but {', '.join(sorted(missing))} not; "

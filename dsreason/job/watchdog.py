@@ -24,11 +24,10 @@ from dsreason.job.failures import (
     CRASH_LOG,
     TIME_LIMIT_EXIT_CODE,
     Failure,
-    RankError,
-    as_heard,
     failure_of,
     leave_failure,
     leave_place,
+    peer_error,
 )
 from dsreason.job.logs import RankFormatter, log_file
 from dsreason.job.ranks import World, connect_to_store
@@ -122,7 +121,7 @@ class Watchdog:
         first = self._lifeline.fail(failure)
         followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
         leave_failure(first if followed else failure)
-        reason = RankError(as_heard(first)) if followed else error
+        reason = peer_error(first) if followed else error
         if isinstance(reason, Exception):
             self._end_soon(reason)
         if followed:
@@ -132,7 +131,7 @@ class Watchdog:
     def _end_with(self, first: Failure) -> None:
         """End this rank because of another's failure, which may have left it in a collective that never ends."""
         if first.rank != self.world.rank and not self._is_closing and not self._is_late:
-            error = RankError(as_heard(first))
+            error = peer_error(first)
             self._end_soon(error)
             logging.getLogger(CRASH_LOG).critical("%s", error)
 

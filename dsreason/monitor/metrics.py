@@ -120,7 +120,7 @@ class StepLines:
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         kept = [] if resume_step is None else read_lines(path, last_step=resume_step)
-        write_lines(path, kept)
+        write_file(path, b"".join(map(encode_line, kept)))
         self.current: dict[str, Any] = kept[-1] if kept else {"step": -1}
         self.file = path.open("r+b")
         self.offset = self.file.seek(0, os.SEEK_END)  # where the line of `current` starts
@@ -165,10 +165,6 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         except ValueError:
             log.warning("%s:%d is no JSON object and is dropped: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]
-
-
-def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    write_file(path, b"".join(map(encode_line, entries)))
 
 
 def check_wandb(config: MonitorConfig) -> None:

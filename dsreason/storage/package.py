@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, read_json
+from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, complete_checkpoints, read_json
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"
@@ -120,15 +120,13 @@ def is_run(folder: Path) -> bool:
 
 def finished_folders(run: Path) -> list[Path]:
     """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
-    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{MARKER}")]
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
-    return sorted(checkpoints, key=_step) + sorted(exports, key=_step)
+    return complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_step)
 
 
 def unfinished_folders(run: Path) -> list[Path]:
     """Checkpoints of a run that are not complete, or not yet."""
-    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file()]
-    return sorted(found)
+    return sorted(path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file())
 
 
 def _step(folder: Path) -> tuple[int, str]:
