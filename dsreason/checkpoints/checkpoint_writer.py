@@ -213,8 +213,6 @@ class CheckpointWriter:
 
     def poll(self) -> Path | None:
         """The checkpoint that all ranks have written since the last call; it is complete now."""
-        if self.pruning is not None and self.pruning.done():
-            self._say_pruned(self.pruning)
         if self.writing is None:
             return None
         outcomes = gather_objects(outcome(self.writing.future))
@@ -243,19 +241,17 @@ class CheckpointWriter:
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
         """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On one rank of each folder."""
-        self.pruning = self.thread.submit(prune_checkpoints, self.folder, keep, spared)
+        self.pruning = self.thread.submit(self._prune, keep, spared)
+
+    def _prune(self, keep: int, spared: Collection[Path | None]) -> None:
+        try:
+            prune_checkpoints(self.folder, keep, spared)
+        except OSError as error:  # no reason to end a run
+            log.warning("old checkpoints could not be deleted: %s", error)
 
     def close(self) -> None:
         """Wait for what is being deleted."""
         self.thread.shutdown()
-        if self.pruning is not None:
-            self._say_pruned(self.pruning)
-
-    def _say_pruned(self, pruning: Future[None]) -> None:
-        """Old checkpoints that stay are no reason to end a run."""
-        self.pruning = None
-        if error := outcome(pruning):
-            log.warning("old checkpoints could not be deleted: %s", error)
 
     def _check_room(self, partial: Path, size: int) -> None:
         """SaveError, and the folder is removed again, where the disk has no room for `size` bytes."""

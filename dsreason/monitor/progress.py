@@ -65,19 +65,17 @@ class Progress:
         self.close()
 
 
-def open_progress(
-    *, rank: int, total_steps: int, first_step: int = 0, interval_s: float = 10.0, stream: TextIO | None = None
-) -> Progress:
+def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> Progress:
     """Progress towards `total_steps` on rank 0 and nothing on the others.
 
     `first_step` is the step resumed from. `stream` defaults to stdout: a bar where it is a terminal, otherwise a plain
-    line for the first and the last step and every `interval_s` seconds.
+    line for the first and the last step and every 10 seconds.
     """
     if rank != 0:
         return Progress()
     stream = sys.stdout if stream is None else stream
     rate = Rate(total_steps, first_step, part=part_of_environment())
-    return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream, interval_s)
+    return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream)
 
 
 class Rate:
@@ -135,11 +133,9 @@ class Rate:
 class LineProgress(Progress):
     """Plain lines, for log files and pipes."""
 
-    def __init__(
-        self, rate: Rate, stream: TextIO, interval_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, clock
-        self.next_line = clock()
+    def __init__(self, rate: Rate, stream: TextIO, interval_s: float = 10.0) -> None:
+        self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, rate.clock
+        self.next_line = self.clock()
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
