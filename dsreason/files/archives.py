@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import cache_dir, cache_errors
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
@@ -71,16 +71,10 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
     name = hashlib.sha256(content).hexdigest()
     file = media_cache() / "media" / name[:2] / f"{name}{suffix}"
     if not file.is_file():
-        try:
+        with cache_errors(file, "COSMOS_CACHE"):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, content)
-        except OSError as error:
-            raise cache_error(file, error) from error
     return file
-
-
-def cache_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path}: cannot be kept: {error}; make room, or set COSMOS_CACHE to another folder")
 
 
 def unpack(archive: Path) -> Path:
@@ -100,10 +94,8 @@ def unpack(archive: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         extract(archive, partial)
 
-    try:
+    with cache_errors(folder, "COSMOS_CACHE"):
         return build_once(folder, extract_anew)
-    except OSError as error:
-        raise cache_error(folder, error) from error
 
 
 def extract(archive: Path, folder: Path) -> None:

@@ -223,7 +223,7 @@ def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
         if trouble == "read-only":
             set_read_only(disk)
         with pytest.raises(
-            StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be kept: .*{reason}.*COSMOS_CACHE"
+            StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be written: .*{reason}.*COSMOS_CACHE"
         ):
             embedded_file(bytes(2_000_000), ".png")
         assert listing(disk) == {}
