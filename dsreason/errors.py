@@ -50,9 +50,9 @@ class Stopped(DsReasonError):
 class StorageError(DsReasonError):
     """Storage (S3, the Hub) that refused or could not be reached; the text names the address and the answer.
 
-    `status` is that of the answer where one came, `passing` says whether the same request may succeed later.
+    `status` is that of the answer where one came, `transient` says whether the same request may succeed later.
     """
 
-    def __init__(self, text: str, *, status: int | None = None, passing: bool = False) -> None:
+    def __init__(self, text: str, *, status: int | None = None, transient: bool = False) -> None:
         super().__init__(text)
-        self.status, self.passing = status, passing
+        self.status, self.transient = status, transient

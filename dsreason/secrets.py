@@ -42,7 +42,7 @@ PATTERNS = {
 }
 """Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-TALKATIVE = (
+VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
     "urllib3",
@@ -119,6 +119,6 @@ def without_credentials(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Only warnings from `TALKATIVE`, whatever a debug setting of theirs (S3FS_LOGGING_LEVEL) says."""
-    for name in TALKATIVE:
+    """Only warnings from `VERBOSE_LOGGERS`, whatever a debug setting of theirs (S3FS_LOGGING_LEVEL) says."""
+    for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -41,7 +41,7 @@ from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_rank_zero, once_a_folder
+from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
 
 UNIVERSAL = "universal"
 
@@ -64,7 +64,7 @@ class TrainerState:
     """What else the run wants back; JSON values only."""
 
 
-def begin(folder: Path, step: int, world: World) -> Path:
+def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
     partial = folder / f"{SAVING}step_{step}"
 
@@ -73,11 +73,13 @@ def begin(folder: Path, step: int, world: World) -> Path:
             delete_folder(partial)
             partial.mkdir(parents=True)
 
-    once_a_folder(world, make)
+    on_one_rank_per_folder(world, make)
     return partial
 
 
-def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> list[Callable[[], None]]:
+def state_writers(
+    engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World
+) -> list[Callable[[], None]]:
     """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
@@ -88,7 +90,7 @@ def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world
         with draft_of(partial / rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 
-    if not world.keeps_folder:
+    if not world.is_first_of_folder:
         return [write_random_numbers]
     described = describe(engine, state, world)
     return [lambda: write_json(partial / STATE_FILE, described), write_random_numbers]

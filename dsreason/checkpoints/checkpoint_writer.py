@@ -23,12 +23,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState, begin, own_files
+from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writers
 from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, once_a_folder
+from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, on_one_rank_per_folder
 from dsreason.monitor.memory import GIB, available_bytes
 
 log = logging.getLogger(__name__)
@@ -193,14 +193,14 @@ class CheckpointWriter:
         if self.writing is not None:
             raise RuntimeError(f"{self.writing.final} is being written; wait for it first")
         started = time.perf_counter()
-        partial = begin(self.folder, step, self.world)
+        partial = make_partial_folder(self.folder, step, self.world)
         with self.snapshot.in_place(self.engine):
             self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
         self.snapshot.copy()
-        own = own_files(self.engine, partial, state, self.world)
+        own = state_writers(self.engine, partial, state, self.world)
         sizes = gather_objects(self.snapshot.size)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
-        once_a_folder(self.world, lambda: self._check_room(partial, size))
+        on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
 
         def write() -> None:
             for part in (self.snapshot.write, *own):
@@ -229,9 +229,9 @@ class CheckpointWriter:
         barrier()
         return self.poll()
 
-    def make_up(self) -> None:
+    def complete_pending(self) -> None:
         """After an error, complete what is on its way if all ranks come here; else the next start looks at it."""
-        if self.writing is None or not all_come(self.world):
+        if self.writing is None or not all_ranks_arrive(self.world):
             return
         log.info("%s is still completed", self.writing.final)
         try:
@@ -270,7 +270,7 @@ class CheckpointWriter:
     def _complete(self, writing: Writing) -> Path:
         self.writing = None
         begun = time.perf_counter()
-        once_a_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
+        on_one_rank_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
         ended = time.perf_counter()
         self.completing = ended - begun
         log.info(
@@ -283,7 +283,7 @@ class CheckpointWriter:
         self.writing = None
         concurrent.futures.wait([writing.future])
         barrier()
-        once_a_folder(self.world, lambda: remove(writing.partial))
+        on_one_rank_per_folder(self.world, lambda: remove(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
@@ -291,7 +291,7 @@ class CheckpointWriter:
         )
 
 
-def all_come(world: World) -> bool:
+def all_ranks_arrive(world: World) -> bool:
     """Whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]

@@ -106,7 +106,7 @@ def extract(archive: Path, folder: Path) -> None:
         StorageError: the disk is full or read-only.
     """
     try:
-        with telling(archive), archive.open("rb") as file:
+        with unpack_errors(archive), archive.open("rb") as file:
             unpack_members = extract_zip if file.read(2) == b"PK" else extract_tar
         unpack_members(archive, folder, Budget(archive))
     except (DataError, StorageError):
@@ -115,13 +115,13 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 def extract_zip(archive: Path, folder: Path, budget: Budget) -> None:
-    with telling(archive), zipfile.ZipFile(archive) as file:
+    with unpack_errors(archive), zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             budget.spend(BLOCK_BYTES + member.file_size)
-            with telling(archive, member.filename):
+            with unpack_errors(archive, member.filename):
                 check_member(member.filename, is_link=stat.S_ISLNK(member.external_attr >> 16))
         for member in file.infolist():
-            with telling(archive, member.filename):
+            with unpack_errors(archive, member.filename):
                 file.extract(member, folder)
 
 
@@ -137,10 +137,10 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
             budget.spend(os.path.getsize(target))
         return member
 
-    with telling(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
+    with unpack_errors(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
         for member in tar:
             budget.spend(BLOCK_BYTES + member.size)
-            with telling(archive, member.name):
+            with unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym())
                 tar.extract(member, folder, filter=checked)
         while rest := tar.fileobj.read(BLOCK_BYTES):  # to the end of the file, where its checksum is
@@ -189,7 +189,7 @@ class Budget:
 
 
 @contextmanager
-def telling(archive: Path, member: str | None = None) -> Iterator[None]:
+def unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
     """Errors as a DataError that names archive and member; those of the disk that it is unpacked on as a StorageError."""
     try:
         yield

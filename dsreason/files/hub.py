@@ -47,14 +47,14 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
         return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
     if not isinstance(error, HfHubHTTPError):
         text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
-        return StorageError(text, passing=not isinstance(error, ValueError))
+        return StorageError(text, transient=not isinstance(error, ValueError))
     status, told = error.response.status_code, first_line(error.server_message or "")
     if page and (advice := reading_advice(error, page, revision)):
         return StorageError(f"{where}: {advice}", status=status)
-    passing = status == 429 or status >= 500
-    advice = ADVICE.get(status, "it has a failure: try again later" if passing else "check the name")
+    transient = status == 429 or status >= 500
+    advice = ADVICE.get(status, "it has a failure: try again later" if transient else "check the name")
     answer = f"the Hub answers {status}" + (f" ({told})" if told else "")
-    return StorageError(f"{where}: {answer}; {advice}", status=status, passing=passing)
+    return StorageError(f"{where}: {answer}; {advice}", status=status, transient=transient)
 
 
 def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:

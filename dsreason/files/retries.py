@@ -20,7 +20,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
-def persist(action: Callable[[], T], attempts: int | None = None) -> T:
+def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
     """What `action` returns. After a StorageError that may pass it is called again, `attempts` times (None: ATTEMPTS).
 
     The waits double, and each is cut at random to between half of it and all, so that many ranks do not come together.
@@ -30,7 +30,7 @@ def persist(action: Callable[[], T], attempts: int | None = None) -> T:
         try:
             return action()
         except StorageError as error:
-            if not error.passing:
+            if not error.transient:
                 raise
             wait = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1)
             log.warning("%s; trying again in %.1f s (%d of %d)", error, wait, attempt, attempts - 1)

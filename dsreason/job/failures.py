@@ -53,7 +53,7 @@ class Failure:
     rank: int
     text: str
     exit_code: int
-    mendable: bool
+    user_fixable: bool
     """A `DsReasonError`: told without a traceback."""
     time: float
     signal: int = 0
@@ -76,7 +76,7 @@ class RankError(DsReasonError):
 
 def peer_error(failure: Failure) -> RankError:
     """Another rank's failure, as what ends this one."""
-    return RankError(failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE))
+    return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
 # In a rank
@@ -86,7 +86,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def as_told(error: BaseException) -> BaseException:
+def disk_error_as_save_error(error: BaseException) -> BaseException:
     """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
@@ -99,13 +99,13 @@ def as_told(error: BaseException) -> BaseException:
 
 def failure_of(error: BaseException) -> Failure:
     """This rank's failure."""
-    error = as_told(error)
+    error = disk_error_as_save_error(error)
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
         text, restarts = hide_secrets(str(error)), error.exit_code not in FINAL_EXIT_CODES
-        return Failure(own_rank(), text, error.exit_code, mendable=True, time=time.time(), restarts=restarts)
-    return Failure(own_rank(), crash_text(error), exit_code=1, mendable=False, time=time.time())
+        return Failure(own_rank(), text, error.exit_code, user_fixable=True, time=time.time(), restarts=restarts)
+    return Failure(own_rank(), crash_text(error), exit_code=1, user_fixable=False, time=time.time())
 
 
 def crash_text(error: BaseException) -> str:
@@ -115,7 +115,7 @@ def crash_text(error: BaseException) -> str:
     return text
 
 
-def leave_failure(failure: Failure) -> None:
+def record_failure(failure: Failure) -> None:
     """Leave why this rank ends where its launcher looks; its first word counts.
 
     Our own parent looks at every rank: it needs no hearsay. torchrun takes the earliest for the cause, in whole seconds,
@@ -136,14 +136,14 @@ def write_once(file: Path, text: str) -> None:
             write_file(file, text)
 
 
-def leave_place(place: str) -> None:
+def record_activity(place: str) -> None:
     """Note what this rank is doing, for the parent to tell if it is killed. Several times a step: it has to be cheap."""
     if ERROR_DIR in os.environ:
-        place_of_rank(Path(os.environ[ERROR_DIR]) / f"place_{own_rank()}")[:] = place.encode().ljust(PLACE_BYTES)
+        activity_file(Path(os.environ[ERROR_DIR]) / f"place_{own_rank()}")[:] = place.encode().ljust(PLACE_BYTES)
 
 
 @cache
-def place_of_rank(file: Path) -> mmap:
+def activity_file(file: Path) -> mmap:
     file.write_bytes(bytes(PLACE_BYTES))
     with file.open("r+b") as opened:
         return mmap(opened.fileno(), PLACE_BYTES)
@@ -163,7 +163,7 @@ def last_line(log: Path) -> str:
 # In the parent
 
 
-def left_failures(error_dir: Path) -> list[Failure]:
+def read_failures(error_dir: Path) -> list[Failure]:
     return [Failure(**json.loads(file.read_text())) for file in error_dir.glob("rank_*.json")]
 
 
@@ -188,13 +188,13 @@ def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Fai
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
-    mendable = [failure for failure in left if failure.mendable]
+    user_fixable = [failure for failure in left if failure.user_fixable]
     late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
-    if late and not mendable:
+    if late and not user_fixable:
         return _together(late, exit_codes)
     # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
     by_signal = [failure for failure in killed if failure.signal]
-    return min(by_signal or mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+    return min(by_signal or user_fixable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
@@ -212,10 +212,10 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
         text = f"rank {rank} was killed by {name}{hint}"
     else:
         text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
-    return Failure(rank, text, exit_code=1, mendable=False, time=0.0, signal=max(0, -exit_code), silent=True)
+    return Failure(rank, text, exit_code=1, user_fixable=False, time=0.0, signal=max(0, -exit_code), silent=True)
 
 
-def with_last_words(failure: Failure, error_dir: Path, log: Path) -> Failure:
+def with_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
     """What a rank that left no words was doing, and the end of its log."""
     if not failure.silent:
         return failure

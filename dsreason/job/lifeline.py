@@ -89,7 +89,7 @@ class Peer:
 
     def named(self, failure: Failure) -> Failure:
         """This rank's failure as others tell it."""
-        if failure.mendable:
+        if failure.user_fixable:
             return failure
         place = f"; its log: {self.log}" if self.log else ":"
         return replace(failure, text=f"rank {self.rank} on {self.host} failed{place}\n\n{failure.text}")
@@ -101,13 +101,13 @@ class Peer:
             text += f"; its last log line: {line}"
         if self.log:
             text += f"; its log: {self.log}"
-        return Failure(self.rank, text, PEER_EXIT_CODE, mendable=False, time=time.time(), silent=True)
+        return Failure(self.rank, text, PEER_EXIT_CODE, user_fixable=False, time=time.time(), silent=True)
 
 
 class Lifeline:
     """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank."""
 
-    heard: Callable[[Failure], None]
+    on_failure: Callable[[Failure], None]
     """Called once, in a thread, with the first failure of the job, which may be this rank's own."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
@@ -119,12 +119,12 @@ class Lifeline:
         self._first: Failure | None = None
         self._decided = threading.Event()
 
-    def open(self, heard: Callable[[Failure], None]) -> None:
-        """Connect, unless it is open already; from now on `heard` hears. Every rank calls it.
+    def open(self, on_failure: Callable[[Failure], None]) -> None:
+        """Connect, unless it is open already; from then on `on_failure` is called, see above. Every rank calls it.
 
         A rank that cannot connect is named by rank 0, and watched by nobody.
         """
-        self.heard = heard
+        self.on_failure = on_failure
         if self.size == 1 or self._is_open:
             return
         self._is_open = True
@@ -151,11 +151,11 @@ class Lifeline:
         self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
 
-    def say_log(self, file: str) -> None:
+    def report_log(self, file: str) -> None:
         """Tell where this rank's log is."""
         self._send({"log": file})
 
-    def say_place(self, place: str) -> None:
+    def report_activity(self, place: str) -> None:
         """Tell what this rank is doing."""
         self._send({"place": place})
 
@@ -193,7 +193,7 @@ class Lifeline:
         if self._first is None:
             self._first = first
             self._decided.set()
-            self.heard(first)
+            self.on_failure(first)
 
 
 _started: Lifeline | None = None
@@ -226,11 +226,11 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)
-    line.say_place(place)
+    line.report_activity(place)
     try:
         yield
     except Exception as error:
-        if line.heard is not end:  # the watchdog has told
+        if line.on_failure is not end:  # the watchdog has told
             raise
         is_failing.set()
         first = line.fail(failure_of(error))
@@ -263,7 +263,7 @@ def announce(store: dist.Store, size: int) -> None:
     }
     listener.setblocking(False)  # who knocks may have gone before the answer
     store.set(ADDRESS, json.dumps(address))
-    Switchboard(listener, token).start()
+    LifelineServer(listener, token).start()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -277,11 +277,11 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
 
 
-class Switchboard(threading.Thread):
+class LifelineServer(threading.Thread):
     """Rank 0's end of all lifelines, in a thread of its own until rank 0 leaves."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
-        super().__init__(name="switchboard", daemon=True)
+        super().__init__(name="lifeline-server", daemon=True)
         self._listener, self._token = listener, token
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
@@ -376,5 +376,5 @@ def first_of(failures: list[Failure]) -> Failure:
     """What the others followed from: a death without a word, as who fails with one waits for the verdict before it ends;
     then a text for people; then the one that was heard of first."""
     dead = [failure for failure in failures if failure.silent]
-    told = [failure for failure in failures if failure.mendable]
+    told = [failure for failure in failures if failure.user_fixable]
     return (dead or told or failures)[0]

@@ -50,7 +50,7 @@ class World:
         return self.folder_ranks or range(self.size)
 
     @property
-    def keeps_folder(self) -> bool:
+    def is_first_of_folder(self) -> bool:
         """Whether this rank does what is done once in every output folder."""
         return self.rank == self.ranks_here[0]
 
@@ -200,10 +200,10 @@ def on_rank_zero(call: Callable[[], T]) -> T:
     return result
 
 
-def once_a_folder(world: World, call: Callable[[], object]) -> None:
+def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
     """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
     with errors_on_all_ranks():
-        if world.keeps_folder:
+        if world.is_first_of_folder:
             call()
 
 

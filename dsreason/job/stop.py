@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dsreason.errors import Stopped
-from dsreason.job.launch import insists, started_by_us
+from dsreason.job.launch import demands_immediate_end, started_by_us
 from dsreason.job.ranks import gather_objects
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
             self.name, self.noted = signal.Signals(number).name, time.monotonic()
-        elif insists(number, self.noted):
+        elif demands_immediate_end(number, self.noted):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 

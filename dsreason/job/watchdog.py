@@ -25,9 +25,9 @@ from dsreason.job.failures import (
     TIME_LIMIT_EXIT_CODE,
     Failure,
     failure_of,
-    leave_failure,
-    leave_place,
     peer_error,
+    record_activity,
+    record_failure,
 )
 from dsreason.job.logs import RankFormatter, log_file
 from dsreason.job.ranks import World, connect_to_store
@@ -43,7 +43,7 @@ CLOSING_TIME = 20.0
 
 log = logging.getLogger(__name__)
 
-WATCHERS = ("watchdog", "lifeline", "switchboard", "launchers")
+WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
 """Threads that wait for others, and are never what a rank hangs in."""
 
 ASKED = "dsreason_watchdog/asked"
@@ -88,7 +88,7 @@ class Watchdog:
         # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self._lifeline.open(self._end_with)
-        self._lifeline.say_log(log_file())
+        self._lifeline.report_log(log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()
         return self
@@ -120,7 +120,7 @@ class Watchdog:
         failure = failure_of(error)
         first = self._lifeline.fail(failure)
         followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
-        leave_failure(first if followed else failure)
+        record_failure(first if followed else failure)
         reason = peer_error(first) if followed else error
         if isinstance(reason, Exception):
             self._end_soon(reason)
@@ -139,7 +139,7 @@ class Watchdog:
         """Give this rank `CLOSING_TIME` to end by itself."""
         self._over.set()
         self._end_in(CLOSING_TIME + GRACE)
-        timer = threading.Timer(CLOSING_TIME, cut_short, [error])
+        timer = threading.Timer(CLOSING_TIME, report_and_exit, [error])
         timer.daemon = True
         timer.start()
 
@@ -148,7 +148,7 @@ class Watchdog:
         """Watch a block. An inner phase has a time limit of its own; the outer one's clock stands still meanwhile."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
-        self._say_place()
+        self._report_activity()
         try:
             yield
         finally:
@@ -156,14 +156,14 @@ class Watchdog:
                 outer.started += time.monotonic() - started
             self._phases.pop()
             self._idle_since = time.monotonic()
-            self._say_place()
+            self._report_activity()
 
-    def _say_place(self) -> None:
+    def _report_activity(self) -> None:
         place = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
         if RankFormatter.step is not None:
             place += f" after step {RankFormatter.step}"
-        self._lifeline.say_place(place)
-        leave_place(place)
+        self._lifeline.report_activity(place)
+        record_activity(place)
 
     def _watch(self) -> None:
         while not self._over.wait(TICK):
@@ -205,7 +205,7 @@ class Watchdog:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *others, main = stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {where}\n"
-            leave_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, mendable=False, time=time.time()))
+            record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
                 self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
             self._write("".join([*others, main]))
@@ -250,6 +250,6 @@ def stacks(rank: int) -> list[str]:
     ]
 
 
-def cut_short(error: Exception) -> None:
+def report_and_exit(error: Exception) -> None:
     """Report an error and end the process: what is closed after it may wait for the other ranks."""
     os._exit(launch.report(error) if isinstance(error, DsReasonError) else launch.report_crash(error))

@@ -108,7 +108,7 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
 
 
-def stamp(folder: Path) -> int:
+def written_at(folder: Path) -> int:
     """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
     found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return found[0].stat().st_mtime_ns if found else 0

@@ -17,7 +17,7 @@ from dsreason.errors import StorageError
 from dsreason.files.address import HubAddress
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
-from dsreason.files.retries import persist
+from dsreason.files.retries import with_retries
 from dsreason.secrets import quiet_libraries
 from dsreason.storage.package import Advance, Package, Sent
 
@@ -66,7 +66,7 @@ class HubStorage:
             with hub_errors(self.address):
                 self._upload(package)
 
-        persist(once, ATTEMPTS)
+        with_retries(once, ATTEMPTS)
         advance(package.num_bytes)
         return Sent(len(package.files), package.num_bytes)
 

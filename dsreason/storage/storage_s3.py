@@ -129,7 +129,7 @@ def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
         encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer
         comparable = MD5.fullmatch(etag) and ("-" in etag) == ("-" in expected)
         if comparable and not encrypted and etag != expected:
-            raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", passing=True)
+            raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", transient=True)
 
     return check
 

@@ -159,7 +159,7 @@ def leave_with_an_error(folder: str) -> list[str]:
             mock.patch("dsreason.checkpoints.checkpoint_writer.PATIENCE_S", 1.0),
         ):
             if world.rank in leaving:
-                writer.make_up()
+                writer.complete_pending()
         writer.close()
         barrier()
         found += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]

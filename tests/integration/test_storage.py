@@ -274,12 +274,12 @@ def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
     server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
-    check_target("s3://bucket/run", outage_passes=True)
+    check_target("s3://bucket/run", tolerate_outage=True)
     assert "checkpoint.upload: s3://bucket/run/" in caplog.text
     assert "503 SlowDown (said the test); training goes on" in caplog.text
     proxy.faults = [Fault("PUT", "403 AccessDenied")]
     with pytest.raises(ConfigError, match="403 AccessDenied"):
-        check_target("s3://bucket/run", outage_passes=True)
+        check_target("s3://bucket/run", tolerate_outage=True)
 
 
 def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -687,7 +687,7 @@ every = 1
 upload = "s3://bucket/run"
 upload_what = "all"
 """
-TALKATIVE = """
+VERBOSE_LOGGERS = """
 import logging, os, threading
 from data_adapters.jsonl import to_sample as plain
 
@@ -715,7 +715,7 @@ def job(tiny_qwen2_5_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Two steps with tokens in the environment, on the command line, in a log line and in a traceback."""
     rows = write_mixed_rows(tmp_path / "data")
     (tmp_path / "run.toml").write_text(RUN.format(model=tiny_qwen2_5_vl, rows=rows))
-    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    (tmp_path / "talkative.py").write_text(VERBOSE_LOGGERS)
     for name, token in TOKENS.items():
         monkeypatch.setenv(name, token)
     command = ["sft", "--config", "run.toml", "--output-dir", "D", "--nproc", "1", "--resume", "auto"]

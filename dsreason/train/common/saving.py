@@ -48,7 +48,7 @@ def stop_if_asked(run: Run[C]) -> None:
 
 def follow_up(run: Run[C], written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not run.world.keeps_folder:
+    if written is None or not run.world.is_first_of_folder:
         return
     config = run.config.checkpoint
     run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})

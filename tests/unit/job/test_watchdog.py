@@ -195,7 +195,7 @@ def test_every_phase_of_the_trainers_can_be_given_a_time_limit() -> None:
 
 
 def late(rank: int, at: float) -> Failure:
-    return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, mendable=False, time=at)
+    return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=at)
 
 
 def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:

@@ -17,7 +17,7 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
-from dsreason.files.retries import persist
+from dsreason.files.retries import with_retries
 from dsreason.storage import uploads
 from dsreason.storage.package import (
     Advance,
@@ -216,7 +216,7 @@ def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str
 def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
     with pytest.raises(StorageError, match="damaged on the way") as caught:
         same_etag(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
-    assert caught.value.passing
+    assert caught.value.transient
 
 
 # Trying again
@@ -241,19 +241,19 @@ def failing(times: int, error: StorageError) -> Callable[[], str]:
 
 
 def test_what_may_pass_is_tried_again_after_doubling_random_waits(waits: list[float]) -> None:
-    assert persist(failing(5, StorageError("busy", passing=True))) == "done"
+    assert with_retries(failing(5, StorageError("busy", transient=True))) == "done"
     assert all(top / 2 <= wait <= top for wait, top in zip(waits, [1, 2, 4, 8, 16], strict=True))
 
 
 def test_what_does_not_pass_in_the_end_is_raised(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="busy"):
-        persist(failing(6, StorageError("busy", passing=True)))
+        with_retries(failing(6, StorageError("busy", transient=True)))
     assert len(waits) == 5
 
 
 def test_what_will_not_pass_is_raised_at_once(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="denied"):
-        persist(failing(1, StorageError("denied")))
+        with_retries(failing(1, StorageError("denied")))
     assert waits == []
 
 
@@ -395,7 +395,7 @@ def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: 
     for what, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
         storage.sent.clear()
         resumed = Uploader(TARGET, what=what, include=("checkpoint",))
-        resumed.add_left(run)
+        resumed.add_not_uploaded(run)
         resumed.finish()
         assert storage.sent == expected
 
