@@ -1,4 +1,4 @@
-"""Failures that a person can mend. The command line prints their text without a traceback."""
+"""Errors that the user can fix. The command line prints their text without a traceback."""
 
 import errno
 

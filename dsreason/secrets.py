@@ -51,7 +51,7 @@ VERBOSE_LOGGERS = (
     "httpcore",
     "httpcore2",
 )
-"""Loggers of libraries that tell headers and signed addresses on the levels DEBUG and INFO."""
+"""Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""
 
 
 def hide_secrets(text: str) -> str:

@@ -163,7 +163,7 @@ def read_state(path: Path) -> dict[str, Any]:
             torch.Size(described["shape"]), described["trained"]
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
         raise CheckpointError(
-            f"{path / STATE_FILE}: is not what a checkpoint holds ({type(cause).__name__}: {cause}); choose another one"
+            f"{path / STATE_FILE}: is not the state of a checkpoint ({type(cause).__name__}: {cause}); choose another one"
         ) from cause
     return saved
 

@@ -81,7 +81,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def check_ranks(path: Path, saved: dict[str, Any]) -> None:
     """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
-    where, advice = f"{path / STATE_FILE}: is not what a checkpoint holds", "choose another one"
+    where, advice = f"{path / STATE_FILE}: is not the state of a checkpoint", "choose another one"
     size, ranks = saved.get("world_size"), saved.get("ranks", [])
     if type(size) is not int or not 1 <= size <= MAX_RANKS:
         raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
@@ -117,7 +117,7 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
     missing = unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
-            f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
+            f"{partial}: has no {', '.join(missing)}, which ranks that write into this folder should have written"
         )
     with as_save_error(final):
         files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]

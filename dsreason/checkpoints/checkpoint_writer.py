@@ -233,7 +233,7 @@ class CheckpointWriter:
         """After an error, complete what is on its way if all ranks come here; else the next start looks at it."""
         if self.writing is None or not all_ranks_arrive(self.world):
             return
-        log.info("%s is still completed", self.writing.final)
+        log.info("completing %s before the run ends", self.writing.final)
         try:
             self.wait()
         except (DsReasonError, RuntimeError) as error:  # the latter where a rank ends meanwhile
@@ -287,7 +287,7 @@ class CheckpointWriter:
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
-            "as they were. Mend that, and continue with --resume auto"
+            "as they were. Fix that, and continue with --resume auto"
         )
 
 

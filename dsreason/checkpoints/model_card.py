@@ -101,7 +101,7 @@ def read_record(run: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # weights are worth more than their card
-        log.warning("%s: cannot be read (%s); the model card tells nothing of it", file, error)
+        log.warning("%s: cannot be read (%s); the model card leaves it out", file, error)
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else {}
 

@@ -52,7 +52,7 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
             yield hf_name(name), assemble(pieces, shape)
     except UNREADABLE as cause:
         raise CheckpointError(
-            f"{checkpoint}: its files do not fit together ({type(cause).__name__}: {cause}); choose another checkpoint"
+            f"{checkpoint}: its files are inconsistent ({type(cause).__name__}: {cause}); choose another checkpoint"
         ) from cause
 
 

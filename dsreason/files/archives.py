@@ -80,7 +80,7 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
 def unpack(archive: Path) -> Path:
     """The folder with the archive's files, in `$COSMOS_CACHE` or the cache folder. Safe in several processes at once.
 
-    An archive that has changed (size or time) is unpacked anew. No member can leave the folder.
+    An archive that has changed (size or time) is unpacked again. No member can leave the folder.
 
     Raises:
         DataError: the archive is damaged, or a member wants out of its folder.
@@ -133,7 +133,9 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
         if member.islnk():
             target = os.path.join(path, member.linkname)
             if not os.path.isfile(target):
-                raise tarfile.TarError(f"it is a hard link to {member.linkname!r:.200}, which is no file before it")
+                raise tarfile.TarError(
+                    f"it is a hard link to {member.linkname!r:.200}, which is not a file before it in the archive"
+                )
             budget.spend(os.path.getsize(target))
         return member
 
@@ -165,7 +167,7 @@ class TarMember(tarfile.TarInfo):
 
 def check_member(name: str, *, is_link: bool) -> None:
     """Symbolic links are refused wherever they lead: tarfile's own check can be deceived by chains of them
-    (CVE-2025-4517, not mended in Python 3.11 before 3.11.13 and 3.12 before 3.12.11)."""
+    (CVE-2025-4517, not fixed in Python 3.11 before 3.11.13 and 3.12 before 3.12.11)."""
     if os.path.isabs(name) or os.path.normpath(name).split("/")[0] == "..":
         raise tarfile.TarError("it would be extracted outside the destination")
     if is_link:

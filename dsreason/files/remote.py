@@ -1,7 +1,7 @@
 """Files in S3 as local ones: fetched into the cache once, whole or not at all, by however many processes ask.
 
 A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
-fetched anew. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
+fetched again. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
 changed.
 """
 
@@ -95,8 +95,8 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
     found = list_objects(address)
     chosen = {name: source for name, source in sorted(found.items()) if wanted(name)}
     if not chosen:
-        what = "is nothing of use" if found else "is nothing"
-        raise DataError(f"{address}: there {what} below this address")
+        what = "no usable file" if found else "nothing"
+        raise DataError(f"{address}: there is {what} below this address")
     for name in chosen:
         if (
             not PurePosixPath(name).parts

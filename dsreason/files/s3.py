@@ -33,7 +33,7 @@ TRANSIENT_CODES = (
     "XAmzContentSHA256Mismatch",
     "OperationAborted",
 )
-"""Refusals below status 500 that another try may mend."""
+"""Refusals below status 500 that may pass on another try."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def refused(address: S3Address, response: Answer) -> StorageError:
     """The error for an answer with an error status."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
-    told = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {hide_secrets(told)}{advice(status, code, address)}"
+    answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
+    text = f"{address}: the server answers {hide_secrets(answer)}{advice(status, code, address)}"
     transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
     return StorageError(text, status=status, transient=transient)
 
@@ -184,7 +184,7 @@ def advice(status: int, code: str, address: S3Address) -> str:
     if status == 412:
         return "; it was changed while it was read: start again"
     if status in (401, 403):
-        return "; these keys may not do that there: check them, and the bucket's policy"
+        return "; these keys have no permission for that: check them and the bucket's policy"
     return ""
 
 
@@ -193,6 +193,6 @@ def unreached(address: S3Address, error: Exception) -> StorageError:
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-        return StorageError(f"{address}: no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
+        return StorageError(f"{address}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
     text = hide_secrets((str(error).strip() or f"no answer ({type(error).__name__})").splitlines()[0])
     return StorageError(f"{address}: {text}", transient=not isinstance(error, ValueError))

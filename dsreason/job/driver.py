@@ -28,12 +28,12 @@ def cuda_fault() -> str | None:
         usable, count = torch.cuda.is_available(), torch.cuda.device_count()
     if usable or torch.version.cuda is None:
         return None
-    told = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
-    if told is None:
+    warning = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
+    if warning is None:
         return f"the driver names {count}, and torch sees none" if count else None
     if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one
         return None
-    return told.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
+    return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
 
 
 def has_gpu() -> bool:

@@ -54,7 +54,7 @@ class Failure:
     text: str
     exit_code: int
     user_fixable: bool
-    """A `DsReasonError`: told without a traceback."""
+    """A `DsReasonError`: printed without a traceback."""
     time: float
     signal: int = 0
     """That killed it."""
@@ -126,8 +126,8 @@ def record_failure(failure: Failure) -> None:
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
         when = str(int(failure.time) - failure.silent)
-        told = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
-        write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": told}))
+        message = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
+        write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
 
 def write_once(file: Path, text: str) -> None:
@@ -184,8 +184,8 @@ def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Fai
         exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
             agent ends the others with SIGTERM.
     """
-    told = {failure.rank for failure in left}
-    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
+    known = {failure.rank for failure in left}
+    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
     user_fixable = [failure for failure in left if failure.user_fixable]
@@ -198,7 +198,7 @@ def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Fai
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """Where every rank was when the watchdog ended them; last the one that ran out of time first."""
+    """Where every rank was when the watchdog ended them; last the one that exceeded its limit first."""
     silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
     texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
     texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]

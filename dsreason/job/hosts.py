@@ -68,7 +68,7 @@ def join() -> dist.Store:
             store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
             raise DsReasonError(
-                f"{this_rank()}: the ranks did not come together at {master()} within {limit()} ({error}); look whether all "
+                f"{this_rank()}: the ranks did not all connect to {master()} within {limit()} ({error}); look whether all "
                 "hosts have started, and whether a firewall between them closes that port"
             ) from error
         # torchrun keeps its store over restarts, and torch would read in it where the ranks before these have listened.
@@ -94,11 +94,13 @@ def exchange(name: str, value: Any) -> list[Any]:
     except dist.DistStoreError as error:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
-            f"{this_rank()}: no sign of rank {missing} at {master()} for {limit()}; look at the output of their hosts, and "
-            "whether a firewall closes that port"
+            f"{this_rank()}: rank {missing} did not connect to {master()} within {limit()}; look at the output of "
+            "their hosts, and whether a firewall closes that port"
         ) from error
     except dist.DistError as error:
-        raise DsReasonError(f"{this_rank()}: {master()} is gone ({error}); look at the output of rank 0") from error
+        raise DsReasonError(
+            f"{this_rank()}: lost the connection to {master()} ({error}); look at the output of rank 0"
+        ) from error
 
 
 @contextmanager
@@ -177,7 +179,7 @@ def interface_of(address: str) -> str | None:
 
 
 def share_environment() -> None:
-    """Give every host the variables that it lacks and the first one has; only names are told. Every rank calls it.
+    """Give every host the variables that it lacks and the first one has; only names are printed. Every rank calls it.
 
     In place of the first host the one where `deepspeed` was called: pdsh starts the ranks there without the variables, too.
     """
@@ -192,7 +194,10 @@ def share_environment() -> None:
     given = exchange("values", {name: mine[name] for name in set().union(*wanted)} if rank == source else None)[source]
     os.environ.update({name: given[name] for name in wanted[rank]})
     if wanted[rank] and os.environ["LOCAL_RANK"] == "0":
-        print(f"{this_rank()} takes from where the job was started: {', '.join(wanted[rank])}", file=sys.stderr)
+        print(
+            f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted[rank])}",
+            file=sys.stderr,
+        )
     exchange("taken", None)
     if rank == source:
         join().delete_key(f"values/{rank}")

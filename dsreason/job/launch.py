@@ -1,6 +1,6 @@
 """Starting the ranks of a plainly called command, and what every rank does first, whoever started it.
 
-torch's elastic agent starts and watches the processes. Around it: an error that a person can mend is told once and
+torch's elastic agent starts and watches the processes. Around it: an error that the user can fix is printed once and
 keeps its exit code, another failure shows the traceback of the rank that failed first, and no rank outlives the
 launcher. Nothing here imports torch before `prepare_environment` has run.
 """
@@ -142,7 +142,7 @@ def redirect_output(file: Path) -> None:
 
 
 def report(error: DsReasonError) -> int:
-    """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
+    """Print `error` once, however many ranks raise it; returns the exit code."""
     if is_rank():
         failure = failure_of(error)
         record_failure(failure)
@@ -166,19 +166,19 @@ def report_crash(error: Exception) -> int:
 
 
 def should_print_error(text: str) -> bool:
-    """Whether this rank writes an error to stderr. Our own parent tells it, and where rank 0 writes is its terminal."""
+    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal."""
     return not is_first_rank() if started_by_us() else _is_first_to_print(text)
 
 
 def _is_first_to_print(text: str) -> bool:
-    """Whether no other rank of this host has told of the same error; torchrun shows the output of all of them.
+    """Whether no other rank of this host has printed the same error; torchrun shows the output of all of them.
 
-    A traceback is known by its last line: another rank that heard of it tells it with words of its own.
+    A traceback is known by its last line: another rank that heard of it prints it with words of its own.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]
-    with suppress(OSError):  # where no file can be written every rank tells
+    with suppress(OSError):  # where no file can be written every rank prints it
         try:
             shared_file(f"{attempt()} {last}").touch(exist_ok=False)
         except FileExistsError:
@@ -192,14 +192,14 @@ def attempt() -> int:
 
 
 def record_final_failure(failure: Failure) -> None:
-    """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
+    """torchrun would start the ranks again also after an error that the user has to fix: leave a note for the next attempt."""
     if not failure.restarts and started_by_torchrun():
-        with suppress(OSError):  # a full disk may be what is to be mended
+        with suppress(OSError):  # a full disk may be the error
             write_file(shared_file("final"), json.dumps(asdict(failure)))
 
 
 def exit_if_failed_before() -> None:
-    """End at once where an earlier attempt has met what a person has to mend. It has told so."""
+    """End at once where an earlier attempt has printed an error that the user has to fix."""
     mark = shared_file("final")
     if attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))

@@ -138,7 +138,7 @@ class Lifeline:
         missing = [text for text in hosts.exchange("lifeline", why) if text]
         if missing and self.rank == 0:
             log.warning(
-                "the death of these ranks will be noticed late, they cannot reach rank 0: %s", "; ".join(missing)
+                "these ranks cannot connect to rank 0, so it will be noticed late if they die: %s", "; ".join(missing)
             )
 
     def _connect(self, address: Message) -> None:
@@ -211,7 +211,7 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
         place: where others say that this rank died.
 
     Raises:
-        DsReasonError: the ranks did not come together in time.
+        DsReasonError: the ranks did not all connect in time.
         RankError: in place of this rank's error, where that followed from another rank's failure.
     """
     global _started
@@ -230,7 +230,7 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if line.on_failure is not end:  # the watchdog has told
+        if line.on_failure is not end:  # the watchdog has reported it
             raise
         is_failing.set()
         first = line.fail(failure_of(error))
@@ -286,7 +286,7 @@ class LifelineServer(threading.Thread):
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """On the monotonic clock; None while nothing has failed, and again once all is told."""
+        """On the monotonic clock; None while nothing has failed, and again once all have been told."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 
@@ -376,5 +376,5 @@ def first_of(failures: list[Failure]) -> Failure:
     """What the others followed from: a death without a word, as who fails with one waits for the verdict before it ends;
     then a text for people; then the one that was heard of first."""
     dead = [failure for failure in failures if failure.silent]
-    told = [failure for failure in failures if failure.user_fixable]
-    return (dead or told or failures)[0]
+    explained = [failure for failure in failures if failure.user_fixable]
+    return (dead or explained or failures)[0]

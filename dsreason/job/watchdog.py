@@ -63,11 +63,11 @@ class Phase:
 
 
 class Watchdog:
-    """Watches the phases of this rank, and hears from the job's store when another rank has run out of time.
+    """Watches the phases of this rank, and hears from the job's store when another rank has exceeded a time limit.
 
     A thread looks once a second. Where other code keeps the interpreter lock, faulthandler's timer writes the stacks
     into the log and ends the process. Of ranks that die the lifeline tells. Enter it after everything that is closed at
-    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is told.
+    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is printed.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class Watchdog:
             where = f'in phase "{phase.name}" for {seconds:.0f} s'
             if seconds > limit:
                 key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
-                self._end(f"{where}, out of time; raise {key} ({limit:g}) if it may take longer")
+                self._end(f"{where}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
             asking = self._asking_rank()
             if asking is not None:
-                self._end(f"{where} when rank {asking} ran out of time")
+                self._end(f"{where} when rank {asking} exceeded its time limit")
 
     def _end_in(self, seconds: float) -> None:
         """End the process by then, whatever its threads are doing."""
@@ -192,7 +192,8 @@ class Watchdog:
             self._store_lost = True
             if not self._over.wait(TICK) and not self._lifeline.rank_0_has_ended:
                 log.warning(
-                    "lost the job's store (%s): ranks cannot tell each other any more that they are late", error
+                    "lost the connection to the job's store (%s): ranks can no longer report an exceeded time limit",
+                    error,
                 )
             return None
 
@@ -221,7 +222,9 @@ class Watchdog:
         while not self._store.check(keys):
             if time.monotonic() - started > ANSWER_TIME:
                 silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-                self._write(f"no answer from rank {silent}: stopped, or in code that keeps the interpreter lock\n")
+                self._write(
+                    f"no answer from rank {silent}: stopped, or in code that holds the interpreter lock (GIL)\n"
+                )
                 return
             time.sleep(0.2)
 

@@ -135,7 +135,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Host memory that can still be had: what the machine has free, or less where a control group has a limit."""
+    """Host memory that is still available: what the machine has free, or less where a control group has a limit."""
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:

@@ -163,7 +163,7 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         try:
             entries.append(json.loads(line))
         except ValueError:
-            log.warning("%s:%d is no JSON object and is dropped: %r", path, number, line[:80])
+            log.warning("%s:%d is not a JSON object and is dropped: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]
 
 

@@ -66,7 +66,7 @@ def open_package(folder: Path) -> Package:
         return open_checkpoint(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder}: is no export (config.json and *.safetensors), no checkpoint (step_N) and not the folder of a run "
+            f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
             f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
         )
     return open_export(folder)

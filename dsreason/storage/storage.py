@@ -50,7 +50,7 @@ def check_target(
 
     Args:
         create: make a repository that does not exist.
-        tolerate_outage: only log what another try may mend, such as a server that does not answer.
+        tolerate_outage: only log what may pass on another try, such as a server that does not answer.
     """
     try:
         open_storage(read_target(target, option)).check(create=create)

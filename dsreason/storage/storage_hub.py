@@ -54,8 +54,8 @@ class HubStorage:
         owner, name = self.address.repo.partition("/")[0], account["name"]
         if owner.lower() not in {name.lower(), *(one["name"].lower() for one in account.get("orgs", []))}:
             raise StorageError(
-                f"{self.address}: the token in HF_TOKEN is that of {name}, who does not belong to {owner}; correct the name, "
-                "or take a token of that account",
+                f"{self.address}: the token in HF_TOKEN belongs to {name}, who is not a member of {owner}; correct the name, "
+                "or use a token of that account",
                 status=403,
             )
         if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -100,7 +100,7 @@ class HubStorage:
 
     def _open(self, *, create: bool) -> HfApi:
         if get_token() is None:
-            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one that may write", status=401)
+            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one with write permission", status=401)
         quiet_libraries()
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:

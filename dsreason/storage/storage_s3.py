@@ -112,9 +112,7 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
     def check(answer: Answer) -> None:
         if answer["ContentLength"] != size:
-            raise StorageError(
-                f"{address}: has {answer['ContentLength']} bytes there instead of {size}; upload it again"
-            )
+            raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
         same_etag(address, etag)(answer)
 
     return check
@@ -129,7 +127,7 @@ def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
         encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer
         comparable = MD5.fullmatch(etag) and ("-" in etag) == ("-" in expected)
         if comparable and not encrypted and etag != expected:
-            raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", transient=True)
+            raise StorageError(f"{address}: corrupted in transit (ETag {etag} instead of {expected})", transient=True)
 
     return check
 

@@ -126,7 +126,7 @@ class Uploader:
         """What is not in storage, why, and the command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
-        lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are whole on disk"]
+        lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
         for folder, why in sorted(unfinished.items()):
             command = shlex.join(["dsreason", "push", str(folder), "--to", str(self._place(folder))])
             lines += [f"  {folder}: {why}", f"    upload it with: {command}"]
@@ -163,7 +163,7 @@ class Uploader:
             report = Report(f"uploading {folder}", package.num_bytes, log.info)
             sent = upload(package, place, report)
             if written_at(folder) != when:
-                raise StorageError(f"{folder} was written anew while it was uploaded")
+                raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
             self._failed(folder, str(error))
         except Exception as error:  # noqa: BLE001 (in a thread nobody would hear of it)
@@ -175,7 +175,7 @@ class Uploader:
     def _failed(self, folder: Path, why: str) -> None:
         with self._lock:
             self._unfinished[folder] = why
-        log.warning("%s: not uploaded: %s; it is tried again with the next upload, and at the end", folder, why)
+        log.warning("%s: not uploaded: %s; it will be retried with the next upload and at the end", folder, why)
 
 
 def read_record(run: Path) -> dict[str, dict[str, int]]:

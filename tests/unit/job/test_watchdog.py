@@ -162,12 +162,18 @@ def test_the_timer_is_set_anew_at_every_look(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("step", 'in phase "step" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+        (
+            "step",
+            'in phase "step" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+        ),
         (
             "export",
-            'in phase "export" for 120 s, out of time; raise monitor.phase_time_limits (100) if it may take longer',
+            'in phase "export" for 120 s, time limit exceeded; raise monitor.phase_time_limits (100) if it may take longer',
         ),
-        ("", 'in phase "other" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+        (
+            "",
+            'in phase "other" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+        ),
     ],
 )
 def test_a_phase_may_have_a_time_limit_of_its_own(

@@ -164,7 +164,7 @@ def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no export"):
+    with pytest.raises(ConfigError, match="is neither an export"):
         open_package(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         open_package(tmp_path / "nothing")
@@ -194,7 +194,7 @@ def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() 
 
 
 def test_a_wrong_target_names_the_option() -> None:
-    with pytest.raises(ConfigError, match="^--to: 'folder' is no place to upload to"):
+    with pytest.raises(ConfigError, match="^--to: 'folder' is not a place to upload to"):
         read_target("folder", "--to")
 
 
@@ -214,7 +214,7 @@ def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str
 
 
 def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
-    with pytest.raises(StorageError, match="damaged on the way") as caught:
+    with pytest.raises(StorageError, match="corrupted in transit") as caught:
         same_etag(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
     assert caught.value.transient
 
@@ -413,7 +413,7 @@ def test_what_cannot_be_uploaded_is_an_error_with_the_command_that_does_it_later
     with pytest.raises(StorageError) as caught:
         uploader.finish()
     assert str(caught.value).splitlines() == [
-        "2 of this run's folders are not in s3://bucket/run; they are whole on disk",
+        "2 of this run's folders are not in s3://bucket/run; they are complete on disk",
         f"  {checkpoint_folder}: denied",
         f"    upload it with: dsreason push {checkpoint_folder} --to s3://bucket/run/checkpoints/step_2",
         f"  {export}: RuntimeError: a bug",
