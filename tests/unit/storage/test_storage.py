@@ -339,7 +339,7 @@ def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
     uploader.add(run / "checkpoints" / "step_2", last=False)
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
-    assert "step_1: not uploaded: s3://bucket: the server answers 503; it is tried again" in caplog.text
+    assert "step_1: not uploaded: s3://bucket: the server answers 503; it will be retried" in caplog.text
 
 
 def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeStorage) -> None:
