@@ -126,9 +126,9 @@ def write_weights(
     for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes, on_tensor), start=1):
         total += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
-        file = output / f"shard_{number}"
-        save_file(shard, file, metadata={"format": "pt"})
-        shutil.copymode(output / "config.json", file)  # of safetensors' files only their owner may read
+        unnamed = output / f"shard_{number}"
+        save_file(shard, unnamed, metadata={"format": "pt"})
+        shutil.copymode(output / "config.json", unnamed)  # of safetensors' files only their owner may read
         shard.clear()  # or it would live on while the next one fills
     if len(shards) == 1:
         (output / "shard_1").rename(output / "model.safetensors")
