@@ -150,7 +150,7 @@ def rng_file(rank: int) -> str:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Make up for what was broken off: a checkpoint that all ranks had written is named, and other leftovers are deleted.
+    """Clean up what a killed run left: a checkpoint that all ranks had written is named, and other leftovers are deleted.
 
     On rank 0 only, before training. Returns the checkpoints that were named.
     """

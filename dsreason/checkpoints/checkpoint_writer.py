@@ -37,7 +37,7 @@ SPARE_MEMORY = 1.1
 """Times a copy's size that must be free for it."""
 SPARE_DISK = 1.01
 PATIENCE_S = 5.0
-"""Time in which all ranks must have met an error for it to be the same."""
+"""Seconds in which all ranks must arrive after an error, to complete a checkpoint together."""
 LEAVING = "dsreason_checkpoint/leaving"
 """Key in the job's store."""
 
@@ -230,7 +230,7 @@ class CheckpointWriter:
         return self.poll()
 
     def complete_pending(self) -> None:
-        """After an error, complete what is on its way if all ranks come here; else the next start looks at it."""
+        """After an error, complete what is on its way if all ranks call this; else the next start looks at it."""
         if self.writing is None or not all_ranks_arrive(self.world):
             return
         log.info("completing %s before the run ends", self.writing.final)

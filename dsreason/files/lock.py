@@ -1,7 +1,7 @@
 """One job at a time in an output folder: a lock file that says who has it, and that its job touches every few seconds.
 
-A lock of this machine is void when its process is gone. Of another machine, or another container of this one, only the
-file is seen: it is void when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
+A lock of this machine is stale when its process is gone. Of another machine, or another container of this one, only the
+file is seen: it is stale when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
 NFS may keep one of a host that is gone.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""After which a lock of another machine is void. Native code may keep the thread that touches it from running for a while."""
+"""After which a lock of another machine is stale. Native code may keep the thread that touches it from running for a while."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ def create(file: Path, content: str) -> bool:
 
 
 def remove_stale(file: Path, content: str) -> None:
-    """Remove a void lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
-    with suppress(FileNotFoundError), file.open("r+") as void:
+    """Remove a stale lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
+    with suppress(FileNotFoundError), file.open("r+") as stale:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(void, fcntl.LOCK_EX)
-        if read(file) == content and file.stat().st_ino == os.fstat(void.fileno()).st_ino:
+            fcntl.flock(stale, fcntl.LOCK_EX)
+        if read(file) == content and file.stat().st_ino == os.fstat(stale.fileno()).st_ino:
             file.unlink()
 
 

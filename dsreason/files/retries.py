@@ -1,4 +1,4 @@
-"""Trying again: refusals that may pass are waited out, others are not."""
+"""Retries: transient refusals are waited out, others are raised."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LONGEST_WAIT_S = 30.0
 
 
 def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
-    """What `action` returns. After a StorageError that may pass it is called again, `attempts` times (None: ATTEMPTS).
+    """What `action` returns. After a transient StorageError it is called again, `attempts` times (None: ATTEMPTS).
 
-    The waits double, and each is cut at random to between half of it and all, so that many ranks do not come together.
+    The waits double, and each is cut at random to between half of it and all, so that many ranks do not retry at once.
     """
     attempts = attempts or ATTEMPTS
     for attempt in range(1, attempts):

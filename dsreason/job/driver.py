@@ -1,4 +1,4 @@
-"""GPUs that the driver keeps from torch, which would go on without them."""
+"""GPUs that torch cannot use because of the driver: it would go on without them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from dsreason.errors import ConfigError
 
 WARNING = "CUDA initialization: "
-"""Begins torch's."""
+"""How torch's warning begins."""
 DRIVERS = {"12": 525, "13": 580}
 """Oldest NVIDIA driver for each major version of CUDA."""
 

@@ -1,4 +1,4 @@
-"""Failures of ranks: what a rank leaves of its own for whoever started it, and which one the others followed from.
+"""Failures of ranks: how a rank reports its own to its launcher, and which one caused the others.
 
 Nothing here imports torch: the parent has to run before `prepare_environment`.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Set by our own launcher only: the folder that ranks leave their errors in, for the parent to print."""
+"""Set by our own launcher only: the folder that ranks write their errors to, for the parent to print."""
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set by torchrun: what a rank leaves there ends torchrun's last report."""
+"""Set by torchrun: what a rank writes there ends torchrun's last report."""
 
 CRASH_LOG = "dsreason.crash"
 """Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided elsewhere."""
@@ -41,14 +41,14 @@ FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
 """After which nothing is started again."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
-PLACE_BYTES = 256
+ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: its own words, or what its exit code tells."""
+    """Why a rank ended: its own report, or what its exit code says."""
 
     rank: int
     text: str
@@ -57,9 +57,9 @@ class Failure:
     """A `DsReasonError`: printed without a traceback."""
     time: float
     signal: int = 0
-    """That killed it."""
+    """The one that killed it; 0 where none did."""
     silent: bool = False
-    """It left no words; the text is what others noticed."""
+    """The rank reported nothing; the text is what others noticed."""
     restarts: bool = True
     """Whether another start may help: not where a person has to change something, or has asked for the end."""
 
@@ -87,7 +87,7 @@ def own_rank() -> int:
 
 
 def disk_error_as_save_error(error: BaseException) -> BaseException:
-    """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
+    """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
     file = f"{error.filename}: " if error.filename else ""
@@ -116,7 +116,7 @@ def crash_text(error: BaseException) -> str:
 
 
 def record_failure(failure: Failure) -> None:
-    """Leave why this rank ends where its launcher looks; its first word counts.
+    """Write why this rank ends where its launcher looks; the first report counts.
 
     Our own parent looks at every rank: it needs no hearsay. torchrun takes the earliest for the cause, in whole seconds,
     and a rank that was killed has left nothing.
@@ -136,17 +136,19 @@ def write_once(file: Path, text: str) -> None:
             write_file(file, text)
 
 
-def record_activity(place: str) -> None:
-    """Note what this rank is doing, for the parent to tell if it is killed. Several times a step: it has to be cheap."""
+def record_activity(activity: str) -> None:
+    """Write what this rank is doing, for the parent to print if it is killed. Several times a step: it has to be cheap."""
     if ERROR_DIR in os.environ:
-        activity_file(Path(os.environ[ERROR_DIR]) / f"place_{own_rank()}")[:] = place.encode().ljust(PLACE_BYTES)
+        activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")[:] = activity.encode().ljust(
+            ACTIVITY_BYTES
+        )
 
 
 @cache
 def activity_file(file: Path) -> mmap:
-    file.write_bytes(bytes(PLACE_BYTES))
+    file.write_bytes(bytes(ACTIVITY_BYTES))
     with file.open("r+b") as opened:
-        return mmap(opened.fileno(), PLACE_BYTES)
+        return mmap(opened.fileno(), ACTIVITY_BYTES)
 
 
 def last_line(log: Path) -> str:
@@ -177,7 +179,7 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
 
 
 def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that the others followed from.
+    """The failure that caused the others.
 
     Args:
         left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
@@ -216,9 +218,9 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
 
 
 def with_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
-    """What a rank that left no words was doing, and the end of its log."""
+    """With what a rank that reported nothing was doing, and the end of its log."""
     if not failure.silent:
         return failure
-    place, line = error_dir / f"place_{failure.rank}", last_line(log)
-    text = f"{failure.text} {place.read_text().strip()}" if place.exists() else failure.text
+    activity, line = error_dir / f"activity_{failure.rank}", last_line(log)
+    text = f"{failure.text} {activity.read_text().strip()}" if activity.exists() else failure.text
     return replace(failure, text=f"{text}\nits last log line: {line}" if line else text)

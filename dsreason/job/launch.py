@@ -102,7 +102,7 @@ def prepare_environment() -> None:
 
 
 def enter_rank() -> None:
-    """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
+    """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
     if has_launcher():
         die_with_parent()

@@ -1,4 +1,4 @@
-"""The watchdog: when a phase takes too long, every rank tells where it is, and the job ends; also when a rank dies."""
+"""The watchdog: when a phase takes too long, every rank writes its stacks, and the job ends; also when a rank dies."""
 
 from __future__ import annotations
 
@@ -159,11 +159,11 @@ class Watchdog:
             self._report_activity()
 
     def _report_activity(self) -> None:
-        place = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
+        activity = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
         if RankFormatter.step is not None:
-            place += f" after step {RankFormatter.step}"
-        self._lifeline.report_activity(place)
-        record_activity(place)
+            activity += f" after step {RankFormatter.step}"
+        self._lifeline.report_activity(activity)
+        record_activity(activity)
 
     def _watch(self) -> None:
         while not self._over.wait(TICK):
@@ -198,7 +198,7 @@ class Watchdog:
             return None
 
     def _end(self, where: str) -> None:
-        """Tell where this rank is, have the others do the same, and end the process."""
+        """Write where this rank is, have the others do the same, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
         self._lifeline.say_goodbye()  # the others are asked for their stacks

@@ -34,7 +34,7 @@ class HubStorage:
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed.
+        """The Hub refuses who may not commit before anything is sent, so that no commit of a test file is needed.
 
         For a repository or branch that is yet to be created it is asked whose token this is.
         """
