@@ -185,14 +185,18 @@ def check_files(path: Path, world: World) -> None:
     with errors_on_all_ranks():
         check_sizes(path)
         saved = read_state(path)
-        size = saved["world_size"]
-        advice = (
-            f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
-        )
-        check_written(path, saved, [world.rank] if size == world.size else range(size), advice)
-        if size == world.size:
+        check_parts(path, saved, world)
+        if saved["world_size"] == world.size:
             load_optimizer_file(path, world.rank)
             load_model_file(path, world.rank, saved["zero_stage"])
+
+
+def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
+    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
+    size = saved["world_size"]
+    needed = [world.rank] if size == world.size else range(size)
+    advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
+    check_written(path, saved, needed, advice)
 
 
 def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
