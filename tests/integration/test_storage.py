@@ -197,7 +197,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_time(
     [
         (
             Fault("PUT", "403 AccessDenied"),
-            "the server answers 403 AccessDenied (said the test); these keys may not",
+            "the server answers 403 AccessDenied (said the test); these keys have no permission",
             0,
         ),
         (Fault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
@@ -605,7 +605,7 @@ def test_looking_at_a_hub_target_makes_no_repository_and_no_commit(hub: Hub, tar
 
 
 def test_a_repository_of_others_is_refused_before_it_is_created(hub: Hub) -> None:
-    with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* is that of user, who"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* belongs to user, who"):
         check_target("hub:stranger/name")
 
 
