@@ -77,23 +77,21 @@ def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     return partial
 
 
-def state_writers(
-    engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World
-) -> list[Callable[[], None]]:
+def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> Callable[[], None]:
     """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
     write_rng_state = take_rng_state(world.device)
+    described = describe(engine, state, world)
 
-    def write_random_numbers() -> None:
+    def write() -> None:
+        if world.is_first_of_folder:
+            write_json(partial / STATE_FILE, described)
         with draft_of(partial / rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 
-    if not world.is_first_of_folder:
-        return [write_random_numbers]
-    described = describe(engine, state, world)
-    return [lambda: write_json(partial / STATE_FILE, described), write_random_numbers]
+    return write
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:

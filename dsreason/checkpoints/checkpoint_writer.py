@@ -23,7 +23,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writers
+from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writer
 from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
@@ -197,14 +197,14 @@ class CheckpointWriter:
         with self.snapshot.in_place(self.engine):
             self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
         self.snapshot.copy()
-        own = state_writers(self.engine, partial, state, self.world)
+        write_state = state_writer(self.engine, partial, state, self.world)
         sizes = gather_objects(self.snapshot.size)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
         on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
 
         def write() -> None:
-            for part in (self.snapshot.write, *own):
-                part()
+            self.snapshot.write()
+            write_state()
 
         future = self.thread.submit(write)
         if not self.snapshot.copied:

@@ -8,7 +8,6 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from dsreason.errors import Stopped
 from dsreason.job.launch import demands_immediate_end, started_by_us
 from dsreason.job.ranks import gather_objects
 
@@ -52,7 +51,3 @@ class StopRequest:
         if name:
             log.warning("%s: stopping after this step", name)
         return name
-
-
-def stopped(name: str, step: int) -> Stopped:
-    return Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
