@@ -139,9 +139,8 @@ def write_once(file: Path, text: str) -> None:
 def record_activity(activity: str) -> None:
     """Write what this rank is doing, for the parent to print if it is killed. Several times a step: it has to be cheap."""
     if ERROR_DIR in os.environ:
-        activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")[:] = activity.encode().ljust(
-            ACTIVITY_BYTES
-        )
+        file = activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")
+        file[:] = activity.encode().ljust(ACTIVITY_BYTES)
 
 
 @cache
