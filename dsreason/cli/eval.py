@@ -92,7 +92,7 @@ def evaluate(
         check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     if ranks == 1:
-        launch.leave_no_children()
+        launch.end_children_with_us()
         run(loaded)
         return
     check(loaded)

@@ -148,5 +148,5 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         yield
     except HUB_ERRORS as error:
         told = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
-        again = ", and run the same command again: it continues" if told.passing else ""
+        again = ", and run the same command again: it continues" if told.transient else ""
         raise DataError(f"{told}{again}") from error

@@ -29,7 +29,7 @@ from dsreason.evaluation.report.results import (
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.lock import FolderLock
-from dsreason.job.watchdog import cut_short
+from dsreason.job.watchdog import report_and_exit
 from dsreason.monitor.progress import Advance
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
         )
     with (
         build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
-        FolderLock(on_lost=cut_short) as lock,
+        FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
         folder = run_folder(config, answering.model["name"])

@@ -45,7 +45,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import init_world
     from dsreason.monitor.memory import MemoryLedger
-    from dsreason.monitor.progress import NoProgress
+    from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
@@ -67,7 +67,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
         batch_size=config.validation.micro_batch_size,
     )
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
-    result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress())
+    result = validate(sampler, held_out, encoder, config, world, version=1, progress=Progress())
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
 
 

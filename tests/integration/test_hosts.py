@@ -81,7 +81,7 @@ def test_a_host_takes_the_variables_it_lacks_and_their_values_are_not_told(scrip
     assert ended[0].stdout == f"{first}\n"
     assert ended[1].stdout == f"{first | {'HF_HOME': '/of/second', 'CUDA_VISIBLE_DEVICES': None}}\n"
     assert ended[0].stderr == ""
-    assert ended[1].stderr.endswith(" takes from where the job was started: HF_TOKEN\n")
+    assert ended[1].stderr.endswith(" takes these variables from where the job was started: HF_TOKEN\n")
     assert "hf_secret" not in ended[1].stderr
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: 
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 on ")
-    assert ": the ranks did not come together at 127.0.0.1:29411 within 3 s (" in line
+    assert ": the ranks did not all connect to 127.0.0.1:29411 within 3 s (" in line
     assert line.endswith("look whether all hosts have started, and whether a firewall between them closes that port")
 
 

@@ -41,7 +41,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import gather_objects, init_world
     from dsreason.monitor.memory import MemoryLedger
-    from dsreason.monitor.progress import NoProgress
+    from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.sampler import Sampler
@@ -79,7 +79,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
 
     def measure(version: int, **changes: Any) -> Any:
         changed = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
-        return validate(sampler, dataset, encoder, changed, world, version=version, progress=NoProgress())
+        return validate(sampler, dataset, encoder, changed, world, version=version, progress=Progress())
 
     results = []
     for version, batches in enumerate(loader):  # validation between steps, as in training

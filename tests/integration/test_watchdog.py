@@ -181,8 +181,8 @@ def assert_both_ranks_said_where_they_were(text: str) -> None:
     lines = text.splitlines()
     asleep = next(line for line in lines if line.startswith('rank 1 step 7: in phase "rollout" for '))
     waiting = next(line for line in lines if line.startswith('rank 0 step 7: in phase "train" for '))
-    assert asleep.endswith(" when rank 0 ran out of time")
-    assert "out of time; raise monitor.phase_time_limit (1)" in waiting
+    assert asleep.endswith(" when rank 0 exceeded its time limit")
+    assert "time limit exceeded; raise monitor.phase_time_limit (1)" in waiting
     assert lines.index("rank 1, thread MainThread (most recent call last):") < lines.index(asleep)
     assert lines.index("rank 0, thread MainThread (most recent call last):") < lines.index(waiting)
     assert "in fall_asleep" in text

@@ -127,11 +127,12 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     import torch
 
     from dsreason.data.collate import collate
-    from dsreason.engine.engine import engine_grad_norm, full_gradients, full_parameters
+    from dsreason.engine.engine import engine_grad_norm, full_parameters
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.losses.sft import sft_loss
     from dsreason.rollout.weight_sync import Sending, fingerprints
+    from tests.engines import full_gradients
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
     samples = [encoder.dummy("image"), encoder.dummy("video")]

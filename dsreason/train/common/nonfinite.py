@@ -18,7 +18,7 @@ from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema import RunConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
-from dsreason.job.ranks import World, agree
+from dsreason.job.ranks import World, errors_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class FiniteCheck:
         if self.rule == "stop":
             saved = self.folder / f"step_{step}"
             shown = [list(batch.ids) for batch in batches] if names is None else names()
-            agree(self._save(batches, shown, saved, what))
+            with errors_on_all_ranks():
+                self._save(batches, shown, saved, what)
             raise DsReasonError(
                 f"{what}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
                 'train.on_nonfinite = "skip"'
@@ -91,12 +92,13 @@ class FiniteCheck:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
-    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> SaveError | None:
+    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> None:
         try:
             save_batches(batches, names, folder, self.world.rank)
         except (OSError, SafetensorError) as error:
-            return SaveError(f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}")
-        return None
+            raise SaveError(
+                f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}"
+            ) from error
 
 
 def save_batches(batches: Sequence[Batch], names: list[list[Any]], folder: Path, rank: int) -> None:

@@ -62,7 +62,7 @@ def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = F
     `create`: make a repository that does not exist.
     """
     if config.checkpoint.upload:
-        check_target(config.checkpoint.upload, create=create, outage_passes=checkpoint is not None)
+        check_target(config.checkpoint.upload, create=create, tolerate_outage=checkpoint is not None)
 
 
 def check_resume(config: RunConfig, resume: str | None) -> Path | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
 from dsreason.checkpoints.export import export_engine
+from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
-from dsreason.job.stop import stopped
 from dsreason.train.common.opening import C, Run
 
 
@@ -43,12 +43,12 @@ def stop_if_asked(run: Run[C]) -> None:
         if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
             run.writer.start(step, run.state)
             follow_up(run, run.writer.wait())
-    raise stopped(name, step)
+    raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
 
 def follow_up(run: Run[C], written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not run.world.keeps_folder:
+    if written is None or not run.world.is_first_of_folder:
         return
     config = run.config.checkpoint
     run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})

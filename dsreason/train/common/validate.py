@@ -22,7 +22,7 @@ from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.job.ranks import World, agree, all_sum, gather_objects
+from dsreason.job.ranks import World, all_sum, errors_on_all_ranks, gather_objects
 from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
@@ -122,8 +122,9 @@ class HeldOut:
         found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, found, strict=True):
             bad = [item for item in items if isinstance(item, BadRow)]
-            refused = refusal(bad, self.config)
-            agree(None if refused is None else DataError(refused))
+            with errors_on_all_ranks():
+                if refused := refusal(bad, self.config):
+                    raise DataError(refused)
             for item in bad:
                 log.warning("validation: left out: %s", item.reason)
             yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, BadRow)]

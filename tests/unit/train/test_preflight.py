@@ -90,7 +90,7 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
     check_upload(settings, Path("step_4"))
     check_upload(settings, None, create=True)
     check_upload(SFTConfig(), None)
-    assert [(how["create"], how["outage_passes"]) for how in asked] == [(False, False), (False, True), (True, False)]
+    assert [(how["create"], how["tolerate_outage"]) for how in asked] == [(False, False), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize(
