@@ -15,19 +15,13 @@ PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_
 GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
-def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:
-    """One row per sample, padded on the right; media in row order, those of `dummies` last (see `append_dummies`).
-
-    Without samples the row is one pad token and the dummies.
-    """
-    if not samples and not dummies:
-        raise ValueError("nothing to collate: neither samples nor dummies")
-    rows = list(samples) or [_pad_sample(pad_id)]
+def collate(rows: Sequence[EncodedSample], *, pad_id: int) -> Batch:
+    """At least one sample, padded on the right; media in row order."""
     length = max(len(row) for row in rows)
     attention = [torch.ones(len(row), dtype=torch.int64) for row in rows]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
-    batch = Batch(
-        ids=tuple(sample.id for sample in samples),
+    return Batch(
+        ids=tuple(row.id for row in rows),
         input_ids=_padded([row.input_ids for row in rows], length, pad_id),
         attention_mask=_padded(attention, length, 0),
         loss_mask=_padded([row.loss_mask for row in rows], length, False),
@@ -36,7 +30,6 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[
         mm_kwargs=mm_kwargs,
         media_numbers=numbers,
     )
-    return append_dummies(batch, dummies, pad_id=pad_id)
 
 
 def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
@@ -73,18 +66,6 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
     longer.position_ids[:, -1, start:end] = torch.cat(positions[1:], dim=1)
     longer.mm_token_type_ids[-1, start:end] = types
     return longer
-
-
-def _pad_sample(pad_id: int) -> EncodedSample:
-    """One untrained token, so that a row begins as text does."""
-    return EncodedSample(
-        id="",
-        input_ids=torch.tensor([pad_id]),
-        loss_mask=torch.zeros(1, dtype=torch.bool),
-        position_ids=torch.zeros(3, 1, dtype=torch.int64),
-        mm_token_type_ids=torch.zeros(1, dtype=torch.int64),
-        mm_kwargs={},
-    )
 
 
 def _padded(tensors: Sequence[Tensor], length: int, value: int | bool) -> Tensor:
