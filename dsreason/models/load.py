@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
 from dsreason.files.address import is_s3
+from dsreason.files.atomic import build_once
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
@@ -72,18 +73,7 @@ def tiny_model(family: str, cache: Path) -> Path:
         raise CheckpointError(
             f"model.path {TINY}{family}: no such tiny model; there are {', '.join(TINY + f for f in FAMILIES)}"
         )
-    folder = cache / f"tiny-{family}-{TINY_VERSION}"
-    if (folder / "config.json").is_file():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        built = build_tiny(family, Path(scratch) / "model")
-        try:
-            built.rename(folder)
-        except OSError:  # another rank was faster; what it built is the same
-            if not (folder / "config.json").is_file():
-                raise
-    return folder
+    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", partial(build_tiny, family))
 
 
 def fetch(config: ModelConfig) -> Path:

@@ -131,14 +131,18 @@ def test_a_complete_folder_is_used_again_and_a_different_one_is_refused(task: Pa
         write_builtin(task, seed=4, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION)
 
 
-def test_nothing_is_left_of_an_interrupted_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_folder_of_its_name_and_the_next_one_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dsreason.datasets.builtin.write_clip", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("dsreason.datasets.builtin.write_clip", interrupted)
         write_builtin(tmp_path / "task", num_train=BLOCK, num_validation=BLOCK)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "task").exists()
+    write_builtin(tmp_path / "task", num_train=BLOCK, num_validation=BLOCK)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"task", ".locks"}
 
 
 @pytest.mark.parametrize("num_train", [0, BLOCK + 1])

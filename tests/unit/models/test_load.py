@@ -212,7 +212,7 @@ def test_tiny_model_is_built_once(tmp_path: Path) -> None:
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_model(config, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+    assert {entry.name for entry in tmp_path.iterdir()} == {folder.name, ".locks"}
 
 
 def test_local_folder_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
