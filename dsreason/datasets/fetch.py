@@ -57,7 +57,8 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Left to download, without what earlier calls began."""
-        return sum(file.size - partial_size(self.folder, file) for file in self.missing)
+        begun = (min(size_of(partial_path(self.folder, file)), file.size) for file in self.missing)
+        return sum(file.size for file in self.missing) - sum(begun)
 
     @property
     def disk_bytes(self) -> int:
@@ -167,10 +168,6 @@ def without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> 
 def partial_path(folder: Path, file: RemoteFile) -> Path:
     """Named by path and content: what another version left is never continued."""
     return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
-
-
-def partial_size(folder: Path, file: RemoteFile) -> int:
-    return min(size_of(partial_path(folder, file)), file.size)
 
 
 def put_in_place(folder: Path, file: RemoteFile) -> None:

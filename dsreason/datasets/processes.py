@@ -72,6 +72,18 @@ def run_tasks(work: Callable[[T], R], tasks: Sequence[T], *, workers: int) -> It
             worker.process.terminate()
 
 
+def tracked(
+    work: Callable[[T], R], tasks: Sequence[T], workers: int, track: Track, name: str, unit: str
+) -> list[R | Failure]:
+    """The results of `run_tasks` in the order of the tasks."""
+    results: dict[int, R | Failure] = {}
+    with track(name, len(tasks), unit) as advance:
+        for number, result in run_tasks(work, tasks, workers=workers):
+            results[number] = result
+            advance(1)
+    return [results[number] for number in range(len(tasks))]
+
+
 def attempt(work: Callable[[T], R], task: T) -> R | Failure:
     try:
         return work(task)

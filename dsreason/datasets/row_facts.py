@@ -65,7 +65,7 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class MediumFacts:
-    """`seconds`, `fps` and `frames` are None for images; `problem` says why a file cannot be used."""
+    """`seconds` and `fps` are None for images; `problem` says why a file cannot be used."""
 
     kind: Literal["image", "video"]
     path: str
@@ -74,7 +74,6 @@ class MediumFacts:
     width: int = 0
     seconds: float | None = None
     fps: float | None = None
-    frames: int | None = None
     problem: str | None = None
 
 
@@ -146,9 +145,7 @@ def medium_facts(use: MediumUse) -> MediumFacts:
         info = probe_video(use.path)
     except DataError as error:
         return MediumFacts(use.kind, use.path, problem=str(error))
-    return MediumFacts(
-        "video", use.path, size, info.height, info.width, info.duration, info.fps, frames=info.num_frames
-    )
+    return MediumFacts("video", use.path, size, info.height, info.width, info.duration, info.fps)
 
 
 def content_hash(path: str) -> str:
