@@ -237,6 +237,13 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
     return text
 
 
+def as_list(value: Any) -> list[Any]:
+    """Where a field holds one thing or a list of them; [] where it holds nothing."""
+    if not value:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def options_field(given: Any, field: str) -> dict[str, str] | None:
     """Options by their letters, or None where there are none; numbers become texts. DataError for anything else.
 
