@@ -167,28 +167,29 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
         first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
-        height, width = _rotated_size(first)
+        sideways = _quarter_turns(first) % 2
+        height, width = (first.width, first.height) if sideways else (first.height, first.width)
         return VideoInfo(num_frames, fps, height, width, num_frames / fps)
 
 
-def load_video(
-    path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None, backend: str | None = None
-) -> NDArray[np.uint8]:
+def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
     """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
     `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
-    do), so that the full-size frames are never held together. `backend` is `pyav` or `torchcodec` (default: the
-    environment variable DSREASON_VIDEO_BACKEND, else `pyav`).
+    do), so that the full-size frames are never held together. The environment variable DSREASON_VIDEO_BACKEND chooses
+    `pyav` (the default) or `torchcodec`.
     """
     file = local_path(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
     wanted = sorted(set(indices))
-    backend = backend or os.environ.get(BACKEND_VARIABLE, "pyav")
+    backend = os.environ.get(BACKEND_VARIABLE, "pyav")
     if backend == "torchcodec":
         frames = _torchcodec_frames(file, wanted, size)
     elif backend == "pyav":
-        frames = _pyav_frames(file, wanted, size)
+        frames = _frames_by_time(file, wanted, size)
+        if len(frames) < len(wanted):
+            frames = _frames_by_count(file, wanted, size)
     else:
         raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
     row_of = {index: row for row, index in enumerate(wanted)}
@@ -285,11 +286,6 @@ def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
     return average
 
 
-def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    frames = _frames_by_time(file, wanted, size)
-    return frames if len(frames) == len(wanted) else _frames_by_count(file, wanted, size)
-
-
 def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     frames: list[NDArray[np.uint8]] = []
     count = 0
@@ -349,10 +345,6 @@ def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uin
 def _quarter_turns(frame: VideoFrame) -> int:
     """Counter-clockwise quarter turns that show the frame upright (display matrix, rounded to 90 degrees)."""
     return round(frame.rotation / 90) % 4
-
-
-def _rotated_size(frame: VideoFrame) -> tuple[int, int]:
-    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
 def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
