@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
-from dsreason.config.messages import reworded
+from dsreason.config.messages import path_in, reworded
 from dsreason.config.schema import SourceConfig
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
@@ -265,13 +265,4 @@ def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"
     inside = [f"--set {override.text}" for override in overrides if override.path[: len(key)] == key]
-    return " and ".join([name] * _holds(in_file, key) + inside) or name
-
-
-def _holds(document: Any, key: KeyPath) -> bool:
-    for part in key:
-        in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
-        if not in_list and not (isinstance(document, dict) and part in document):
-            return False
-        document = document[part]
-    return True
+    return " and ".join([name] * (path_in(in_file, key) == key) + inside) or name

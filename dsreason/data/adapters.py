@@ -79,11 +79,7 @@ def find_adapter(name: str) -> Adapter:
     found = _attribute(module, attribute, name) if attribute else module
     if "to_sample" not in dir(found):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
-    return Adapter(name, _with_data(found.to_sample), _reader(found))
-
-
-def _reader(found: Any) -> Callable[[SourceConfig], Sequence[Any]]:
-    return found.rows if "rows" in dir(found) else read_rows
+    return Adapter(name, _with_data(found.to_sample), found.rows if "rows" in dir(found) else read_rows)
 
 
 def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:

@@ -242,7 +242,7 @@ def in_workers(
         batch_size=None,
         sampler=tasks,
         num_workers=workers,
-        collate_fn=unchanged,
+        collate_fn=lambda item: item,
         generator=torch.Generator(),  # otherwise it draws from the trainer's
         prefetch_factor=ahead,
     )
@@ -270,7 +270,3 @@ class Work(Dataset[Any]):
             return self.work(task)
         except DsReasonError as error:
             return error
-
-
-def unchanged(item: T) -> T:
-    return item
