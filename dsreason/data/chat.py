@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data.collate import GRIDS
+from dsreason.data.messages import media_parts
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
@@ -137,13 +137,11 @@ class Encoder:
     def _plan_media(self, sample: Sample, messages: list[Message]) -> list[PlannedMedium]:
         planned = []
         for number, message in enumerate(messages):
-            content = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in ("image", "video"):
-                    try:
-                        planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
-                    except DataError as error:
-                        raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
+            for part in media_parts([message]):
+                try:
+                    planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
+                except DataError as error:
+                    raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
         if (tokens := sum(medium.grid[0] * self._group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model takes "
@@ -158,7 +156,7 @@ class Encoder:
         return height * width // merge**2
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
-        path = _path_of(part)
+        path = str(part["image"])
         height, width = media.probe_image(path)
         try:
             size = vision.image_size(height, width, part, self._limits("image"))
@@ -167,7 +165,7 @@ class Encoder:
         return PlannedMedium("image", path, size, self._grid(1, size))
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
-        path, patch = _path_of(part), self._temporal_patch
+        path, patch = str(part["video"]), self._temporal_patch
         info = media.probe_video(path)
         try:
             chosen = vision.sample_frames(info, part, self.family.vision, patch)
@@ -359,10 +357,3 @@ def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
 def _as_forward_takes_it(value: Tensor | list[float]) -> Tensor:
     tensor = torch.as_tensor(value)
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)
-
-
-def _path_of(part: Mapping[str, Any]) -> str:
-    path = part.get(part["type"])
-    if not isinstance(path, str | Path) or not str(path):
-        raise DataError(f"a part of type {part['type']!r} needs the key {part['type']!r} with a path; it has {path!r}")
-    return str(path)

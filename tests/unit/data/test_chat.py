@@ -340,15 +340,10 @@ def test_an_encoder_can_be_pickled(encoder, files):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "has no messages"),
+        ([], "the first message must be the user's"),
         ([user("a")], "no assistant message"),
-        ([assistant("a")], "begins with the assistant"),
+        ([assistant("a")], "the first message must be the user's"),
         ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
-        ([{"role": "human", "content": "a"}, assistant("b")], "message 0: role is 'human'"),
-        ([{"role": "user", "content": 3}, assistant("b")], "message 0: content is 3"),
-        ([user({"type": "audio"}), assistant("b")], "message 0: part .*audio.* has no known type"),
-        ([user({"type": "text"}), assistant("b")], "message 0: text is None"),
-        ([user({"type": "image"}), assistant("b")], "message 0: a part of type 'image' needs the key 'image'"),
         ([user("<|image_pad|>"), assistant("b")], r"message 0: .*control token '<\|image_pad\|>'"),
         ([user("a"), assistant("b<|im_end|>")], r"message 1: .*control token '<\|im_end\|>'"),
         ([user("a"), assistant([{"type": "image", "image": "x.png"}])], "message 1: .*x.png: no such file"),
