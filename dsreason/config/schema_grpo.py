@@ -235,18 +235,10 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_sampling(self) -> Self:
-        cut = [
-            f"rollout.{name} ({value})"
-            for name, value, whole in (
-                ("top_p", self.rollout.top_p, self.rollout.top_p == 1),
-                ("top_k", self.rollout.top_k, self.rollout.top_k == 0),
-            )
-            if not whole
-        ]
-        if cut and self.grpo.correction != "none":
+        if not self.rollout.whole and self.grpo.correction != "none":
             raise ValueError(
-                f"{' and '.join(cut)} with grpo.correction ({self.grpo.correction}): the engine's probabilities are then "
-                'those of the tokens that were kept, and the correction would be biased; set grpo.correction = "none", '
-                "or sample from all tokens"
+                f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
+                f"({self.grpo.correction}): the engine's probabilities are then those of the tokens that were kept, and the "
+                'correction would be biased; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
             )
         return self

@@ -41,11 +41,6 @@ class OnceForward:
         return output
 
 
-def install(vision_tower: PreTrainedModel) -> None:
-    """For this one vision tower, let a batch name the media that it shows again."""
-    vision_tower.forward = OnceForward(vision_tower.forward)
-
-
 @contextmanager
 def showing(vision_tower: PreTrainedModel, media_numbers: Mapping[str, Sequence[int]]) -> Iterator[None]:
     """Around a model's forward: `Batch.media_numbers` of its batch. A model embeds its images before its videos."""

@@ -8,18 +8,14 @@ code and of vLLM: text after a medium continues from the largest index of all th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
 from dsreason.families.family import Grid, GridRule
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of `mm_token_type_ids`."""
@@ -113,8 +109,3 @@ def batch_positions(
         positions[:, row, kept] = part.to(input_ids.device)
         deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
     return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)
-
-
-def install(model: PreTrainedModel, grid_rule: GridRule) -> None:
-    """Make `forward` and `generate` of this one model object use our positions where none are given."""
-    model.model.get_rope_index = partial(batch_positions, grid_rule, model.config)

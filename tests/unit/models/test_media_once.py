@@ -41,7 +41,7 @@ def outputs(model: torch.nn.Module, pixels: Tensor, numbers: tuple[int, ...]) ->
 
 def test_features_and_gradients_are_those_of_all_media_and_each_is_computed_once(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny)
-    media_once.install(model.model.visual)
+    model.model.visual.forward = media_once.OnceForward(model.model.visual.forward)
     patches: list[int] = []
     model.model.visual.patch_embed.register_forward_hook(lambda module, args, output: patches.append(len(args[0])))
     expected_features, expected_gradients = outputs(model, media_of(model, NUMBERS), ALL)
@@ -55,7 +55,7 @@ def test_features_and_gradients_are_those_of_all_media_and_each_is_computed_once
 
 def test_numbers_are_those_of_one_forward_and_of_as_many_media(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny)
-    media_once.install(model.model.visual)
+    model.model.visual.forward = media_once.OnceForward(model.model.visual.forward)
     pixels = media_of(model, (0, 0))
     grids = torch.tensor([GRIDS[0]] * 2)
     with (
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_one_forward_and_of_as_many_media(tiny: Path) -> No
 
 def test_a_batch_that_shares_pixels_gives_the_log_probabilities_of_one_that_repeats_them(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32).eval()
-    media_once.install(model.model.visual)
+    model.model.visual.forward = media_once.OnceForward(model.model.visual.forward)
     policy, pixels, token = Policy(model), media_of(model, (0,)), model.config.image_token_id
     grids = torch.tensor([GRIDS[0]])
 
