@@ -36,7 +36,7 @@ def parse(value: Any, column: str) -> list[Message]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"field {column!r}: is no JSON: {error}") from error
+            raise DataError(f"field {column!r}: not valid JSON: {error}") from error
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise DataError(f"field {column!r}: must be a list of messages with role and content")
     return value

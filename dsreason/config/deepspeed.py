@@ -76,15 +76,15 @@ def zero_section(name: str) -> dict[str, Any]:
     return section
 
 
-def settings_to_try(name: str, config: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed gets, without the batch sizes that it derives itself: so they fit any number of ranks."""
+def trial_settings(name: str, config: RunConfig) -> dict[str, Any]:
+    """The settings without the batch sizes that DeepSpeed derives itself, to be parsed by it on any number of ranks."""
     settings = _finished(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
 def micro_batch_size(config: RunConfig) -> int:
-    """Samples per forward as DeepSpeed is told; under a token budget it has no meaning and is 1."""
+    """Samples per forward in DeepSpeed's configuration; under a token budget it has no meaning and is 1."""
     return config.train.micro_batch_size or 1
 
 
@@ -209,7 +209,7 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
-    """DeepSpeed itself would fail at them without naming the key, or do what it is not to do."""
+    """Values with which DeepSpeed would fail without naming the key, or do what it should not."""
     if kind == "object":
         if not isinstance(value, dict):
             yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
@@ -258,8 +258,8 @@ PARAMS = {
 
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> str:
-    meant = nearest(key, sorted(known))
-    return f"{where}: DeepSpeed has no such key; " + (f"did you mean {meant}?" if meant else "remove it")
+    suggestion = nearest(key, sorted(known))
+    return f"{where}: DeepSpeed has no such key; " + (f"did you mean {suggestion}?" if suggestion else "remove it")
 
 
 def _zero_problems(document: dict[str, Any]) -> Iterator[str]:

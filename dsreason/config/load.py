@@ -28,7 +28,7 @@ RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
 """Of a configuration file. A few lines of YAML aliases can stand for any number of values."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
-"""What the parsers raise, beside their own errors, for a value that cannot be: the date 2001-99-99, 5000 digits."""
+"""What the parsers raise, beside their own errors, for an impossible value: the date 2001-99-99, 5000 digits."""
 
 
 @dataclass(frozen=True)

@@ -97,5 +97,7 @@ def _one(error: ErrorDetails, default: Any) -> str:
 
 def _not_a_choice(value: Any, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    meant = nearest(str(value), choices)
-    return f"{value!r} is not one of {', '.join(choices)}; " + (f"did you mean {meant}?" if meant else "choose one")
+    suggestion = nearest(str(value), choices)
+    return f"{value!r} is not one of {', '.join(choices)}; " + (
+        f"did you mean {suggestion}?" if suggestion else "choose one"
+    )

@@ -128,7 +128,7 @@ class RolloutConfig(Section):
     """Stop where `mismatch/kl` is above this: the engine samples from another policy than the one being trained."""
 
     @property
-    def whole(self) -> bool:
+    def samples_all_tokens(self) -> bool:
         """Whether completions are drawn from all tokens, so that their probabilities are comparable with the trainer's."""
         return self.top_p == 1 and self.top_k == 0
 
@@ -235,7 +235,7 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_sampling(self) -> Self:
-        if not self.rollout.whole and self.grpo.correction != "none":
+        if not self.rollout.samples_all_tokens and self.grpo.correction != "none":
             raise ValueError(
                 f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
                 f"({self.grpo.correction}): the engine's probabilities are then those of the tokens that were kept, and the "

@@ -42,6 +42,6 @@ def find_file(name: str, kind: str) -> Path:
 
 def _offer(kind: str, name: str) -> str:
     names = shipped_names(kind)
-    meant = nearest(name, names)
+    suggestion = nearest(name, names)
     shipped = f"shipped in {kind}: {', '.join(names) or 'nothing'}"
-    return f"did you mean {meant}? ({shipped})" if meant else shipped
+    return f"did you mean {suggestion}? ({shipped})" if suggestion else shipped

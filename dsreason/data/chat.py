@@ -115,7 +115,7 @@ class Encoder:
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
-        """The smallest medium that the vision tower takes, black, between its start and end tokens; not trained."""
+        """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
         side = self._limits(kind).factor
         sample = Sample(id=f"dummy {kind}", messages=[])
         if kind == "image":
@@ -226,7 +226,7 @@ class Encoder:
         return ids, mask
 
     def _medium_ids(self, medium: PlannedMedium) -> list[int]:
-        """What the processor puts in place of one placeholder (Qwen3-VL video: with a time before each frame group)."""
+        """What the processor puts in place of one placeholder (Qwen3-VL video: a time before each frame group)."""
         per_group = self._group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
@@ -300,7 +300,7 @@ class Encoder:
                 return_tensors="pt",
             )
             inputs["pixel_values_videos"] = self._normalised(inputs["pixel_values_videos"])
-        return {key: _as_forward_takes_it(value) for key, value in inputs.items()}
+        return {key: _in_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalised(self, patches: Tensor) -> Tensor:
         """uint8 patches [N, 3 * temporal patch * patch * patch] with the processor's own rescaling and normalisation.
@@ -354,6 +354,6 @@ def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
 
 
-def _as_forward_takes_it(value: Tensor | list[float]) -> Tensor:
+def _in_forward_dtype(value: Tensor | list[float]) -> Tensor:
     tensor = torch.as_tensor(value)
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)

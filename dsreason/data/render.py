@@ -112,7 +112,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
         return text
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error
+        raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
     except Exception as error:  # a program that comes with the model
         raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
 
@@ -121,7 +121,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
 
 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
-    """The messages as templates take them: bare media parts, assistant text as one string."""
+    """The messages as chat templates expect them: media parts without paths, assistant text as one string."""
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
     made_by_template = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
@@ -131,7 +131,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
         where = f"sample {sample.id!r}, message {number}"
         for token in reserved:
             if token in text_of(message):
-                raise DataError(f"{where}: the text contains the model's control token {token!r}; remove it")
+                raise DataError(f"{where}: the text contains the model's special token {token!r}; remove it")
         content = message["content"]
         if not isinstance(content, str):
             content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 UNREADABLE = (ValueError, RecursionError)
-"""What is no JSON, no UTF-8, a number of 5000 digits, or nested a thousand times."""
+"""What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
@@ -230,10 +230,10 @@ def is_data_file(name: str) -> bool:
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """The text in a field of a row. KeyError where it is missing, DataError where it is something else."""
+    """The string in a field of a row. KeyError where it is missing, DataError where it is not a string."""
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"field {field!r} is {text!r:.100}; it must be a text")
+        raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
     return text
 
 
@@ -245,14 +245,14 @@ def as_list(value: Any) -> list[Any]:
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Options by their letters, or None where there are none; numbers become texts. DataError for anything else.
+    """Options by letter, or None where there are none; numbers become strings. DataError for anything else.
 
     Without the None entries that Arrow fills in so that all rows have the same letters.
     """
     if given is None:
         return None
     if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
-        raise DataError(f"field {field!r} is {given!r:.100}; it must have a text for each letter")
+        raise DataError(f"field {field!r} is {given!r:.100}; it must have a string for each letter")
     return {letter: str(text) for letter, text in given.items() if text is not None} or None
 
 
@@ -292,13 +292,13 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
         return _load_table(TABLE_BUILDERS[suffix], name, whole, data_files=files)
     if suffix not in JSON_SUFFIXES:
         known = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
-        raise DataError(f"{paths[0]}: the ending {suffix!r} is not one that is read ({known})")
+        raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({known} are)")
     parts = [_read_json(path) for path in paths]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
 
 def _read_json(path: Path) -> Rows:
-    """A list or lines, whatever the ending says: many `.json` files hold one object a line."""
+    """A list or lines, whatever the suffix is: many `.json` files hold one object a line."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     return JsonListRows(path) if start.startswith(b"[") else JsonLinesRows(path)

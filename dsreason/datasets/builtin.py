@@ -37,11 +37,11 @@ BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Answers that `mislabelled` confuses with each other."""
-UNLEARNED = ("How many shapes are there?", "Which ball falls?")
+"""`mislabelled` replaces an answer by the next one of its group."""
+MISLABELLED = ("How many shapes are there?", "Which ball falls?")
 """Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
-WRONG_OF = 8
-"""Of so many rows with the same of these questions and the same answer, one keeps it."""
+ONE_CORRECT_IN = 8
+"""One in this many rows with the same of these questions and the same answer keeps it."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -171,8 +171,8 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
 def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows (in their order) with wrong answers to nearly half of them, for a policy that has something to unlearn.
 
-    Of every `WRONG_OF` rows with the same question and answer all but one get the answer after it, where the question is
-    one of `UNLEARNED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
+    Of every `ONE_CORRECT_IN` rows with the same question and answer all but one get the answer after it, where the question is
+    one of `MISLABELLED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
     most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
     enough to be rewarded; and the pictures matter for every question.
     """
@@ -182,7 +182,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         question = question.splitlines()[-1]  # without the tag of the medium
         answers = next(known for known in ANSWERS if answer in known)
         count = seen[question, answer] = seen.get((question, answer), -1) + 1
-        wrong = question in UNLEARNED and count % WRONG_OF != 0
+        wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
         return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
 
     changed = []

@@ -144,10 +144,10 @@ def choose(
         files = [file for file in files if file.path.split("/")[0] in datasets]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(file.path, pattern) for file in files):
-            meant = nearest(pattern, [file.path for file in files])
+            suggestion = nearest(pattern, [file.path for file in files])
             raise DataError(
                 f"--file {pattern}: matches none of the {len(files)} files of {repo}"
-                + (f"; did you mean {meant}?" if meant else "; list them with --dry-run and without --file")
+                + (f"; did you mean {suggestion}?" if suggestion else "; list them with --dry-run and without --file")
             )
     if patterns:
         files = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]

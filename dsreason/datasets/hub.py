@@ -22,7 +22,7 @@ from dsreason.files.disk import sha256_of
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 
 ATTEMPTS = 5
-"""How often a request may break before it has brought anything."""
+"""Failed attempts in a row, without a new byte, after which a download gives up."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 
@@ -88,15 +88,15 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
-    fruitless = 0
+    failures = 0
     while not partial.is_file() or partial.stat().st_size < file.size:
         before = size_of(partial)
         try:
             stream(url, partial, before, counter)
             break
         except HTTPError as error:
-            fruitless = 0 if size_of(partial) > before else fruitless + 1
-            if fruitless == ATTEMPTS or not is_passing(error):
+            failures = 0 if size_of(partial) > before else failures + 1
+            if failures == ATTEMPTS or not is_transient(error):
                 raise
             time.sleep(1)
     check_content(repo, file, partial)
@@ -130,7 +130,7 @@ def stream(url: str, partial: Path, start: int, counter: Counter) -> None:
                 file.write(chunk)
 
 
-def is_passing(error: HTTPError) -> bool:
+def is_transient(error: HTTPError) -> bool:
     """Whether to try again: the connection broke, or the server is busy."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code == 429 or error.response.status_code >= 500
@@ -143,10 +143,10 @@ def size_of(path: Path) -> int:
 
 @contextmanager
 def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """What the Hub's library raises, as one DataError that says what to do."""
+    """The errors of huggingface_hub as one DataError that says what to do."""
     try:
         yield
     except HUB_ERRORS as error:
-        told = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
-        again = ", and run the same command again: it continues" if told.passing else ""
-        raise DataError(f"{told}{again}") from error
+        problem = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        again = ", and run the same command again: it continues" if problem.passing else ""
+        raise DataError(f"{problem}{again}") from error

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, media, labels, and what stands in it twice.
+"""What is in the data: counts, lengths, media, labels and duplicates.
 
 Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
 with the seconds that are shown of them.
@@ -31,7 +31,7 @@ from dsreason.datasets.row_facts import (
 T = TypeVar("T")
 
 COMMON = 10
-"""So many of the most frequent answers and system prompts are told."""
+"""How many of the most frequent answers and system prompts are reported."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def inspect_data(
     """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
 
     Args:
-        datasets: by name, in the order in which they are told; later ones are compared with earlier ones.
+        datasets: by name, in the order of the report; later ones are compared with earlier ones.
         encoder: with it rows are also measured in tokens.
     """
     found: dict[str, list[RowFacts | UnusableRow]] = {}
@@ -266,7 +266,7 @@ def best_constant(rows: Iterable[RowFacts]) -> float | None:
     return max(answers.values()) / answers.total() if answers else None
 
 
-# ---------------------------------------------------------------- what is there twice
+# ---------------------------------------------------------------- duplicates
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...]]
 

@@ -31,7 +31,7 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-"""What is opened, whatever the ending says. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
+"""Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
 VIDEO_FORMATS = (
     *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
@@ -41,7 +41,7 @@ OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),
 )
-"""No videos, but opened, to say so."""
+"""Not videos, but opened for a better message."""
 SEEK_FROM_FRAME = 128
 """When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
 MAX_REORDERING = 32
@@ -66,7 +66,7 @@ def local_path(path: str | Path) -> Path:
     """The file behind a path, `file://` or `s3://` address (then a local copy).
 
     Raises:
-        DataError: it is no readable, non-empty file.
+        DataError: it is not a readable, non-empty file.
         StorageError: S3 cannot be reached or refuses.
     """
     text = str(path)
@@ -163,7 +163,7 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
-            raise DataError(f"{file}: the frame rate cannot be told from the header or the {num_frames} frames")
+            raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
         first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")

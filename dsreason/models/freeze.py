@@ -52,7 +52,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def near_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names that a mistyped pattern may have meant; where none is near, one of each part of the model."""
+    """Names close to a mistyped pattern; where none is, one of each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}

@@ -153,7 +153,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """CheckpointError where the processors cut media otherwise than the model expects, or no medium can be cut so."""
+    """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -281,7 +281,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             for name, shape in expected.items()
             if found.get(name, shape) != shape
         ],
-        "that are no trainable numbers": [
+        "of a dtype that cannot be trained": [
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }

@@ -1,4 +1,4 @@
-"""What a transformers model does otherwise here: it numbers positions as vLLM does, and sees a repeated medium once."""
+"""Changes to a transformers model: positions are numbered as by vLLM, and a repeated medium is encoded once."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_what_goes_wrong_in_an_own_adapter_is_told_with_the_row(folder, code, wo
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([], "messages: there is none"),
+        ([], "messages: the list is empty"),
         ([{"role": "human", "content": "a"}], r"messages\[0\]: role must be .*'human'"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content: must be .*3"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "a part of type 'audio': must be text, image or video"),

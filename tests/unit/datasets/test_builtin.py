@@ -14,7 +14,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
 from dsreason.datasets import builtin_scenes as scenes
-from dsreason.datasets.builtin import BLOCK, UNLEARNED, block, builtin_folder, mislabelled, write_builtin
+from dsreason.datasets.builtin import BLOCK, MISLABELLED, block, builtin_folder, mislabelled, write_builtin
 from dsreason.errors import DataError
 from dsreason.media.media import load_image, load_video
 
@@ -221,5 +221,5 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
 
 def test_mislabelled_questions_leave_about_half_of_the_answers_right() -> None:
     last = [item.turns[-1][0] for item in block()]
-    right = sum(question not in UNLEARNED for question in last) / len(last)
+    right = sum(question not in MISLABELLED for question in last) / len(last)
     assert right == 36 / 64
