@@ -40,12 +40,10 @@ def reworded(
     # Where one form of a union fits up to a key inside it, the other forms say nothing of use.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
-        (path, _text(schema, path, found)) for path, found in by_path.items() if not _only_types(found, path, shallow)
+        (path, _text(schema, path, found))
+        for path, found in by_path.items()
+        if path not in shallow or any(error["type"] not in EXPECTED for error in found)
     ]
-
-
-def _only_types(errors: list[ErrorDetails], path: KeyPath, shallow: set[KeyPath]) -> bool:
-    return path in shallow and all(error["type"] in EXPECTED for error in errors)
 
 
 def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:

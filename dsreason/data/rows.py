@@ -33,9 +33,12 @@ TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 class Rows(Sequence[Any]):
     """Rows that know where they came from."""
 
-    @abstractmethod
+    name: str
+    """File or data set."""
+
     def location(self, index: int) -> str:
         """Where row `index` stands, for messages: `train.jsonl, row 3`."""
+        return f"{self.name}, row {index + 1}"
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -59,9 +62,6 @@ class ListRows(Rows):
     def row(self, index: int) -> Any:
         return self.rows[index]
 
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
-
 
 class JsonListRows(Rows):
     """A file that holds one JSON list.
@@ -71,7 +71,7 @@ class JsonListRows(Rows):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.name = str(path)
         rows = _parse_json(path)
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
@@ -86,15 +86,12 @@ class JsonListRows(Rows):
         start = self.ends[index - 1] if index else 0
         return json.loads(self.block[start : self.ends[index]])
 
-    def location(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
-
 
 class JsonLinesRows(Rows):
     """A file with one JSON object a line. Only line offsets are held; a line is read and parsed when asked for."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -121,7 +118,7 @@ class JsonLinesRows(Rows):
 
     def location(self, index: int) -> str:
         line = int(self.lines[index])
-        return f"{self.path}, row {index + 1}" + (f" (line {line})" if line != index + 1 else "")
+        return super().location(index) + (f" (line {line})" if line != index + 1 else "")
 
 
 class TableRows(Rows):
@@ -137,9 +134,6 @@ class TableRows(Rows):
 
     def row(self, index: int) -> Any:
         return self.features.decode_example(self.table[index : index + 1].to_pylist()[0])
-
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
 
 
 class SelectedRows(Rows):
