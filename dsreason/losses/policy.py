@@ -60,12 +60,11 @@ class LossInputs:
 class PolicyLoss:
     """The loss of a micro-batch (scalar, with gradient) and, detached, what the caller may log.
 
-    `clipped` `[N]` marks the tokens whose update was clipped, `ratio` `[N]` is what the clip looked at.
+    `clipped` `[N]` marks the tokens whose update was clipped.
     """
 
     loss: Tensor
     clipped: Tensor
-    ratio: Tensor
 
 
 def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
@@ -76,7 +75,7 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
     objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
     losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped, ratio.detach())
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
 def dr_grpo_loss(
@@ -88,10 +87,8 @@ def dr_grpo_loss(
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
     objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, inputs)
-    return PolicyLoss(
-        losses.sum() / max(inputs.counts.num_sequences * inputs.counts.max_length, 1), clipped, ratio.detach()
-    )
+    normalizer = max(inputs.counts.num_sequences * inputs.counts.max_length, 1)
+    return PolicyLoss(_token_losses(objective, inputs).sum() / normalizer, clipped)
 
 
 def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
@@ -102,7 +99,7 @@ def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
     objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
     losses = _token_losses(objective, inputs)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped, ratio.detach())
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -115,7 +112,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
     ratio = _ratio(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence))
     objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped, ratio.detach())
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
@@ -129,7 +126,7 @@ def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Poli
     weights = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = _token_losses(weights * inputs.advantages * inputs.logprobs, inputs)
     clipped = (weights != ratio) & (inputs.advantages != 0)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped, ratio)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
