@@ -75,9 +75,9 @@ class AlgorithmConfig(Section):
     def check_unused(self) -> Self:
         given = self.model_fields_set
         if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
-            raise ValueError(f"{', '.join(unused)} concern the KL, and kl_coef is 0; remove them or raise kl_coef")
+            raise ValueError(f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef")
         if self.dynamic_sampling is False and (unused := sorted(given & {"dynamic_tolerance", "max_refills"})):
-            raise ValueError(f"{', '.join(unused)} concern dynamic_sampling, which is false; remove them")
+            raise ValueError(f"{', '.join(unused)} apply to dynamic_sampling only, which is false; remove them")
         return self
 
     @model_validator(mode="after")
@@ -143,7 +143,7 @@ class RolloutConfig(Section):
         used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
         if self.engine == "transformers" and (unused := {name: value for name, value in used.items() if value}):
             values = ", ".join(f"{name} ({value})" for name, value in unused.items())
-            raise ValueError(f'{values}: of vLLM, and engine is "transformers"; remove what is named')
+            raise ValueError(f'{values}: used by vLLM only, and engine is "transformers"; remove them')
         return self
 
     @model_validator(mode="after")
@@ -185,7 +185,7 @@ class RewardConfig(Section):
     def check_options(self) -> Self:
         unknown = sorted(self.options.keys() - self.functions.keys())
         if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not name")
+            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
         return self
 
 

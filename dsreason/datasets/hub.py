@@ -83,8 +83,8 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
     """The complete content into `partial`; what an earlier call left there is not fetched again.
 
     Raises:
-        DataError: other content than the Hub says; it is removed.
-        HTTPError, OSError: see `hub_errors`; what came stays, to be continued.
+        DataError: content that differs from the Hub's list; it is removed.
+        HTTPError, OSError: see `hub_errors`; what was received stays, to be continued.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
@@ -105,9 +105,9 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
 def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
     """DataError, and nothing left of it, where it is not what the Hub's list says."""
     size = partial.stat().st_size
-    problem = f"{size} bytes came, the Hub says {file.size}" if size != file.size else None
+    problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
     if problem is None and file.sha256 and (found := sha256_of(partial)) != file.sha256:
-        problem = f"the content's SHA-256 is {found}, the Hub says {file.sha256}"
+        problem = f"the content's SHA-256 is {found}, the Hub lists {file.sha256}"
     if problem is not None:
         partial.unlink()
         raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
