@@ -75,7 +75,9 @@ class AlgorithmConfig(Section):
     def check_unused(self) -> Self:
         given = self.model_fields_set
         if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
-            raise ValueError(f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef")
+            raise ValueError(
+                f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef"
+            )
         if self.dynamic_sampling is False and (unused := sorted(given & {"dynamic_tolerance", "max_refills"})):
             raise ValueError(f"{', '.join(unused)} apply to dynamic_sampling only, which is false; remove them")
         return self

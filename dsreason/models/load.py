@@ -50,20 +50,21 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
     if config.path.startswith(TINY):
         return tiny_model(config.path.removeprefix(TINY), cache)
     if is_s3(config.path):
-        return fetch(config)
-    if "://" in config.path:
+        folder = fetch(config)
+    elif "://" in config.path:
         raise CheckpointError(
             f"model.path {without_credentials(config.path)}: is an address; only folders, s3:// addresses and models on "
             "the hub are read"
         )
-    local = Path(config.path).expanduser()
-    if (local / "config.json").is_file():
-        return local
-    if local.exists():
-        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
+    elif (local := Path(config.path).expanduser()).exists():
+        folder = local
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
+        folder = download(config)
+    else:
         raise CheckpointError(f"model.path {config.path}: no such folder (working folder: {Path.cwd()})")
-    return download(config)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
+    return folder
 
 
 def tiny_model(family: str, cache: Path) -> Path:
@@ -80,14 +81,11 @@ def fetch(config: ModelConfig) -> Path:
     """A local copy of a model folder in S3, without pickled weights and folders inside it."""
     wanted = model_files(config)
     try:
-        folder = local_folder(
+        return local_folder(
             config.path, lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
         )
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be a Hugging Face model folder") from None
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
-    return folder
 
 
 def model_files(config: ModelConfig) -> list[str]:

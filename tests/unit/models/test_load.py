@@ -246,6 +246,7 @@ def test_hub_name_is_downloaded_at_its_revision_without_pickles(
 
     def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
         calls.append((name, revision))
+        (tmp_path / "config.json").touch()
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         return str(tmp_path)
 
