@@ -100,7 +100,8 @@ def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
         *_precision_keys(config),
         *_optimizer_keys(config),
         *_checkpoint_keys(config),
-        *_parallel_keys(),
+        Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False),
+        Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False),
     ]
 
 
@@ -166,11 +167,6 @@ def _checkpoint_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned(("datastates_ckpt",), (False,), writer)
     converted = "a checkpoint is converted where the number of ranks has changed"
     yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
-
-
-def _parallel_keys() -> Iterator[Owned]:
-    yield Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
-    yield Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False)
 
 
 def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:

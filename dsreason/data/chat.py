@@ -127,7 +127,8 @@ class Encoder:
             planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
             loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
         tokens = self.family.tokens
-        text = tokens.media_start + self._placeholder(kind) + tokens.media_end
+        placeholder = self.processor.image_token if kind == "image" else self.processor.video_token
+        text = tokens.media_start + placeholder + tokens.media_end
         segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = self._expand(sample, [segment], [planned])
         return self._finish(sample, ids, mask, [planned], [loaded])
@@ -194,10 +195,6 @@ class Encoder:
         return -(-num_frames // self._temporal_patch), size[0] // patch, size[1] // patch
 
     # ------------------------------------------------------------ tokens
-
-    def _placeholder(self, kind: MediaKind) -> str:
-        token: str = self.processor.image_token if kind == "image" else self.processor.video_token
-        return token
 
     def _expand(
         self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]

@@ -72,7 +72,10 @@ class JsonListRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        rows = _parse_json(path)
+        try:
+            rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+        except UNREADABLE as error:
+            raise DataError(f"{path}: not JSON ({error}); correct the file") from error
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
@@ -203,7 +206,9 @@ def read_rows(data: SourceConfig) -> Rows:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
     path = _fetched(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
-        return _read_file(path, data)
+        if data.split != path.stem:
+            only_train(data, f"{path}: a single file")
+        return _read_files([path], data)
     if path.is_dir():
         return _read_folder(path, data)
     if not _is_hub_name(data.path):
@@ -271,12 +276,6 @@ def _is_hub_name(path: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None and suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS)
 
 
-def _read_file(path: Path, data: SourceConfig) -> Rows:
-    if data.split != path.stem:
-        only_train(data, f"{path}: a single file")
-    return _read_files([path], data)
-
-
 def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
     suffix = paths[0].suffix.lower()
     if suffix in TABLE_BUILDERS:
@@ -296,13 +295,6 @@ def _read_json(path: Path) -> Rows:
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     return JsonListRows(path) if start.startswith(b"[") else JsonLinesRows(path)
-
-
-def _parse_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except UNREADABLE as error:
-        raise DataError(f"{path}: not JSON ({error}); correct the file") from error
 
 
 def _read_folder(folder: Path, data: SourceConfig) -> Rows:

@@ -179,7 +179,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, target)
-    write_record(folder, {**read_record(folder), file.path: file.content})
+    write_file(folder / RECORD, json.dumps({**read_record(folder), file.path: file.content}, indent=2))
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
@@ -214,10 +214,6 @@ def read_record(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def write_record(folder: Path, record: dict[str, str]) -> None:
-    write_file(folder / RECORD, json.dumps(record, indent=2))
 
 
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:

@@ -158,7 +158,9 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
             num_frames, fps = stream.frames, average
         else:
             num_frames, times = packet_times(container, stream)
-            fps = _rate_of(times, stream, average)
+            fps = average
+            if len(times) > 1 and stream.time_base:
+                fps = (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
@@ -278,12 +280,6 @@ def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX
             if count > most:
                 break
     return count, sorted(times) if len(times) == count else []
-
-
-def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
-    if len(times) > 1 and stream.time_base:
-        return (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
-    return average
 
 
 def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
