@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dsreason.families import Family
-from dsreason.models.media_once import OnceForward
 from dsreason.models.mrope import batch_positions
+from dsreason.models.shared_media import SharedMediaForward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,4 +17,4 @@ def patch(model: PreTrainedModel, family: Family) -> None:
     """For this one model object: its own `forward` and `generate` use our positions, its vision tower sees a medium once."""
     model.model.get_rope_index = partial(batch_positions, family.grids, model.config)
     vision_tower = model.get_submodule(family.modules.vision_tower)
-    vision_tower.forward = OnceForward(vision_tower.forward)
+    vision_tower.forward = SharedMediaForward(vision_tower.forward)
