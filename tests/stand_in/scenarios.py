@@ -257,7 +257,7 @@ def objectives() -> list[tuple[float, ...]]:
     from dsreason.config.schema_grpo import AlgorithmConfig
     from dsreason.job.ranks import init_world
     from dsreason.losses.objective import objective_of
-    from dsreason.losses.policy import GlobalCounts
+    from dsreason.losses.policy import GlobalCounts, LossInputs
 
     device = init_world().device
     random = torch.Generator().manual_seed(0)
@@ -280,7 +280,7 @@ def objectives() -> list[tuple[float, ...]]:
         leaf = logprobs.clone().to(device).requires_grad_()
         weights = None if objective.correction is None else objective.correction(old - engines, sequence)
         penalty = objective.penalty(leaf, ref, old, entropy)
-        result = objective.loss(leaf, old, advantages, sequence, counts=counts, correction=weights, penalty=penalty)
+        result = objective.loss(LossInputs(leaf, old, advantages, sequence, counts, weights, penalty))
         result.loss.backward()
         found.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))
     return found

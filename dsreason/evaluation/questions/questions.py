@@ -144,7 +144,7 @@ def clip_id(folder: Path, clip: Path) -> str:
 def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
     options = options_field(pair.get("index2ans"), "index2ans")
     if options is None and pair.get("index2ans") is not None:
-        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a text for each letter")
+        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a string for each letter")
     answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
     if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
         raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage, read_state
 from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint
-from dsreason.config.deepspeed import settings_to_try, shown, zero_section
+from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import BadRow, read_row, refusal
+from dsreason.data.loader import BadRow, first_fatal, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
@@ -81,7 +81,7 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
 
 def check_deepspeed(config: RunConfig) -> None:
     """ConfigError where DeepSpeed does not take the JSON: its own errors name no file, and seldom the key."""
-    name, settings = config.deepspeed, settings_to_try(config.deepspeed, config)
+    name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
     error = deepspeed_error(settings)
     if error is None:
         return
@@ -164,7 +164,7 @@ def check_rows(
             break
         bad = read_row(dataset, index, look)
         if isinstance(bad, BadRow):
-            if refusal([bad], config) is not None:
+            if first_fatal([bad], config) is not None:
                 raise DataError(bad.reason)
             left_out.append(bad.reason)
     if left_out and len(left_out) == len(dataset):

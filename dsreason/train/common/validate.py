@@ -16,7 +16,7 @@ from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, in_workers, read_rows, refusal
+from dsreason.data.loader import BadRow, first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
@@ -123,7 +123,7 @@ class HeldOut:
         for rows, items in zip(groups, found, strict=True):
             bad = [item for item in items if isinstance(item, BadRow)]
             with errors_on_all_ranks():
-                if refused := refusal(bad, self.config):
+                if refused := first_fatal(bad, self.config):
                     raise DataError(refused)
             for item in bad:
                 log.warning("validation: left out: %s", item.reason)

@@ -16,7 +16,7 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
-from dsreason.losses.policy import GlobalCounts
+from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
@@ -95,15 +95,9 @@ def accumulate_gradients(
         correction = None
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
-        result = objective.loss(
-            logprobs,
-            old,
-            flat.advantages,
-            flat.sequence,
-            counts=counts,
-            correction=correction,
-            penalty=objective.penalty(logprobs, one.ref_logprobs, old, entropy),
-        )
+        penalty = objective.penalty(logprobs, one.ref_logprobs, old, entropy)
+        inputs = LossInputs(logprobs, old, flat.advantages, flat.sequence, counts, correction, penalty)
+        result = objective.loss(inputs)
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
         engine.backward(result.loss * world.size, scale_wrt_gas=False)
