@@ -22,7 +22,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from dsreason.data.types import Message, Sample
+from dsreason.data.chat import prompt_messages
+from dsreason.data.messages import media_parts, text_of
+from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.secrets import quiet_libraries
 
@@ -246,10 +248,9 @@ def _seconds(text: str) -> float:
 def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
     found: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
     for completion, sample in batch:
-        prompt = (
-            sample.messages[:-1] if sample.messages and sample.messages[-1]["role"] == "assistant" else sample.messages
-        )
-        entry = [_text(prompt), completion, sample.answer, _media(prompt)]
+        prompt = prompt_messages(sample)
+        text = "\n".join(filter(None, map(text_of, prompt)))
+        entry = [text, completion, sample.answer, media_parts(prompt)]
         meta = {"id": sample.id, "options": sample.options, **sample.meta}
         try:
             json.dumps([entry, meta], allow_nan=False)
@@ -258,14 +259,3 @@ def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
         for values, value in zip(found.values(), [*entry, meta], strict=True):
             values.append(value)
     return json.dumps(found).encode()
-
-
-def _text(messages: Sequence[Message]) -> str:
-    contents = [message["content"] for message in messages]
-    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
-    return "\n".join(part["text"] for part in sum(parts, []) if part["type"] == "text")
-
-
-def _media(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part for content in contents for part in content if part["type"] in ("image", "video")]

@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def result_file(folder: Path, dataset: str, video_id: str) -> Path:
 
 def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
     """Write all results of a clip, completely or not at all, in place of those that were there."""
-    text = json.dumps([result.as_json() for result in results], indent=2, ensure_ascii=False)
+    text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     write_text(result_file(folder, dataset, video_id), text + "\n")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import sacrebleu
 from scipy.stats import binomtest, pearsonr
@@ -90,9 +90,6 @@ class Summary:
     """Question id → why there is no answer."""
     left_out: tuple[str, ...] = ()
     """Data sets of the run that were not asked for."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> Summary:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema import RunConfig
@@ -92,25 +93,18 @@ class FiniteCheck:
         return finite | {"train/skipped_steps": float(self.skipped)}
 
     def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> SaveError | None:
+        """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
+        tensors: dict[str, Tensor] = {}
+        for i, batch in enumerate(batches):
+            found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
+            found |= {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}
+            tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in found.items()}
+        file = folder / f"rank_{self.world.rank}"
         try:
-            save_batches(batches, names, folder, self.world.rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, file.with_suffix(".safetensors"))
+            text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
+            file.with_suffix(".json").write_text(text, encoding="utf-8")
         except (OSError, SafetensorError) as error:
             return SaveError(f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}")
         return None
-
-
-def save_batches(batches: Sequence[Batch], names: list[list[Any]], folder: Path, rank: int) -> None:
-    """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{i}.{name}": vars(batch)[name] for i, batch in enumerate(batches) for name in FIELDS}
-    tensors |= {f"{i}.{name}": value for i, batch in enumerate(batches) for name, value in batch.mm_kwargs.items()}
-    tensors |= {
-        f"{i}.{kind}_numbers": torch.tensor(numbers)
-        for i, batch in enumerate(batches)
-        for kind, numbers in batch.media_numbers.items()
-    }
-    save_file(
-        {name: value.contiguous().clone() for name, value in tensors.items()}, folder / f"rank_{rank}.safetensors"
-    )
-    text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
-    (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")

@@ -88,12 +88,12 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
     engine, config, step, lr = grpo.engine, grpo.config, grpo.state.step + 1, learning_rate(grpo)
     set_learning_rate(engine, lr)
     with grpo.memory.phase("train"):
-        update = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
+        metrics, worst = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
         folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
-        if math.isfinite(update.metrics["train/loss"]):  # else it is no sign of two different policies
-            mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
+        if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
+            mismatch.check(metrics, worst, config.rollout, step, folder)
         engine.step()
-    metrics = update.metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     return grpo.finite.metrics(
         metrics,
         [one.batch for one in micro_batches],

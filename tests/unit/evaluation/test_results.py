@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -167,16 +168,16 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
         ("[" * 100_000, r"1\.json: is not valid JSON"),
         ("{}", r"1\.json: holds an object, not a list"),
         ("null", r"1\.json: holds null, not a list"),
-        ([made().as_json(), 5], r"1\.json: item 2: is a number, not a result"),
-        ([made().as_json(), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
+        ([asdict(made()), 5], r"1\.json: item 2: is a number, not a result"),
+        ([asdict(made()), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
         ([{"is_correct": "false"}], r"1\.json: item 1: is_correct is 'false', not true or false"),
         ([{"is_correct": 1}], r"1\.json: item 1: is_correct is 1, not true or false"),
         ([{"is_correct": None}], r"1\.json: item 1: is_correct is None, not true or false"),
-        ([made().as_json() | {"kind": "riddle"}], r"1\.json: item 1: kind is 'riddle': input should be"),
-        ([made().as_json() | {"answer": 5}], r"1\.json: item 1: answer is 5: input should be a valid string"),
-        ([made().as_json() | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
+        ([asdict(made()) | {"kind": "riddle"}], r"1\.json: item 1: kind is 'riddle': input should be"),
+        ([asdict(made()) | {"answer": 5}], r"1\.json: item 1: answer is 5: input should be a valid string"),
+        ([asdict(made()) | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
         (
-            [made().as_json(), made().as_json()],
+            [asdict(made()), asdict(made())],
             r"1\.json: item 2: question 'robovqa/v/0' is there already \(.*item 1\)",
         ),
         ([], r"its 1 result files are empty lists"),
@@ -195,8 +196,8 @@ def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
 
 
 def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path / "robovqa" / "1.json", [made().as_json()])
-    put(tmp_path / "robovqa" / "2.json", [made().as_json()])
+    put(tmp_path / "robovqa" / "1.json", [asdict(made())])
+    put(tmp_path / "robovqa" / "2.json", [asdict(made())])
     with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' is there already .*1\.json: item 1"):
         read_results(tmp_path)
 
