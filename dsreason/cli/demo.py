@@ -111,10 +111,10 @@ def evaluate_export(folder: Path) -> Path:
 
 def accuracy_by_medium(results: Path) -> dict[str, float]:
     """As the trainer's metrics are called: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
-    from dsreason.evaluation.report.results import read_results
+    from dsreason.evaluation.report.results import find_run, read_run
 
     right: dict[str, list[bool]] = {}
-    for result in read_results(results):
+    for result in read_run(find_run(results)):
         medium = "video" if any(file.endswith(".mp4") for file in result.media) else "image"
         for name in ("val/accuracy", f"val/accuracy/{medium}"):
             right.setdefault(name, []).append(result.is_correct)

@@ -84,7 +84,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
-        own = Share(answering.rank, answering.size).of(questions)
+        own = of_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
             kept = evaluation.prepare(own)
             answering.on_first(lambda: check_stored(folder, questions))
@@ -151,17 +151,11 @@ def build_grader(config: EvalConfig) -> Grader:
     return Grader(given.answer_type, given.parser, similarity_model=given.similarity_model, scorer=given.scorer)
 
 
-@dataclass(frozen=True)
-class Share:
+def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
     """One rank's part: whole clips, so that no two ranks write to one file."""
-
-    rank: int
-    size: int
-
-    def of(self, questions: Sequence[Question]) -> list[Question]:
-        clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
-        own = set(list(clips)[self.rank :: self.size])
-        return [question for question in questions if (question.dataset, question.video_id) in own]
+    clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
+    own = set(list(clips)[rank::size])
+    return [question for question in questions if (question.dataset, question.video_id) in own]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
+from dsreason.problems import nearest
 from dsreason.rewards import BUILT_IN
 from dsreason.user_code import FILE_MODULE, import_file, import_module
 
@@ -81,8 +81,8 @@ def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
     if attribute not in vars(module):
-        near = difflib.get_close_matches(attribute, _functions(module), n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        near = nearest(attribute, _functions(module))
+        hint = f'; did you mean "{near}"?' if near else ""
         raise ConfigError(f'reward "{name}": {_place(module)} has no "{attribute}"{hint}')
     return vars(module)[attribute]
 

@@ -6,7 +6,6 @@ A sync or a sleep that loses something shows here, before the first step, and no
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +32,7 @@ that is rounded otherwise moves by 1e-6 in float32 and, between 8 and 16, by 0.0
 class SelfTestReport:
     """What a sound engine did; `completions` are this rank's, one a prompt, for the trainer to compare with its own.
 
-    Example: `SelfTestReport(completions=[…], difference=0.0, disturbed_difference=3.1, num_tensors=729, seconds=14.2)`.
+    Example: `SelfTestReport(completions=[…], difference=0.0, disturbed_difference=3.1, num_tensors=729)`.
     """
 
     completions: list[Completion]
@@ -44,7 +43,6 @@ class SelfTestReport:
     """The same from those of the disturbed weights; infinite where the tokens differ."""
     num_tensors: int
     """Parameters and buffers of the engine on this rank that came back as they were."""
-    seconds: float
 
 
 class Round(NamedTuple):
@@ -59,7 +57,7 @@ def self_test(
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
     prompts: Sequence[EncodedPrompt],
     *,
-    max_completion_length: int = 8,
+    max_completion_length: int,
 ) -> SelfTestReport:
     """Three rounds of wake, sync, generate and sleep: the policy's `weights`, disturbed ones, the policy's again.
 
@@ -68,7 +66,6 @@ def self_test(
     without. The engine is left asleep with the policy's weights, under a version that no step asks for. SyncError on
     every rank where any finds a fault; it names the tensors that did not take the disturbed values, or did not come back.
     """
-    start = time.perf_counter()
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
     def run(version: int, sent: Iterator[tuple[str, Tensor]] | None) -> Round:
@@ -94,7 +91,6 @@ def self_test(
         difference=max(largest_difference(real.completions, after.completions) for after in rounds),
         disturbed_difference=largest_difference(real.completions, moved.completions),
         num_tensors=len(real.held.parameters) + len(real.held.buffers),
-        seconds=time.perf_counter() - start,
     )
 
 

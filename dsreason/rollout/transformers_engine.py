@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,11 +45,19 @@ PAD_ID = 0
 """Masked everywhere, so any id will do."""
 
 
-class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back).
+@dataclass(frozen=True, kw_only=True)
+class TransformersSettings:
+    """How many prompts the engine completes together, and with which attention."""
 
-    A batch has `batch_size` prompts, or more that together have at most `batch_tokens`, completions and padding included.
-    """
+    attention: str = "auto"
+    batch_size: int = 8
+    batch_tokens: int = 0
+    """More prompts than `batch_size` share a batch where they have at most so many tokens together, completions and
+    padding included."""
+
+
+class TransformersEngine(RolloutEngine):
+    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back)."""
 
     reads_pixels = True
 
@@ -56,19 +65,18 @@ class TransformersEngine(RolloutEngine):
         self,
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
+        settings: TransformersSettings = TransformersSettings(),
         *,
         dtype: torch.dtype,
         device: torch.device,
-        attention: str = "auto",
-        batch_size: int = 8,
-        batch_tokens: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
-        self.attention, self.trust_remote_code = attention, trust_remote_code
-        self.batch_size, self.batch_tokens, self.max_num_seqs = batch_size, batch_tokens, batch_size
+        self.settings, self.trust_remote_code = settings, trust_remote_code
+        self.max_num_seqs = settings.batch_size
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
-        family = family_of(model_config(path, trust_remote_code=trust_remote_code).model_type)
+        self.config = model_config(path, trust_remote_code=trust_remote_code)
+        family = family_of(self.config.model_type)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer, family), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
         self.awake = False
@@ -90,13 +98,7 @@ class TransformersEngine(RolloutEngine):
     def wake(self) -> None:
         start = time.perf_counter()
         if self.model is None:
-            self.model = build_empty_model(
-                self.path,
-                dtype=self.dtype,
-                device=self.device,
-                attention=self.attention,
-                trust_remote_code=self.trust_remote_code,
-            )
+            self.model = self._empty_model()
         self.awake = True
         self._stats["time/wake"] = time.perf_counter() - start
 
@@ -129,7 +131,7 @@ class TransformersEngine(RolloutEngine):
         for sampling in dict.fromkeys(samplings):
             asked = [i for i, own in enumerate(samplings) if own == sampling]
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
-            for indices in cut_batches(lengths, self.batch_size, self.batch_tokens):
+            for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
                 drawn = self._complete(rows, [streams[index] for index in indices], sampling, version)
                 tokens += sum(len(completion.ids) for completion in drawn)
@@ -148,6 +150,23 @@ class TransformersEngine(RolloutEngine):
             self.model, self.version, self.sent = None, None, {}
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
+
+    def _empty_model(self) -> PreTrainedModel:
+        """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
+        if is_deepspeed_zero3_enabled():
+            raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
+        attention = "sdpa" if self.settings.attention == "auto" else self.settings.attention
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), torch.device(self.device), no_init_weights():
+            model = AutoModelForImageTextToText.from_config(
+                self.config,
+                dtype=self.dtype,
+                attn_implementation=attention,
+                trust_remote_code=self.trust_remote_code,
+            )
+        model.tie_weights()
+        patch(model, family_of(self.config.model_type))
+        return model.requires_grad_(False).eval()
 
     def _complete(
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
@@ -229,24 +248,6 @@ def draw_tokens(
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
-
-
-def build_empty_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "auto", trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
-    if is_deepspeed_zero3_enabled():
-        raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    implementation = "sdpa" if attention == "auto" else attention
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), torch.device(device), no_init_weights():
-        model = AutoModelForImageTextToText.from_config(
-            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
-        )
-    model.tie_weights()
-    patch(model, family_of(config.model_type))
-    return model.requires_grad_(False).eval()
 
 
 @torch.no_grad()

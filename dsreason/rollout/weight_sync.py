@@ -120,7 +120,7 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
         if parameter is not None
     }
     places, wrong = [], []
-    for name, engine_name in zip(names, engine_names(model, names), strict=True):
+    for name, engine_name in zip(names, model.hf_to_vllm_mapper.apply_list(names), strict=True):
         whole, part = find_part(model, engine_name, held)
         if whole is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
@@ -138,11 +138,6 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
             places.append(Place(twin.name, engine_name, layer, parameter, rows_of(layer, None)))
     raise_for(wrong)
     return places
-
-
-def engine_names(model: VLLMModule, names: list[str]) -> list[str]:
-    renamed: list[str] = model.hf_to_vllm_mapper.apply_list(names)
-    return renamed
 
 
 def find_part(model: VLLMModule, name: str, held: dict[str, tuple[VLLMModule, str]]) -> tuple[str | None, int | None]:

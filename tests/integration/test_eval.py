@@ -27,7 +27,7 @@ from dsreason.data.types import EncodedSample
 from dsreason.evaluation.ask.answerers import Answering
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.questions.questions import load_questions
-from dsreason.evaluation.report.results import read_results
+from dsreason.evaluation.report.results import find_run, read_run
 from dsreason.evaluation.run import Evaluation, build_grader
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.opening import load_weights
@@ -368,9 +368,9 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     with build_grader(config) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
         first = next(answers)
-        assert [result.id for result in read_results(tmp_path)] == [first.id]
+        assert [result.id for result in read_run(find_run(tmp_path))] == [first.id]
         assert engine.rows == [8]
-        assert len([first, *answers]) == len(read_results(tmp_path)) == 20
+        assert len([first, *answers]) == len(read_run(find_run(tmp_path))) == 20
     assert engine.calls == calls
 
 

@@ -16,7 +16,7 @@ from dsreason.evaluation.infer import InferSettings, draw_together, infer, promp
 from dsreason.models.load import load_processor
 from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_eval import run as evaluate
@@ -59,7 +59,11 @@ def test_answers_are_those_of_the_rollout_engine(
     prompts = ["Which way does it move?", "What colour?"]
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     engine = TransformersEngine(
-        tiny, load_processor(tiny).tokenizer, dtype=torch_dtype, device=torch.device("cpu"), batch_size=1
+        tiny,
+        load_processor(tiny).tokenizer,
+        TransformersSettings(batch_size=1),
+        dtype=torch_dtype,
+        device=torch.device("cpu"),
     )
     load_weights(engine, tiny, VERSION)
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)

@@ -18,7 +18,7 @@ from dsreason.data.types import EncodedSample
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, SyncError
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
 
@@ -47,7 +47,11 @@ def case(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=noise)
     engine = TransformersEngine(
-        tiny, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
+        tiny,
+        encoder.processor.tokenizer,
+        TransformersSettings(batch_size=8),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     engine.wake()
     engine.sync(iter(model.named_parameters()), version=1)

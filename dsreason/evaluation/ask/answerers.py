@@ -28,9 +28,9 @@ from dsreason.job.ranks import World, first_rank_first, gather_objects, init_wor
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
-from dsreason.rollout.opening import EngineSettings, TransformersSettings, open_rollout_engine
+from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
 from dsreason.secrets import hidden
 
@@ -154,7 +154,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     stack.callback(answerer.close)
     batch_size = config.evaluation.batch_size
     if batch_size is None and isinstance(engine, TransformersEngine):
-        batch_size = engine.batch_size
+        batch_size = engine.settings.batch_size
     return Answering(answerer, batch_size, model, world, together)
 
 

@@ -160,11 +160,6 @@ def _dataset_folder(file: Path) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_results(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Result]:
-    """All results of the one run in a folder; see `find_run` and `read_run`."""
-    return read_run(find_run(results_dir, dataset))
-
-
 def read_run(run: Run) -> list[Result]:
     """The results of a run, by data set and clip, and those of a clip as they stand in its file.
 

@@ -20,8 +20,9 @@ from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
-from dsreason.rollout.opening import EngineSettings, TransformersSettings
+from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
+from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.opening import OpenedRun, Run, open_run, record_run, start_run
 from dsreason.train.common.policy import build_policy_engine
