@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 from tokenizers.decoders import DecodeStream
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
@@ -205,7 +204,8 @@ def open_engine(
 
     def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
         for number, (prompt, sampling) in enumerate(asked):
-            yield prompt, drawn_ids(model, prompt, sampling, number, banned_ids=banned_ids, stop_ids=stop_ids)
+            tokens = draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids)
+            yield prompt, (int(token) for token, _ in tokens)
 
     return draw_ids
 
@@ -243,20 +243,6 @@ def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tup
 
     for number in streams:
         yield prompts[number], ids_of(number)
-
-
-def drawn_ids(
-    model: nn.Module,
-    prompt: EncodedPrompt,
-    sampling: Sampling,
-    number: int = 0,
-    *,
-    banned_ids: Tensor,
-    stop_ids: Tensor,
-) -> Iterator[int]:
-    """Token ids as they are drawn, the stop token included: those that the transformers rollout engine draws."""
-    for token, _ in draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids):
-        yield int(token)
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,20 +67,19 @@ class RemoteReward:
             raise ConfigError("the reward server's token has characters that cannot stand in a header (a line break?)")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **settings: Any) -> RemoteReward:
+    def from_environment(cls, **settings: Any) -> RemoteReward:
         """Address, token and time limit from `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`.
 
         The same with `WFM_REWARD_` is read too. `settings` win.
         """
-        environment = os.environ if environment is None else environment
-        url = _variable(environment, "URL") or _variable(environment, "ENQUEUE_URL")
-        settings = {"url": url, "token": _variable(environment, "TOKEN"), **settings}
+        url = _variable("URL") or _variable("ENQUEUE_URL")
+        settings = {"url": url, "token": _variable("TOKEN"), **settings}
         if not settings["url"]:
             raise ConfigError(
                 "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
                 "or reward.remote.url"
             )
-        seconds = _variable(environment, "ENQUEUE_TIMEOUT_S")
+        seconds = _variable("ENQUEUE_TIMEOUT_S")
         if seconds is not None:
             settings.setdefault("time_limit", _seconds(seconds))
         return cls(**settings)
@@ -228,8 +227,8 @@ class RemoteReward:
         raise RewardError(f"reward server {self.place}, {of}: {text}") from cause
 
 
-def _variable(environment: Mapping[str, str], name: str) -> str | None:
-    new, old = (environment.get(prefix + name, "").strip() or None for prefix in PREFIXES)
+def _variable(name: str) -> str | None:
+    new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
         raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
     return new or old

@@ -151,7 +151,6 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         workers=config.workers(available_cores(world)),
         together=together,
     )
-    stack.callback(answerer.close)
     batch_size = config.evaluation.batch_size
     if batch_size is None and isinstance(engine, TransformersEngine):
         batch_size = engine.settings.batch_size

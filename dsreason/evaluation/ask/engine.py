@@ -102,9 +102,6 @@ class EngineAnswerer:
         room = self.max_length - len(prompt.encoded)
         return replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
 
-    def close(self) -> None:
-        self.prompts = {}
-
 
 def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
     """The prompt of one of the questions, or why there is none."""

@@ -146,10 +146,8 @@ class ServerAnswerer:
         try:
             response = client.models.with_raw_response.list().http_response.text
             return [model.id for model in ModelList.model_validate_json(response).data]
-        except ValidationError:
+        except (ValidationError, openai.NotFoundError):  # servers that only chat
             return []
-        except openai.NotFoundError:
-            return []  # servers that only chat
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:

@@ -203,9 +203,10 @@ def test_what_is_no_json_is_named(server):
 
 @pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
 @pytest.mark.parametrize("address", ["URL", "ENQUEUE_URL"])
-def test_both_families_of_environment_names_are_read(prefix, address):
-    names = {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}
-    found = RemoteReward.from_environment({prefix + name: value for name, value in names.items()})
+def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
+    for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
+        monkeypatch.setenv(prefix + name, value)
+    found = RemoteReward.from_environment()
     assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
 
 
@@ -220,9 +221,11 @@ def test_both_families_of_environment_names_are_read(prefix, address):
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),
     ],
 )
-def test_a_wrong_environment_is_explained(environment, text):
+def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:
-        RemoteReward.from_environment(environment)
+        RemoteReward.from_environment()
     assert text in str(error.value)
     assert TOKEN not in str(error.value)
 
