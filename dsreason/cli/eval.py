@@ -64,12 +64,11 @@ def evaluate(
         "evaluation.limit": limit,
         "evaluation.parser": "compat" if compat else None,
         "evaluation.overwrite": overwrite or None,
+        "model.tensor_parallel_size": tensor_parallel_size,
         "results_dir": results_dir and str(results_dir),
     }
     asked = questions_of(dataset or [], data, adapter, named=names_datasets(config))
     changes = [*asked, *named_models(model, server)]
-    if tensor_parallel_size is not None:
-        changes.append(f"model.tensor_parallel_size={tensor_parallel_size}")
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
@@ -158,9 +157,7 @@ def named_models(model: str | None, server: str | None) -> list[str]:
     """The overrides that say who answers: what the command line names replaces what the file does."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
-    changes = [] if model is None and server is None else ["server.url=null"]
-    changes += [f"model.path={json.dumps(model)}"] if model is not None or server is not None else []
-    return changes
+    return [] if model is None and server is None else ["server.url=null", f"model.path={json.dumps(model)}"]
 
 
 def arguments(config: Path | None, changes: list[str]) -> list[str]:
