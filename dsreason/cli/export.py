@@ -35,12 +35,12 @@ def export(
         output,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        scores=evaluated(results_dir) if results_dir else (),
+        scores=accuracies_of(results_dir) if results_dir else (),
     )
     typer.echo(f"exported to {output}", err=True)
 
 
-def evaluated(results_dir: Path) -> list[Score]:
+def accuracies_of(results_dir: Path) -> list[Score]:
     """The accuracy on each data set of the evaluations in a folder."""
     with quick_imports():
         from dsreason.checkpoints.model_card import Score

@@ -29,7 +29,7 @@ from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION, check_weights
-from dsreason.evaluation.ask.models import exported, is_checkpoint, meant
+from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
@@ -61,7 +61,7 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours, see `models.meant`."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours, see `models.run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Answering:
         parsed = parse(text, "reasoning", kind="open")
         return {
             "model": self.model,
-            "media": described(self.prompt),
+            "media": media_facts(self.prompt),
             "prompt": self.prompt.sample.meta["prompt"],
             "prompt_tokens": len(self.prompt.encoded),
             "reasoning": parsed.reasoning,
@@ -126,7 +126,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
     """An `Answering` for each prompt, to be read to its end before the next.
 
     Args:
-        say: is told what takes time, and what is done otherwise than asked.
+        say: called with a text before what takes time, and where something is done differently than asked.
 
     Raises:
         DsReasonError: unreadable media or model, or a prompt that is longer than the model takes; before any is answered.
@@ -149,7 +149,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
         rooms = [longest - length for length in lengths]
         asked = (
-            (encoder.encode_prompt(sample) if number else first, shortened(settings.sampling, room, say))
+            (encoder.encode_prompt(sample) if number else first, with_room(settings.sampling, room, say))
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
         for encoded, ids in draw_ids(asked):
@@ -160,9 +160,9 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """The Hugging Face folder, see `models.meant`; of a checkpoint an export that lasts until `stack` closes."""
+    """The Hugging Face folder, see `models.run_weights`; of a checkpoint an export that lasts until `stack` closes."""
     try:
-        own = meant(settings.model)
+        own = run_weights(settings.model)
         if own is not None and is_checkpoint(own):
             say(f"exporting {own} …")
             return stack.enter_context(exported(own, Path(tempfile.gettempdir()), settings.dtype))
@@ -221,10 +221,10 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
         stack.callback(shutdown)
         tokenizer = encoder.processor.tokenizer
         engine = open_rollout_engine(folder, tokenizer, world, settings, dtype=dtype, loaded_version=VERSION)
-        yield partial(draw_together, stack.enter_context(engine))
+        yield partial(draw_batch, stack.enter_context(engine))
 
 
-def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
     """One call for all prompts; they show the same media, which are held once."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
@@ -286,7 +286,7 @@ def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
 
 
 def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
-    """Tokens of the prompt, told from the headers of its media; DataError where no answer fits behind it."""
+    """Tokens of the prompt, from the headers of its media; DataError where no answer fits behind it."""
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(
@@ -296,7 +296,7 @@ def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
     return length
 
 
-def shortened(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
+def with_room(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
     if sampling.max_completion_length <= room:
         return sampling
     say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
@@ -338,7 +338,7 @@ def _prompt_of(line: str, where: str) -> str:
 # ---------------------------------------------------------------- the media, as they are shown
 
 
-def described(prompt: EncodedPrompt) -> list[dict[str, Any]]:
+def media_facts(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
     found = []
     for path, medium in zip(media_paths(prompt.sample.messages), prompt.media, strict=True):

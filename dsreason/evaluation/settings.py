@@ -15,8 +15,8 @@ from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
 from dsreason.job.record import git_state, versions
 
-DECIDING = ("evaluation", "generation", "vision")
-MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
+COMPARED = ("evaluation", "generation", "vision")
+NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
 """What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
 answer is compared with its question."""
 CHUNK = 65536
@@ -75,14 +75,16 @@ def run_record(folder: Path) -> dict[str, Any] | None:
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
-    told_apart = "fingerprint" in model  # however its path is spelled
-    found: dict[str, Any] = {f"model.{key}": value for key, value in model.items() if key != "path" or not told_apart}
+    has_fingerprint = "fingerprint" in model  # however its path is spelled
+    found: dict[str, Any] = {
+        f"model.{key}": value for key, value in model.items() if key != "path" or not has_fingerprint
+    }
     if config.server.url is None:
         found |= {f"model.{name}": document["model"][name] for name in MODEL}
     else:
         found["server.video"] = config.server.video
-    for section in DECIDING:
-        found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
+    for section in COMPARED:
+        found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
     if options := document["evaluation"]["engine_options"]:
         found["evaluation.engine_options"] = options
     if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():

@@ -41,7 +41,7 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
     Without `:attr` it is the function `reward` of the module, else the only public one that is written there. `options`
     are keyword arguments of every call (`{"pattern": …}` for `format`).
-    Errors: ConfigError when there is none, when its file does not import, or when it does not take (completion, sample).
+    Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
     """
     target, _, attribute = name.partition(":")
     what = f'reward "{name}"'
@@ -68,7 +68,7 @@ def _short(name: str) -> str:
 
 def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn:
     if not callable(function):
-        raise ConfigError(f'reward "{name}" is no function but {type(function).__name__}')
+        raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:
         inspect.signature(function).bind("completion", Sample("id", []), **options)
     except TypeError as error:

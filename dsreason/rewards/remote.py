@@ -64,7 +64,9 @@ class RemoteReward:
         if "@" in urlsplit(self.url).netloc:
             raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ConfigError("the reward server's token has characters that cannot stand in a header (a line break?)")
+            raise ConfigError(
+                "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
+            )
 
     @classmethod
     def from_environment(cls, **settings: Any) -> RemoteReward:
@@ -139,7 +141,7 @@ class RemoteReward:
                 if attempt == self.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
                 if stop.wait(pause):
-                    self._fail(ids, "given up, since another request failed", cause=error)
+                    self._fail(ids, "cancelled, since another request failed", cause=error)
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, ids: Sequence[str]) -> bytes:
@@ -154,7 +156,7 @@ class RemoteReward:
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise _Retry(f"{type(error).__name__}: {error}") from None
         if not response.is_success:
-            self._refused(response, answer, ids)
+            self._raise_for_status(response, answer, ids)
         return answer
 
     def _read(self, response: httpx2.Response, deadline: float) -> bytes:
@@ -162,12 +164,12 @@ class RemoteReward:
         for part in response.iter_bytes():
             answer += part
             if len(answer) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward server {self.place}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
         return bytes(answer)
 
-    def _refused(self, response: httpx2.Response, said: bytes, ids: Sequence[str]) -> NoReturn:
+    def _raise_for_status(self, response: httpx2.Response, said: bytes, ids: Sequence[str]) -> NoReturn:
         status = response.status_code
         text = f"status {status} {self._quoted(response.reason_phrase)}"
         if said:
@@ -176,7 +178,7 @@ class RemoteReward:
             after = response.headers.get("Retry-After", "")
             raise _Retry(text, wait=float(after) if after.isdecimal() else 0.0)
         if status in (401, 403):
-            given = "the token is not accepted" if self.token else "it wants a token"
+            given = "the server rejects the token" if self.token else "the server requires a token"
             text += f": {given}, check REMOTE_REWARD_TOKEN"
         elif status < 400:
             text += ": redirects are not followed, since they would carry the token along; set the final address"
@@ -186,7 +188,7 @@ class RemoteReward:
         try:
             found = json.loads(answer)
         except ValueError:
-            self._fail(ids, f"the answer is no JSON: {self._quoted(answer.decode(errors='replace'))}")
+            self._fail(ids, f"the response is not JSON: {self._quoted(answer.decode(errors='replace'))}")
         scores = found.get("scores") if isinstance(found, dict) else None
         if not isinstance(scores, dict) or not scores:
             queue = ""
@@ -195,11 +197,11 @@ class RemoteReward:
                     " (a uuid: cosmos-rl's queue for generated media, where scores are fetched later, is not supported)"
                 )
             self._fail(
-                ids, f'the answer has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
+                ids, f'the response has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
             )
         missing = [name for name in names if name not in scores]
         if missing:
-            self._fail(ids, f"the answer has no score {', '.join(missing)}; it has {self._listed(scores)}")
+            self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
         for name, values in scores.items():
             self._check(name, values, ids)
         return {name: [float(value) for value in values] for name, values in scores.items()}
@@ -211,7 +213,7 @@ class RemoteReward:
         for value, sample_id in zip(values, ids, strict=True):
             if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
                 self._fail(
-                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is no finite number'
+                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is not a finite number'
                 )
 
     def _listed(self, names: Iterable[str]) -> str:

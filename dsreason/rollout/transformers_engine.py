@@ -23,16 +23,16 @@ from dsreason.models.patch import patch
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
-    Held,
     RolloutEngine,
     Sampling,
     SyncError,
-    check_drawn,
+    TensorFingerprints,
+    check_no_media_tokens,
     check_version,
     media_token_ids,
     random_streams,
 )
-from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_for
+from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_sync_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ class TransformersEngine(RolloutEngine):
         self.version: int | None = None
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of what the last sync left here."""
-        self.said_what_is_lost = False
+        self.logged_lost_weights = False
         self._stats: dict[str, float] = {}
 
     @property
@@ -103,9 +103,9 @@ class TransformersEngine(RolloutEngine):
         self._stats["time/wake"] = time.perf_counter() - start
 
     def kept(self, names: Collection[str]) -> set[str]:
-        if names and not self.keeps_weights and not self.said_what_is_lost:
-            self.said_what_is_lost = True
-            log.info("all %d frozen tensors are sent at every sync: this engine's model is made anew", len(names))
+        if names and not self.keeps_weights and not self.logged_lost_weights:
+            self.logged_lost_weights = True
+            log.info("all %d frozen tensors are sent at every sync: this engine rebuilds its model", len(names))
         return self.sent.keys() & set(names) if self.awake else set()
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
@@ -118,9 +118,9 @@ class TransformersEngine(RolloutEngine):
         self.version = version
         self._stats["time/sync"] = time.perf_counter() - start
 
-    def held(self) -> Held:
+    def held(self) -> TensorFingerprints:
         model = self._awake_model
-        return Held(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
+        return TensorFingerprints(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
@@ -189,7 +189,7 @@ class TransformersEngine(RolloutEngine):
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
-        check_drawn(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
+        check_no_media_tokens(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
         return Completion(
             ids=tuple(ids),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -263,7 +263,7 @@ def copy_weights(
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing = {id(parameter): name for name, parameter in model.named_parameters()}
     lost = changed(kept, fingerprints((name, targets[name]) for name in kept))
-    wrong = [f"{name} was not sent, and is not as it was sent before" for name in lost]
+    wrong = [f"{name} was not sent, and differs from what was sent before" for name in lost]
     held = dict(kept)
     for name, tensor in weights:
         if name not in targets:
@@ -274,7 +274,7 @@ def copy_weights(
             targets[name].copy_(tensor)
             held[name] = fingerprint(targets[name])
     arrived = {id(targets[name]) for name in held}
-    raise_for(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
+    raise_sync_error(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
     return on_cpu(held)
 
 

@@ -267,7 +267,9 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
         "a server that is down": Mistake(
             [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): no server answers there"]
         ),
-        "a server that wants a key": Mistake(server("401"), ["wants a key, and none is in", "OPENAI_API_KEY", "401"]),
+        "a server that requires a key": Mistake(
+            server("401"), ["requires a key, and none is in", "OPENAI_API_KEY", "401"]
+        ),
         "a server that does not chat": Mistake(
             server("404", *named), ["no model 'm', or no chat at this address (404"]
         ),

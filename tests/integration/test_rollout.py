@@ -238,7 +238,7 @@ def test_frozen_tensors_are_sent_once_and_checked_after(tiny: Path, case: Case) 
     assert [c.ids for c in engine.generate(case.prompts, GREEDY, version=2)] == [c.ids for c in expected]
     norm = "model.visual.blocks.0.norm1.weight"
     engine.model.get_parameter(norm).mul_(0.5)
-    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and is not as it was sent before"):
+    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and differs from what was sent before"):
         engine.sync(iter(trained.items()), version=3, kept=tower)
     assert engine.kept(tower) == set()
     with pytest.raises(SyncError, match=rf"{len(tower)} tensors: model\.visual\..* did not arrive"):

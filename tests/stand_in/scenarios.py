@@ -131,7 +131,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.losses.sft import sft_loss
-    from dsreason.rollout.weight_sync import Sending, fingerprints
+    from dsreason.rollout.weight_sync import WeightStream, fingerprints
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
     samples = [encoder.dummy("image"), encoder.dummy("video")]
@@ -163,7 +163,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     seen["third"] = look()
     weights = dict(full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sending = Sending(full_parameters(engine), shapes, torch.float32, engine.device)
+    sending = WeightStream(full_parameters(engine), shapes, torch.float32, engine.device)
     sending.drain()
     sending.finish()
     seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}

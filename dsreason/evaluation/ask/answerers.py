@@ -19,7 +19,7 @@ from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
-from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, meant
+from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
@@ -65,18 +65,18 @@ class Answering:
         """Every rank's value. Collective."""
         return gather_objects(value) if self.world else [value]
 
-    def on_first(self, call: Callable[[], None]) -> None:
+    def on_first_rank(self, call: Callable[[], None]) -> None:
         """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
         if self.world:
             on_rank_zero(call)
         else:
             call()
 
-    def anyone(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is true on any rank that has to ask as often as this one."""
         return any(self.gather(flag)) if self.together else flag
 
-    def largest(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(self.gather(count)) if self.together else count
 
     @contextmanager
@@ -161,7 +161,7 @@ def check_model(config: EvalConfig) -> None:
     """Raise what is wrong with a model before ranks start; a checkpoint of ours is not exported yet."""
     if config.server.url is not None:
         return
-    own = meant(str(config.model.path))
+    own = run_weights(str(config.model.path))
     if own is None or not is_checkpoint(own):
         check_folder(config, resolved(config, own))
 
@@ -193,11 +193,11 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 
 
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
-    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.meant`.
+    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.run_weights`.
 
     Of a checkpoint of ours an export, which lasts until `stack` closes. Collective.
     """
-    own = on_rank_zero(lambda: meant(str(config.model.path)))
+    own = on_rank_zero(lambda: run_weights(str(config.model.path)))
     name = base_name(str(own or config.model.path))
     if own is not None and is_checkpoint(own):
         dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")

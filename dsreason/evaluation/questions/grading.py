@@ -46,8 +46,8 @@ class Grader:
     With `compat` every question is graded as by cosmos-reason1, by the letters alone, whatever its kind and scorer.
 
     Raises:
-        ConfigError: the similarity model or, on entering, the scorer cannot be had.
-        RewardError: when the scorer raises or gives no number; the text names it and the sample.
+        ConfigError: the similarity model or, on entering, the scorer cannot be loaded.
+        RewardError: when the scorer raises or returns no number; the text names it and the sample.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror}); give another results_dir") from error
+        raise DataError(f"{folder}: cannot be created ({error.strerror}); give another results_dir") from error
 
 
 def write_text(file: Path, text: str) -> None:

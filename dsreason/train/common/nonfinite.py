@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is no number: stop with the batch saved, or skip the step and count it."""
+"""What happens when a loss or gradient is NaN or infinite: stop with the batch saved, or skip the step and count it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Steps in a row that may have no number: after so many the weights, not the batches, are to blame."""
+"""Steps in a row that may have a NaN or infinite loss or gradient: after so many the weights, not the batches, are to blame."""
 
 
 def finite_check(config: RunConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:

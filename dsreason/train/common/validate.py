@@ -26,7 +26,7 @@ from dsreason.job.ranks import World, agree, all_sum, gather_objects
 from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
 from dsreason.rewards.text import with_length
-from dsreason.rollout.batches import joined
+from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.train.common.answers import (
     Answer,
@@ -165,12 +165,12 @@ def generate_answers(
     )
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
-    for asked in joined(
+    for asked in merged(
         read_prompts(held_out, advance, with_pixels=rollout.reads_pixels),
         lambda item: item[1].media_bytes,
         memory_gib=settings.media_memory_gib,
         least=rollout.max_num_seqs,
-        anyone=lambda flag: any(gather_objects(flag)),
+        any_rank=lambda flag: any(gather_objects(flag)),
     ):
         rows, prompts = [row for row, _ in asked], [prompt for _, prompt in asked]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)

@@ -144,12 +144,12 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleep_level=rollout.sleep_level,
         enforce_eager=rollout.enforce_eager,
-        max_num_seqs=completions_together(config, world),
+        max_num_seqs=completions_per_engine(config, world),
         engine_options=rollout.engine_options,
     )
 
 
-def completions_together(config: GRPOConfig, world: World) -> int:
+def completions_per_engine(config: GRPOConfig, world: World) -> int:
     """What one engine is asked for in one rollout; at least what validation may ask for as well."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)

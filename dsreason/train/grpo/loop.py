@@ -16,7 +16,7 @@ from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun, build_grpo
 from dsreason.train.grpo.engine_check import check_engine
 from dsreason.train.grpo.reference import reset_reference
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, cut_steps
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, split_into_steps
 from dsreason.train.grpo.sampling import sample
 from dsreason.train.grpo.show import describe, show
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
@@ -63,7 +63,7 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
     if grpo.objective.overlong_filter:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
-    parts = cut_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
+    parts = split_into_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
     steps = [cut(part, grpo.config, grpo.encoder) for part in parts if any(gather_objects(bool(part)))]
     check_trained(grpo, steps)
     steps = steps[

@@ -11,7 +11,7 @@ from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.grpo.build import GRPORun
-from dsreason.train.grpo.rollouts import Group, Rollout, choose, informative, scored, with_advantages
+from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, number_groups, with_advantages
 
 
 def sample(grpo: GRPORun) -> list[Rollout]:
@@ -26,7 +26,7 @@ def sample(grpo: GRPORun) -> list[Rollout]:
             kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
             if all_sum(sum(kept)) >= wanted:
                 break
-    numbers = choose(groups, kept, wanted, gather_objects)
+    numbers = number_groups(groups, kept, wanted, gather_objects)
     return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
 
 
@@ -66,5 +66,5 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
     grpo.reward_sums.append(scores.metric_sums)
     places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
-    rollouts = scored(repeated, places, completions, scores)
+    rollouts = make_rollouts(repeated, places, completions, scores)
     return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]

@@ -31,7 +31,7 @@ def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> li
 
 
 @torch.no_grad()
-def present_logprobs(
+def current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
     """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
@@ -48,7 +48,7 @@ def add_fixed_logprobs(
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
     def measure() -> list[list[Tensor]]:
-        return [present_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
+        return [current_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
 
     olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
     refs = olds

@@ -154,7 +154,7 @@ def test_a_folder_is_one_evaluations_at_a_time(evaluate: Any, tmp_path: Path) ->
 def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anything_is_asked(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "SIGHT_S", 0)
+    monkeypatch.setattr(run, "VISIBILITY_TIMEOUT_S", 0)
     monkeypatch.setattr(run, "of_rank", lambda questions, rank, size: questions[:3])  # the other two are another host's
     with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
         evaluate(ROWS, lambda question: pytest.fail("asked"))

@@ -136,18 +136,18 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"<html>", "no JSON: <html>"),
+        (b"<html>", "not JSON: <html>"),
         ([1], 'no {"scores"'),
         ({"scores": [1, 2]}, 'no {"scores"'),
         ({"scores": {}}, 'no {"scores"'),
         ({"uuid": "1"}, "cosmos-rl's queue"),
         ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
-        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is no finite number'),
+        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is not a finite number'),
         ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
-        ({"scores": {"a": [True, 1]}}, "True is no finite number"),
+        ({"scores": {"a": [True, 1]}}, "True is not a finite number"),
         ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
-        ({"scores": {"a": [1, TOKEN]}}, "'***' is no finite number"),
+        ({"scores": {"a": [1, TOKEN]}}, "'***' is not a finite number"),
         ({TOKEN: TOKEN}, 'no {"scores"'),
     ],
 )
