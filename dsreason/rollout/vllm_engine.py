@@ -206,7 +206,7 @@ class VLLMEngine(RolloutEngine):
             self._empty_cache()
         requests = [request for share in shares for request in share]
         self._check_room(requests)
-        first = sum(len(share) for share in shares[: self._place_in_group])
+        first = sum(len(share) for share in shares[: self.world.rank % self.tensor_parallel_size])
         for number, output in self._outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
@@ -297,10 +297,6 @@ class VLLMEngine(RolloutEngine):
             self.cache_awake = True
 
     # ------------------------------------------------------------ prompts and completions
-
-    @property
-    def _place_in_group(self) -> int:
-        return self.world.rank % self.tensor_parallel_size
 
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]

@@ -25,7 +25,6 @@ from dsreason.errors import DataError
 from dsreason.job.ranks import World, agree, all_sum, gather_objects
 from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
-from dsreason.rewards.text import with_length
 from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.train.common.answers import (
@@ -36,6 +35,7 @@ from dsreason.train.common.answers import (
     mean_rewards,
     modality_of,
     question_of,
+    score_completions,
 )
 from dsreason.train.common.sampler import Sampler
 
@@ -206,11 +206,7 @@ def score(
     """By completion: its reward (the weighted sum, under the name "") and that of each function; without a scorer none."""
     if scorer is None:
         return [{} for _ in completions]
-    samples = [
-        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    scores = scorer.score([completion.text for completion in completions], samples)
+    scores = score_completions(scorer, prompts, completions, sampling)
     named = {"": scores.total, **scores.by_function}
     return [{name: float(values[i]) for name, values in named.items()} for i in range(len(completions))]
 

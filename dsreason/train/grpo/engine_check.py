@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.sources import SampleDataset
 from dsreason.engine.engine import full_parameters
 from dsreason.errors import DataError, DsReasonError
 from dsreason.job.ranks import gather_objects
@@ -31,7 +30,7 @@ def check_engine(grpo: GRPORun) -> None:
         MismatchError: the two sides are further apart than `rollout.mismatch_stop`.
     """
     config, sampler = grpo.config.rollout, grpo.sampler
-    prompts = one_prompt_per_modality(grpo.training, grpo)
+    prompts = one_prompt_per_modality(grpo)
     with grpo.watchdog.phase("self_test"), grpo.progress.phase("self-test of the rollout engine"):
         sampler.offload.offload()
         try:
@@ -66,16 +65,16 @@ def check_engine(grpo: GRPORun) -> None:
     mismatch.check(metrics, mismatch.worst(found), config, grpo.state.step, folder=None)
 
 
-def one_prompt_per_modality(dataset: SampleDataset, grpo: GRPORun) -> list[EncodedPrompt]:
+def one_prompt_per_modality(grpo: GRPORun) -> list[EncodedPrompt]:
     """The first prompt of each modality among the first rows, the same on every rank.
 
     Raises:
         DataError: none of them can be used.
     """
     found: dict[str, EncodedPrompt] = {}
-    for index in range(min(NUM_ROWS, len(dataset))):
+    for index in range(min(NUM_ROWS, len(grpo.training))):
         try:
-            sample = dataset[index]
+            sample = grpo.training[index]
             if modality_of(sample) not in found:
                 found[modality_of(sample)] = grpo.prompt_encoder.encode_prompt(sample)
         except DataError:  # the loader names it when it is met

@@ -8,8 +8,8 @@ import numpy as np
 
 from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
-from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import RolloutEngine, Sampling
+from dsreason.train.common.answers import score_completions
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, number_groups, with_advantages
 
@@ -57,12 +57,8 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
 
     started = time.perf_counter()
-    samples = [
-        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
-        for prompt, completion in zip(repeated, completions, strict=True)
-    ]
     with grpo.watchdog.phase("reward"):
-        scores = grpo.scorer.score([completion.text for completion in completions], samples)
+        scores = score_completions(grpo.scorer, repeated, completions, sampling)
     grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
     grpo.reward_sums.append(scores.metric_sums)
     places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
