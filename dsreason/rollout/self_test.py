@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,27 +27,11 @@ COARSE_TOLERANCE = 0.1
 that is rounded otherwise moves by 1e-6 in float32 and, between 8 and 16, by 0.06 in bfloat16."""
 
 
-@dataclass(frozen=True)
-class SelfTestReport:
-    """What a sound engine did; `completions` are this rank's, one a prompt, for the trainer to compare with its own.
-
-    Example: `SelfTestReport(completions=[…], difference=0.0, perturbed_difference=3.1, num_tensors=729)`.
-    """
-
-    completions: list[Completion]
-    """Greedy, of the policy's weights."""
-    difference: float
-    """Largest |difference| of their log-probabilities from those after perturbing, sleeping, waking and syncing."""
-    perturbed_difference: float
-    """The same from those of the perturbed weights; infinite where the tokens differ."""
-    num_tensors: int
-    """Parameters and buffers of the engine on this rank that came back as they were."""
-
-
 class Round(NamedTuple):
     """What was seen while the engine was awake once."""
 
     completions: list[Completion]
+    """This rank's, greedy, one a prompt."""
     held: TensorFingerprints
 
 
@@ -58,13 +41,14 @@ def self_test(
     prompts: Sequence[EncodedPrompt],
     *,
     max_completion_length: int,
-) -> SelfTestReport:
+) -> Round:
     """Three rounds of wake, sync, generate and sleep: the policy's `weights`, perturbed ones, the policy's again.
 
     Where the engine keeps its weights, a fourth round wakes and generates without a sync. Collective: every rank calls
     it, with as many prompts. Each is completed alone, for one may hide what another shows: give one with media and one
     without. The engine is left asleep with the policy's weights, under a version that no step asks for. SyncError on
     every rank where any finds a fault; it names the tensors that did not take the perturbed values, or did not come back.
+    Returns the first round.
     """
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
@@ -81,17 +65,12 @@ def self_test(
     real = run(REAL, weights())
     moved = run(PERTURBED, perturbed(weights()))
     raise_on_all_ranks(unmoved(real, moved, tolerance))
-    rounds = [run(REAL, weights())]
-    raise_on_all_ranks(not_restored(real, rounds[0], tolerance, "after perturbing, sleeping, waking and syncing"))
+    again = run(REAL, weights())
+    raise_on_all_ranks(not_restored(real, again, tolerance, "after perturbing, sleeping, waking and syncing"))
     if engine.keeps_weights:
-        rounds.append(run(REAL, None))
-        raise_on_all_ranks(not_restored(real, rounds[1], tolerance, "after sleeping and waking without a sync"))
-    return SelfTestReport(
-        completions=real.completions,
-        difference=max(largest_difference(real.completions, after.completions) for after in rounds),
-        perturbed_difference=largest_difference(real.completions, moved.completions),
-        num_tensors=len(real.held.parameters) + len(real.held.buffers),
-    )
+        again = run(REAL, None)
+        raise_on_all_ranks(not_restored(real, again, tolerance, "after sleeping and waking without a sync"))
+    return real
 
 
 def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ def check_engine(grpo: GRPORun) -> None:
     with grpo.watchdog.phase("self_test"), grpo.progress.phase("self-test of the rollout engine"):
         sampler.offload.offload()
         try:
-            report = self_test(
+            tested = self_test(
                 sampler.rollout,
                 lambda: full_parameters(sampler.policy, sampler.bucket_mb),
                 prompts,
@@ -43,7 +43,7 @@ def check_engine(grpo: GRPORun) -> None:
         except SyncError as error:
             raise SelfTestError(str(error)) from error
         sampler.offload.reload()
-        pairs = zip(prompts, report.completions, strict=True)
+        pairs = zip(prompts, tested.completions, strict=True)
         rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
         micro_batches = cut(rollouts, grpo.config, grpo.encoder)
         logprobs = current_logprobs(grpo.engine, micro_batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
@@ -59,7 +59,7 @@ def check_engine(grpo: GRPORun) -> None:
         if name.startswith("mismatch/max_abs_logprob/")
     )
     grpo.progress.say(
-        f"self-test: {report.num_tensors} tensors of the engine took perturbed values and were restored; its "
+        f"self-test: {sum(map(len, tested.held))} tensors of the engine took perturbed values and were restored; its "
         f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
     mismatch.check(metrics, mismatch.worst(found), config, grpo.state.step, folder=None)
