@@ -173,7 +173,7 @@ def inspect(
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tell what is in the data: lengths, media, labels, what is missing, what is there twice; and show some of it."""
+    """Report what is in the data (lengths, media, labels, missing and duplicate rows), and show some of it."""
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None:

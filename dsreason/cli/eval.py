@@ -24,7 +24,7 @@ def evaluate(
     config: ConfigOption = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of ours."),
+        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of dsreason."),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="Address of an OpenAI-compatible server instead of a model.")

@@ -26,7 +26,7 @@ def infer(
     model: Annotated[
         str,
         typer.Option(
-            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of ours."
+            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of dsreason."
         ),
     ],
     image: Annotated[

@@ -61,7 +61,7 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours, see `models.run_weights`."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason, see `models.run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)

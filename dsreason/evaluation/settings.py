@@ -46,7 +46,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def vision_note(config: EvalConfig) -> str | None:
-    """What to know where a model of one of our runs is asked with other vision settings than it was trained with."""
+    """A note where a model that dsreason trained is evaluated with other vision settings than it was trained with."""
     trained = trained_vision(Path(str(config.model.path)).expanduser())
     asked = config.vision_of().model_dump(exclude_none=True)
     if trained is None or trained == asked:
@@ -64,7 +64,7 @@ def trained_vision(model: Path) -> dict[str, Any] | None:
 
 
 def run_record(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a run of ours; None where the folder has none, or a model's."""
+    """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
     try:
         record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -88,8 +88,6 @@ class VLLMEngine(RolloutEngine):
         loaded_version: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if world.size % settings.tensor_parallel_size:
-            raise ValueError(f"{world.size} ranks cannot be cut into groups of {settings.tensor_parallel_size}")
         self.tokenizer, self.world, self.dtype = tokenizer, world, dtype
         self.max_model_len, self.tensor_parallel_size = settings.max_model_len, settings.tensor_parallel_size
         self.sleep_level = settings.sleep_level
@@ -152,7 +150,7 @@ class VLLMEngine(RolloutEngine):
         self._stats["time/wake"] = time.perf_counter() - start
 
     def kept(self, names: Collection[str]) -> set[str]:
-        """Looks what is there: sleep at level 2 loses it on a GPU, and not on a CPU."""
+        """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)

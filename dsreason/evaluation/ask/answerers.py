@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -99,17 +99,11 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     `on_model` is called once with the model's name and what tells it from others, before its weights are loaded.
     """
     if config.server.url is not None:
-        answerer = ServerAnswerer(config.server)
-        try:
-            model = {
-                "name": base_name(answerer.model),
-                "path": answerer.model,
-                "server": str(hidden(config.server.url)),
-            }
+        with closing(ServerAnswerer(config.server)) as answerer:
+            name, address = base_name(answerer.model), str(hidden(config.server.url))
+            model = {"name": name, "path": answerer.model, "server": address}
             on_model(model)
             yield Answering(answerer, None, model)
-        finally:
-            answerer.close()
         return
     world = init_world()
     with ExitStack() as stack:
@@ -158,7 +152,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise what is wrong with a model before ranks start; a checkpoint of ours is not exported yet."""
+    """Raise what is wrong with a model before ranks start; a checkpoint is not exported yet."""
     if config.server.url is not None:
         return
     own = run_weights(str(config.model.path))
@@ -174,7 +168,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
 
 
 def resolved(config: EvalConfig, own: Path | None) -> Path:
-    """The folder of a model that is no checkpoint; `own` is one of our runs'."""
+    """The folder of a model that is not a checkpoint; `own` belongs to a run of dsreason."""
     model = config.model
     path = str(own or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -195,7 +189,7 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
     """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.run_weights`.
 
-    Of a checkpoint of ours an export, which lasts until `stack` closes. Collective.
+    A checkpoint is exported for that, to a folder that lasts until `stack` closes. Collective.
     """
     own = on_rank_zero(lambda: run_weights(str(config.model.path)))
     name = base_name(str(own or config.model.path))

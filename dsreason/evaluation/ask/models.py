@@ -1,4 +1,4 @@
-"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder or hub name, or a run or checkpoint of ours."""
+"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder, a hub name, or a run or checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
 def run_weights(given: str) -> Path | None:
-    """The model folder or checkpoint of a run of ours that a path means, None where it is no run's.
+    """The model folder or checkpoint of the run that a path belongs to; None where it is not a run of dsreason.
 
     Of a run (or its `checkpoints`) the newest weights: the final export, unless a checkpoint was completed after it, as
     where the run goes on. A checkpoint means itself.
