@@ -133,7 +133,7 @@ class TransformersEngine(RolloutEngine):
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
             for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
-                drawn = self._complete(rows, [streams[index] for index in indices], sampling, version)
+                drawn = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
                 tokens += sum(len(completion.ids) for completion in drawn)
                 yield from zip(indices, drawn, strict=True)
         seconds = time.perf_counter() - start
@@ -168,10 +168,9 @@ class TransformersEngine(RolloutEngine):
         patch(model, family_of(self.config.model_type))
         return model.requires_grad_(False).eval()
 
-    def _complete(
+    def _complete_batch(
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
     ) -> list[Completion]:
-        """One batch."""
         steps = draw_tokens(
             self._awake_model,
             rows,

@@ -346,9 +346,9 @@ class Counting(TransformersEngine):
         self.calls.append(len(prompts))
         return super().as_completed(prompts, *args, **kwargs)
 
-    def _complete(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
+    def _complete_batch(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
         self.rows.append(len(rows))
-        return super()._complete(rows, *args)
+        return super()._complete_batch(rows, *args)
 
 
 @pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])

@@ -74,8 +74,8 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
     sampling = Sampling(max_completion_length=6, seed=2)
     expected = case.engine.generate(case.prompts, sampling, version=1)
     with (
-        mock.patch.multiple(case.engine, batch_size=2, batch_tokens=batch_tokens),
-        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+        mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2, batch_tokens=batch_tokens)),
+        mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
         found = case.engine.generate(case.prompts, sampling, version=1)
     assert complete.call_count == num_batches
@@ -85,8 +85,8 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
 def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case: Case) -> None:
     samplings = [GREEDY, Sampling(max_completion_length=3, seed=2)] * 4
     with (
-        mock.patch.object(case.engine, "batch_size", 2),
-        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+        mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2)),
+        mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
         completed = case.engine.as_completed(case.prompts, samplings, version=1, streams=range(8))
         found = [next(completed), next(completed)]

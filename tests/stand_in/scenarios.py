@@ -241,7 +241,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         micro_batches = cut(rollouts, changed, encoder)
         against = reference if algorithm["kl_coef"] else None
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
-        metrics = accumulate_gradients(engine, micro_batches, changed, world, banned).metrics
+        metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found

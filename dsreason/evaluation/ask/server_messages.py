@@ -69,7 +69,7 @@ def as_pictures(part: Part) -> list[Part]:
     if part["type"] == "text":
         return [{"type": "text", "text": part["text"]}]
     if part["type"] == "image":
-        return [url_part("image", "image/png", encoded(sized_image(part), "PNG"))]
+        return [url_part("image", "image/png", as_base64(sized_image(part), "PNG"))]
     return [url_part("image", "image/jpeg", content) for content in jpegs(part)]
 
 
@@ -108,7 +108,7 @@ def jpegs(part: Part) -> list[bytes]:
     size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, FAMILY)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
     frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
-    return [encoded(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
+    return [as_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 
 
 def sized_image(part: Part) -> Image.Image:
@@ -119,8 +119,7 @@ def sized_image(part: Part) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    """As base64."""
+def as_base64(image: Image.Image, form: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return base64.b64encode(buffer.getvalue())

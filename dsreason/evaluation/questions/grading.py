@@ -72,7 +72,6 @@ class Grader:
             self._scorer.__exit__(*exc)
 
     def grade(self, question: Question, text: str) -> Graded:
-        """Grades a response to the question."""
         kind, options, compat = question.kind, question.options, self.parser == "compat"
         parsed = parse(text, self.answer_type, self.parser, kind=kind, options=options)
         if compat:

@@ -79,7 +79,7 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
     """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
     config = run.config.checkpoint
     dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
-    on_rank_zero(lambda: replace_folder(output))
+    on_rank_zero(lambda: delete_old_export(output))
     with run.watchdog.phase("export"), run.progress.phase("exporting"):
         export_engine(
             run.engine,
@@ -94,7 +94,6 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
     run.uploads.add(output, last=last)
 
 
-def replace_folder(output: Path) -> None:
-    """Delete an older export."""
+def delete_old_export(output: Path) -> None:
     with as_save_error(output):
         delete_folder(output)

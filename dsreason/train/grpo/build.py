@@ -133,7 +133,6 @@ def check_reference_folder(config: GRPOConfig, world: World) -> None:
 
 
 def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
-    """Of what samples the completions."""
     rollout = config.rollout
     if rollout.engine == "transformers":
         return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
