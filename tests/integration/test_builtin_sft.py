@@ -46,7 +46,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.job.ranks import init_world
     from dsreason.monitor.memory import MemoryLedger
     from dsreason.monitor.progress import Progress
-    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import Sampler
@@ -62,9 +62,9 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     rollout = TransformersEngine(
         Path(model),
         encoder.processor.tokenizer,
+        TransformersSettings(batch_size=config.validation.micro_batch_size),
         dtype=DTYPES[config.train.precision],
         device=world.device,
-        batch_size=config.validation.micro_batch_size,
     )
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
     result = validate(sampler, held_out, encoder, config, world, version=1, progress=Progress())

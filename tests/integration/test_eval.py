@@ -27,7 +27,7 @@ from dsreason.data.types import EncodedSample
 from dsreason.evaluation.ask.answerers import Answering
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.questions.questions import load_questions
-from dsreason.evaluation.report.results import read_results
+from dsreason.evaluation.report.results import find_run, read_run
 from dsreason.evaluation.run import Evaluation, build_grader
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.opening import load_weights
@@ -267,7 +267,9 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
         "a server that is down": Mistake(
             [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): no server answers there"]
         ),
-        "a server that wants a key": Mistake(server("401"), ["wants a key, and none is in", "OPENAI_API_KEY", "401"]),
+        "a server that requires a key": Mistake(
+            server("401"), ["requires a key, and none is in", "OPENAI_API_KEY", "401"]
+        ),
         "a server that does not chat": Mistake(
             server("404", *named), ["no model 'm', or no chat at this address (404"]
         ),
@@ -344,9 +346,9 @@ class Counting(TransformersEngine):
         self.calls.append(len(prompts))
         return super().as_completed(prompts, *args, **kwargs)
 
-    def _complete(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
+    def _complete_batch(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
         self.rows.append(len(rows))
-        return super()._complete(rows, *args)
+        return super()._complete_batch(rows, *args)
 
 
 @pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
@@ -368,9 +370,9 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     with build_grader(config) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
         first = next(answers)
-        assert [result.id for result in read_results(tmp_path)] == [first.id]
+        assert [result.id for result in read_run(find_run(tmp_path))] == [first.id]
         assert engine.rows == [8]
-        assert len([first, *answers]) == len(read_results(tmp_path)) == 20
+        assert len([first, *answers]) == len(read_run(find_run(tmp_path))) == 20
     assert engine.calls == calls
 
 

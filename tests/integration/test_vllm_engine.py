@@ -430,7 +430,7 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
     ):
         from dsreason.rollout.self_test import self_test
 
-        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts))
+        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts, max_completion_length=8))
     with mock.patch.object(engine.llm, "wake_up", losing_buffer):
         found["buffer"] = failure(engine.wake)
     engine.model.get_buffer(COS_SIN).mul_(2)

@@ -131,7 +131,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.losses.sft import sft_loss
-    from dsreason.rollout.weight_sync import Sending, fingerprints
+    from dsreason.rollout.weight_sync import WeightStream, fingerprints
     from tests.engines import full_gradients
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
@@ -164,7 +164,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     seen["third"] = look()
     weights = dict(full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sending = Sending(full_parameters(engine), shapes, torch.float32, engine.device)
+    sending = WeightStream(full_parameters(engine), shapes, torch.float32, engine.device)
     sending.drain()
     sending.finish()
     seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
@@ -242,7 +242,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         micro_batches = cut(rollouts, changed, encoder)
         against = reference if algorithm["kl_coef"] else None
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
-        metrics = accumulate_gradients(engine, micro_batches, changed, world, banned).metrics
+        metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found

@@ -28,7 +28,7 @@ from dsreason.job.ranks import (
 
 log = logging.getLogger(__name__)
 
-SIGHT_S = 3.0
+VISIBILITY_TIMEOUT_S = 3.0
 """After which a new file of another host is not coming: network file systems may show it late."""
 
 
@@ -81,7 +81,7 @@ def find_folders(output_dir: Path, world: World) -> World:
             host = socket.gethostname()
             raise ConfigError(f"{output_dir}: cannot be made on {host}: {cause}; choose another") from cause
     marks = [mark for mark in gather_objects(own if world.local_rank == 0 else None) if mark is not None]
-    deadline = time.monotonic() + SIGHT_S
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
         time.sleep(0.1)
     seen = gather_objects([mark for mark in marks if mark.exists()])
@@ -101,14 +101,14 @@ def start_state(
     state = load_checkpoint(engine, checkpoint, world)
     log.info("resumed from %s", checkpoint)
     own = Path(str(config.output_dir)) / "checkpoints"
-    on_one_rank_per_folder(world, lambda: leave_newer(own, checkpoint))
+    on_one_rank_per_folder(world, lambda: set_newer_aside(own, checkpoint))
     if checkpoint.resolve().parent == own.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
-def leave_newer(folder: Path, checkpoint: Path) -> None:
+def set_newer_aside(folder: Path, checkpoint: Path) -> None:
     """The folder's checkpoints after the resumed step belong to steps that are now trained again."""
     for path in set_aside_newer(folder, checkpoint):
         log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint, path)

@@ -28,7 +28,6 @@ from dsreason.train.common import nonfinite
 from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
 from dsreason.train.grpo import loop as grpo
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
-from dsreason.train.grpo.update import Update
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 INF, NAN = math.inf, math.nan
@@ -115,7 +114,7 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     batches = [collate([training_sample(one)], pad_id=0) for one in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
     micro_batches = [MicroBatch(batch, [one]) for batch, one in zip(batches, rollouts, strict=True)]
-    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: Update({"train/loss": NAN}))
+    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: ({"train/loss": NAN}, []))
     monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
     run: Any = SimpleNamespace(
