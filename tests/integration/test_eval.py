@@ -379,7 +379,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
 # ---------------------------------------------------------------- ranks, engines, kills
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.long), "transformers"])
 def test_ranks_and_engines_give_the_same_answers(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path, engine: str
 ) -> None:
@@ -413,6 +413,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     assert all("<think> your reasoning </think>" in item["prompt"][1] for item in found)
 
 
+@pytest.mark.long
 def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
     tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -152,6 +152,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     return {name: grad.numpy() for name, grad in full_gradients(engine).items()}, total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("deepspeed_defaults", "holds"), [(False, True), (True, False)])
 def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspeed_defaults, holds):
     rows = str(write_mixed_rows(tmp_path, 64))

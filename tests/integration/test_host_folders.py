@@ -14,7 +14,7 @@ from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
 from tests.integration.test_checkpoint import STAGES, build, everything, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RUN = Path("run")
 

@@ -109,6 +109,7 @@ def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path
     assert told.endswith("give all of them the same environment, code, files and options, and start again\n")
 
 
+@pytest.mark.long
 def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: Path) -> None:
     ended = run_hosts({1: [script, "meet"]}, {1: {"SECONDS": "3", "MASTER_PORT": "29411"}}, tmp_path)[1]
     assert ended.returncode == 1
@@ -118,6 +119,7 @@ def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: 
     assert line.endswith("look whether all hosts have started, and whether a firewall between them closes that port")
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_restarts_find_each_other_again(script: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", script, "work"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -134,6 +134,7 @@ def texts(file: str) -> dict[str, str]:
     return {item["id"]: item["full_response"] for item in json.loads(file)}
 
 
+@pytest.mark.long
 def test_a_run_a_checkpoint_and_an_export_answer_alike(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,11 @@ COS_SIN = "language_model.model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "model.visual.pos_embed.weight"}
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}")
+@pytest.fixture(
+    scope="module",
+    params=[SETUPS[0], *(pytest.param(setup, marks=pytest.mark.long) for setup in SETUPS[1:3]), SETUPS[3]],
+    ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     from dsreason.models.tiny import build_tiny
