@@ -275,7 +275,7 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
         ),
         "a server that fails": Mistake(server("500"), ["none of the first 2 questions got an answer", "500"]),
         "a server of web pages": Mistake(
-            server("page", *named), ["none of the first 2 questions", "no chat completion"]
+            server("page", *named), ["none of the first 2 questions", "not a chat completion"]
         ),
     }
 
