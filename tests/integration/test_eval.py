@@ -361,9 +361,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     )
     questions = load_questions(config)
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
-    engine = Counting(
-        tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
-    )
+    engine = Counting(tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     engine.calls, engine.rows = [], []
     load_weights(engine, tiny_qwen2_5_vl, VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)

@@ -721,7 +721,7 @@ def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dic
             assert state["tags"].keys() == {"weights", "kv_cache"} and min(state["tags"].values()) > 10
             assert state["deepstack"] == (rank["frozen"]["family"] == "qwen3_vl")
             assert state["planted"] and not state["weights"]
-            assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values in sleep: {COS_SIN}")
+            assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values during sleep: {COS_SIN}")
             if rank["frozen"]["family"] == "qwen3_vl":
                 assert sleep["poisoned"][0] == "SyncError"
                 assert "although every parameter and buffer is as it was" in sleep["poisoned"][1]
