@@ -724,4 +724,4 @@ def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dic
             assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values during sleep: {COS_SIN}")
             if rank["frozen"]["family"] == "qwen3_vl":
                 assert sleep["poisoned"][0] == "SyncError"
-                assert "although every parameter and buffer is as it was" in sleep["poisoned"][1]
+                assert "although every parameter and buffer is unchanged" in sleep["poisoned"][1]
