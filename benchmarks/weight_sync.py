@@ -53,7 +53,7 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
 
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
@@ -64,7 +64,9 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
     deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = arguments.threshold
     engine = build_policy_engine(config, deepspeed, arguments.model)
     tokenizer = build_encoder(config, arguments.model).processor.tokenizer
-    rollout = TransformersEngine(arguments.model, tokenizer, dtype=torch.float32, device=world.device, batch_size=1)
+    rollout = TransformersEngine(
+        arguments.model, tokenizer, TransformersSettings(batch_size=1), dtype=torch.float32, device=world.device
+    )
     rollout.wake()
     return engine, rollout
 

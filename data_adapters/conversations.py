@@ -13,17 +13,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dsreason.data.rows import as_list
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     column = "conversations" if "conversations" in row else "messages"
-    waiting = {kind: in_columns(row, kind) for kind in ("image", "video")}
-    messages = [fill(tidy(message), waiting) for message in parse(row[column], column)]
+    waiting = {kind: media_in_columns(row, kind) for kind in ("image", "video")}
+    messages = [with_media(message, waiting) for message in parse(row[column], column)]
     for kind, left in waiting.items():
-        shown = sum(is_medium(part, kind) for message in messages for part in parts_of(message))
-        if left and (shown == 0 or len(left) < len(in_columns(row, kind))):
+        shown = any(part.get("type") == kind for message in messages for part in dict_parts(message))
+        if left and (not shown or len(left) < len(media_in_columns(row, kind))):
             raise DataError(
                 f"field {column!r}: {len(left)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
             )
@@ -35,44 +36,33 @@ def parse(value: Any, column: str) -> list[Message]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"field {column!r}: is no JSON: {error}") from error
+            raise DataError(f"field {column!r}: not valid JSON: {error}") from error
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise DataError(f"field {column!r}: must be a list of messages with role and content")
     return value
 
 
-def tidy(message: Message) -> Message:
-    """Without the None entries that Arrow fills in so that all parts have the same keys."""
+def media_in_columns(row: dict[str, Any], kind: str) -> list[Any]:
+    """The media in the columns `image` and `images` (`video`, `videos`), each one medium or a list."""
+    return [*as_list(row.get(kind)), *as_list(row.get(f"{kind}s"))]
+
+
+def dict_parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def with_media(message: Message, waiting: dict[str, list[Any]]) -> Message:
+    """With the media of the row's columns in the parts that name none."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
-    return {**message, "content": parts}
+    return {**message, "content": [fill(part, waiting) if isinstance(part, dict) else part for part in content]}
 
 
-def in_columns(row: dict[str, Any], kind: str) -> list[Any]:
-    given = [row.get(kind), row.get(f"{kind}s")]
-    return [medium for one in given if one for medium in (one if isinstance(one, list) else [one])]
-
-
-def parts_of(message: Message) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-def is_medium(part: Any, kind: str) -> bool:
-    return isinstance(part, dict) and part.get("type") == kind
-
-
-def fill(message: Message, waiting: dict[str, list[Any]]) -> Message:
-    """With the media of the row's columns in the parts that name none."""
-    if not isinstance(message.get("content"), list):
-        return message
-    return {**message, "content": [fill_part(part, waiting) for part in message["content"]]}
-
-
-def fill_part(part: Any, waiting: dict[str, list[Any]]) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
+def fill(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
+    part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
+    kind = part.get("type")
     if kind not in waiting or kind in part:
         return part
     if not waiting[kind]:

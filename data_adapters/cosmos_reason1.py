@@ -18,10 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from data_adapters.conversations import last_reply, parse, text_of
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
+from dsreason.datasets.hub import hub_errors
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.archives import unpack
@@ -107,11 +110,6 @@ def by_name(files: Iterable[Path], subset: str) -> dict[str, list[Path]]:
 
 
 def download(path: str, subset: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     patterns = [f"{subset}/clips*", f"{subset}/clips/*"]
-    try:
+    with hub_errors(path, revision):
         return Path(snapshot_download(path, repo_type="dataset", revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise DataError(f"data.path {path}: no local folder, and its clips cannot be fetched: {error}") from error

@@ -76,7 +76,7 @@ class Questions(Rows):
 
 
 def num_questions(rows: Rows, index: int) -> int:
-    """1 also where the row is unusable, which is told when it is read."""
+    """1 also for an unusable row, which is reported when it is read."""
     try:
         row = rows[index]
     except DataError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.rows import option_lines, options_field, text_field
+from dsreason.data.rows import as_list, option_lines, options_field, text_field
 from dsreason.data.types import Message, Sample
 
 
@@ -19,7 +19,8 @@ def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
     answer = text_field(row, "answer")
-    content = [*media_parts(row), {"type": "text", "text": question}]
+    media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
+    content = [*media, {"type": "text", "text": question}]
     messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -30,11 +31,3 @@ def to_sample(row: dict[str, Any]) -> Sample:
 
 def lettered(options: Any) -> Any:
     return {chr(ord("A") + i): text for i, text in enumerate(options)} if isinstance(options, list) else options
-
-
-def media_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = []
-    for kind in ("image", "video"):
-        given = row.get(kind) or []
-        parts += [{"type": kind, kind: path} for path in ([given] if isinstance(given, (str, dict)) else given)]
-    return parts

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from data_adapters.conversations import last_reply
+from data_adapters.conversations import last_reply, media_in_columns
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -26,24 +26,17 @@ def to_sample(row: dict[str, Any]) -> Sample:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
-    media = {kind: as_list(row, kind) + as_list(row, f"{kind}s") for kind in ("image", "video")}
-    for kind, paths in media.items():
+    waiting = {kind: media_in_columns(row, kind) for kind in ("image", "video")}
+    for kind, paths in waiting.items():
         num_tags = sum(count_tags(turn, kind) for turn in turns)
         if len(paths) != num_tags:
             raise DataError(
                 f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; there must be one tag for each, "
                 "where it is to be shown"
             )
-    waiting = {kind: list(paths) for kind, paths in media.items()}
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
     meta = {"kind": row["kind"]} if "kind" in row else {}
     return Sample(str(row.get("id", "")), messages, answer=last_reply(messages), meta=meta)
-
-
-def as_list(row: dict[str, Any], key: str) -> list[Any]:
-    """Paths, or {"bytes", "path"} of a Hugging Face image column."""
-    given = row.get(key)
-    return list(given or []) if not isinstance(given, (str, dict)) else [given]
 
 
 def count_tags(turn: dict[str, Any], kind: str) -> int:

@@ -20,7 +20,7 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """One row for every id that has a video or a label; what lacks the other is told when the row is used."""
+    """One row for every id that has a video or a label; a missing partner is reported when the row is used."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
@@ -54,4 +54,4 @@ def label_text(path: Path) -> str:
     try:
         return json.dumps(json.loads(path.read_text(encoding="utf-8")), ensure_ascii=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: is no JSON: {error}") from error
+        raise DataError(f"{path}: not valid JSON: {error}") from error

@@ -1,6 +1,6 @@
 """The `dsreason` command, and `python -m dsreason`, which torchrun and deepspeed start as well.
 
-A Python file beside a person's rows must not run because a library looks for a module of that name. So the current folder
+A Python file beside the user's data must not run because a library looks for a module of that name. So the current folder
 leaves the import path here, before anything else is imported; code that the configuration names is found by
 `dsreason.user_code`. Out of reach are what Python itself imports to get here (`contextlib`, `warnings`) and the launchers'
 own processes: PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed` protects them too.

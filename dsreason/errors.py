@@ -1,9 +1,9 @@
-"""Failures that a person can mend. The command line prints their text without a traceback."""
+"""Errors that the user can fix. The command line prints their text without a traceback."""
 
 import errno
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of an `OSError`: the disk is full or may not be written, whatever was to be kept there."""
+"""Values of `OSError.errno` that say: the disk is full or read-only."""
 
 
 class DsReasonError(Exception):
@@ -11,7 +11,7 @@ class DsReasonError(Exception):
 
     exit_code = 1
     label = "error: "
-    """Stands before the text on the screen."""
+    """Printed before the message."""
 
 
 class ConfigError(DsReasonError):
@@ -33,11 +33,11 @@ class CheckpointError(DsReasonError):
 
 
 class RewardError(DsReasonError):
-    """A reward that raised, gave no number, took too long or could not be reached; the text names function and sample."""
+    """A reward that raised, returned no number, took too long or could not be reached; the text names function and sample."""
 
 
 class SaveError(DsReasonError):
-    """What a run made could not be written."""
+    """Output of a run could not be written."""
 
 
 class Stopped(DsReasonError):
@@ -50,9 +50,9 @@ class Stopped(DsReasonError):
 class StorageError(DsReasonError):
     """Storage (S3, the Hub) that refused or could not be reached; the text names the address and the answer.
 
-    `status` is that of the answer where one came, `passing` says whether the same request may succeed later.
+    `status` is the HTTP status of the answer, if there was one; `transient`: the same request may succeed later.
     """
 
-    def __init__(self, text: str, *, status: int | None = None, passing: bool = False) -> None:
+    def __init__(self, text: str, *, status: int | None = None, transient: bool = False) -> None:
         super().__init__(text)
-        self.status, self.passing = status, passing
+        self.status, self.transient = status, transient

@@ -9,7 +9,7 @@ from dsreason.errors import ConfigError
 
 
 def config_error(problems: Sequence[str]) -> ConfigError:
-    """One error that tells all problems: `file: key: what, with both values; what to do`, one a line."""
+    """One error that lists all problems: `file: key: what, with both values; what to do`, one a line."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))

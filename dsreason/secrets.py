@@ -26,12 +26,12 @@ VARIABLES = (
 )
 """Environment variables whose values nobody may see, beside those with `SECRET_NAME`."""
 SHORTEST = 6
-"""Of a value that is looked for: `x` would be found everywhere."""
+"""Characters of a value that is hidden: a shorter one would be found everywhere."""
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
 SHORTEST_BY_NAME = 8
-"""Of a value under such a name, which may stand for something else: `1`, `true`."""
+"""Characters of a value under such a name, which may mean something else: `1`, `true`."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
-"""Of the name of a secret the last word: `hf_token`, not `token_count`."""
+"""The last word in the name of a secret: `hf_token`, not `token_count`."""
 SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
@@ -42,7 +42,7 @@ PATTERNS = {
 }
 """Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-TALKATIVE = (
+VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
     "fsspec",
@@ -53,7 +53,7 @@ TALKATIVE = (
     "httpcore",
     "httpcore2",
 )
-"""Loggers of libraries that tell headers and signed addresses on the levels DEBUG and INFO."""
+"""Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""
 
 
 def hide_secrets(text: str) -> str:
@@ -81,7 +81,7 @@ def secret_variables(count: int) -> list[tuple[str, str]]:
 
 
 def hidden(value: Any) -> Any:
-    """JSON values to be kept: `hide_secrets` done to every text, addresses without their query, no value of a secret's key."""
+    """JSON values to be written: `hide_secrets` done to every text, addresses without their query, no value of a secret's key."""
     if isinstance(value, str):
         return ADDRESS.sub(without_query, hide_secrets(value))
     if isinstance(value, dict):
@@ -121,6 +121,6 @@ def without_credentials(text: str) -> str:
 
 
 def quiet_libraries() -> None:
-    """Only warnings from `TALKATIVE`, whatever a debug setting of theirs says."""
-    for name in TALKATIVE:
+    """Only warnings from `VERBOSE_LOGGERS`, whatever a debug setting of theirs says."""
+    for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

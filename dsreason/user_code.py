@@ -1,13 +1,12 @@
-"""Importing a person's own code: an adapter or a reward, by path or by module name.
+"""Importing the user's own code: an adapter or a reward, by path or by module name.
 
 The current folder is not on the import path: a library that looks for an optional package must not find what lies beside
-a person's rows. What the configuration names is found in the current folder all the same, and that code finds what it
+the user's data. What the configuration names is found in the current folder all the same, and that code finds what it
 imports beside itself and there, after everything that is installed.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -20,20 +19,21 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from dsreason.errors import ConfigError
+from dsreason.problems import nearest
 
 FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""
 
 
 class UserCodeFinder(MetaPathFinder):
-    """Finds what a person's code imports from its folders, and only for that code.
+    """Finds what the user's code imports from its folders, and only for that code.
 
-    It is asked last, so nothing that is installed is hidden, and a library that asks is told that there is nothing.
+    It is asked last, so nothing that is installed is hidden, and a library that asks finds nothing.
     """
 
     def __init__(self) -> None:
         self.folders: dict[str, list[str]] = {}
-        """Top-level module of a person's → where it, and what it imports, is looked for."""
+        """Top-level module of the user → where it, and what it imports, is looked for."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -102,14 +102,14 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
     except ModuleNotFoundError as error:
         if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
             raise ConfigError(f"{what} needs a package that is not installed: {error.name}") from error
-        near = difflib.get_close_matches(target, known, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else "."
+        near = nearest(target, known)
+        hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
     except Exception as error:  # somebody else's code
         raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error
 
 
 def restore_script_folders() -> None:
-    """Undo, for what a person's code starts from here on, the PYTHONSAFEPATH that `dsreason.__main__` has set."""
+    """Undo, for what the user's code starts from here on, the PYTHONSAFEPATH that `dsreason.__main__` has set."""
     if os.environ.get("PYTHONSAFEPATH") == "dsreason":
         del os.environ["PYTHONSAFEPATH"]

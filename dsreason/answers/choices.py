@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dsreason.answers.text import last_boxed, plain, unwrapped
+from dsreason.answers.text import last_boxed, normalized, without_markup
 
 UNREAD = ("", "none")
 """No answer, and the rule that says so."""
@@ -57,7 +57,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         key, _ = read_option(boxed, options)
         return (key, "boxed") if key else UNREAD
     reader = _Reader(options)
-    cleaned = re.sub("(?m)^(?:[-•#>]+ )+", "", unwrapped(text))
+    cleaned = re.sub("(?m)^(?:[-•#>]+ )+", "", without_markup(text))
     for rule, find in (
         ("only letter", reader.only_letter),
         ("option text", reader.option_text),
@@ -80,17 +80,17 @@ def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
 
 
 def _bare(text: str) -> str:
-    return plain(text).rstrip(" .!;,")
+    return normalized(text).rstrip(" .!;,")
 
 
 def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
     """Where each verdict begins, and the rest of its line (as far as it matters); not those that their clause takes back."""
     for match in begins.finditer(text):
-        if not refused(text[: match.start()]):
+        if not is_refused(text[: match.start()]):
             yield match.start(), text[match.end() :][:500].partition("\n")[0]
 
 
-def refused(before: str) -> bool:
+def is_refused(before: str) -> bool:
     """Whether the clause that leads to a verdict takes it back: "I do not think that", "if"."""
     clause = re.split(r"[.,;:!?\n]|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
     return REFUSAL.search(clause) is not None
@@ -102,7 +102,7 @@ class _Reader:
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
         self.letter = "|".join(re.escape(key) for key in self.keys)
-        self.texts = {key: unwrapped(text) for key, text in (options or {}).items()}
+        self.texts = {key: without_markup(text) for key, text in (options or {}).items()}
 
     def _key(self, letter: str) -> str | None:
         return self.keys.get(letter.upper())  # a Turkish İ matches I, and is none
@@ -119,7 +119,7 @@ class _Reader:
         """The last one: a text that corrects itself ends with what it means."""
         correct = re.compile(rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?\s+(?i:{IS_CORRECT})")
         found = [(start, self._said(line)) for start, line in verdicts(text)]
-        found += [(m.start(), self.keys[m[1]]) for m in correct.finditer(text) if not refused(text[: m.start()])]
+        found += [(m.start(), self.keys[m[1]]) for m in correct.finditer(text) if not is_refused(text[: m.start()])]
         keys = [key for _, key in sorted(found, key=lambda place: place[0]) if key]
         return keys[-1] if keys else None
 

@@ -10,8 +10,6 @@ import re
 
 from dsreason.answers.types import AnswerType, Parsed
 
-OPENING_TAG = re.compile("<([a-zA-Z]*)>")
-
 
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
     """`letter`: the first of A to Z. `reasoning`: that inside the first `<answer>…</answer>`, and the first `<think>` block."""
@@ -26,31 +24,6 @@ def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
 def _first_capital(text: str, rule: str) -> tuple[str, str, str]:
     found = re.search("[A-Z]", text)
     return (found[0], "", rule) if found else ("", "", "none")
-
-
-def extract_tagged_text(text: str) -> tuple[dict[str, list[str]], list[str]]:
-    """What stands in `<tag>…</tag>`, by tag, and the texts around; the same as cosmos-reason1's function of this name.
-
-    A tag's name is letters only, or empty. An opening tag that nothing closes is left out, and the text goes on behind
-    it; tags inside a block belong to its text.
-
-    Example: `<think>x<answer>B</answer> end` gives `({"answer": ["B"]}, ["", "x", " end"])`.
-    """
-    blocks: dict[str, list[str]] = {}
-    around: list[str] = []
-    position = 0
-    while position < len(text):
-        opening = OPENING_TAG.search(text, position)
-        if opening is None:
-            around.append(text[position:])
-            break
-        around.append(text[position : opening.start()])
-        tag, position = opening[1], opening.end()
-        end = text.find(f"</{tag}>", position)
-        if end >= 0:
-            blocks.setdefault(tag, []).append(text[position:end])
-            position = end + len(f"</{tag}>")
-    return blocks, around
 
 
 def tagged_answer(text: str) -> str:

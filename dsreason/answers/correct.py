@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from dsreason.answers.parsing import parse
-from dsreason.answers.text import bare, split_response
+from dsreason.answers.text import normalized_answer, split_response
 from dsreason.answers.types import Kind
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
@@ -26,7 +26,7 @@ def kind_of(sample: Sample) -> Kind:
     reference = reference_of(sample) or ""
     if sample.options and parse(reference, "reasoning", options=sample.options).answer:
         return "multiple_choice"
-    return "yes_no" if bare(split_response(reference).answer) in ("yes", "no") else "open"
+    return "yes_no" if normalized_answer(split_response(reference).answer) in ("yes", "no") else "open"
 
 
 def reference_of(sample: Sample) -> str | None:
@@ -44,4 +44,4 @@ def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | N
     right = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not right:
         return False
-    return float(answer) == float(right) if kind == "ordinal" else bare(answer) == bare(right)
+    return float(answer) == float(right) if kind == "ordinal" else normalized_answer(answer) == normalized_answer(right)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from dsreason.answers.choices import UNREAD, VERDICT, read_option, verdicts
 from dsreason.answers.compat import parse_compat
-from dsreason.answers.text import Response, last_boxed, split_response, unwrapped
+from dsreason.answers.text import Response, last_boxed, split_response, without_markup
 from dsreason.answers.types import AnswerType, Kind, Parsed
 
 Parser = Literal["default", "compat"]
@@ -79,7 +79,7 @@ def _read(response: Response, kind: Kind, options: dict[str, str] | None) -> tup
 def read_yes_no(text: str) -> tuple[str, str]:
     """(`yes` or `no`, the rule); the last verdict ("the answer is no"), else what the lines begin with, if they agree."""
     boxed = last_boxed(text)
-    plain = unwrapped(text if boxed is None else boxed)
+    plain = without_markup(text if boxed is None else boxed)
     chosen = [found[1].lower() for _, line in verdicts(plain) if (found := YES_NO.match(line))]
     if chosen:
         return chosen[-1], "answer is"
@@ -90,7 +90,7 @@ def read_yes_no(text: str) -> tuple[str, str]:
 def read_number(text: str) -> tuple[str, str]:
     """(a number as it is written, the rule): the first line that is one (`4`, `4.`, `4/5`), else the last "score: 4"."""
     boxed = last_boxed(text)
-    plain = unwrapped(text if boxed is None else boxed)
+    plain = without_markup(text if boxed is None else boxed)
     for line in plain.splitlines():
         if alone := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
             return alone[1], "only number"

@@ -48,18 +48,18 @@ def last_boxed(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def unwrapped(text: str) -> str:
+def without_markup(text: str) -> str:
     """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
     text = re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", unicodedata.normalize("NFKC", text))
     lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
     return "\n".join(filter(None, lines))
 
 
-def plain(text: str) -> str:
+def normalized(text: str) -> str:
     """Comparable: case and the amount of white space do not count."""
     return " ".join(text.split()).casefold()
 
 
-def bare(text: str) -> str:
+def normalized_answer(text: str) -> str:
     """Comparable: case, the amount of white space and a final full stop do not count."""
-    return plain(text).removesuffix(".").rstrip()
+    return normalized(text).removesuffix(".").rstrip()

@@ -41,7 +41,7 @@ from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
-from dsreason.job.ranks import World, agree, gather_objects, on_rank_zero, once_a_folder
+from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
 
 UNIVERSAL = "universal"
 
@@ -64,7 +64,7 @@ class TrainerState:
     """What else the run wants back; JSON values only."""
 
 
-def begin(folder: Path, step: int, world: World) -> Path:
+def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
     partial = folder / f"{SAVING}step_{step}"
 
@@ -73,25 +73,25 @@ def begin(folder: Path, step: int, world: World) -> Path:
             delete_folder(partial)
             partial.mkdir(parents=True)
 
-    once_a_folder(world, make)
+    on_one_rank_per_folder(world, make)
     return partial
 
 
-def own_files(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> list[Callable[[], None]]:
+def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> Callable[[], None]:
     """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
     write_rng_state = take_rng_state(world.device)
+    described = describe(engine, state, world)
 
-    def write_random_numbers() -> None:
+    def write() -> None:
+        if world.is_first_of_folder:
+            write_json(partial / STATE_FILE, described)
         with draft_of(partial / rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 
-    if not world.keeps_folder:
-        return [write_random_numbers]
-    described = describe(engine, state, world)
-    return [lambda: write_json(partial / STATE_FILE, described), write_random_numbers]
+    return write
 
 
 def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
@@ -128,28 +128,24 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
     saved = on_rank_zero(lambda: read_state(path))
     check_files(path, world)
     check_matches(path, saved, engine)
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(engine)]
-    error: CheckpointError | None = None
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
+    ]
     if saved["world_size"] != world.size:
         on_rank_zero(lambda: make_universal(path, saved))
-    try:
-        if saved["world_size"] == world.size:
-            load_same_size(engine, path)
-        else:
-            load_universal(engine, path)
-        if world.rank < saved["world_size"]:
-            load_rng_state(path / rng_file(world.rank), world.device)
-    except UNREADABLE as cause:
-        error = CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint")
-    agree(error)
-    for group, values in zip(groups_of(engine), settings, strict=True):
+    with errors_on_all_ranks():
+        try:
+            if saved["world_size"] == world.size:
+                load_same_size(engine, path)
+            else:
+                load_universal(engine, path)
+            if world.rank < saved["world_size"]:
+                load_rng_state(path / rng_file(world.rank), world.device)
+        except UNREADABLE as cause:
+            raise CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint") from cause
+    for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(values)
     return TrainerState(**saved["state"])
-
-
-def groups_of(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = engine.optimizer.param_groups
-    return groups
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -165,7 +161,7 @@ def read_state(path: Path) -> dict[str, Any]:
             torch.Size(described["shape"]), described["trained"]
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
         raise CheckpointError(
-            f"{path / STATE_FILE}: is not what a checkpoint holds ({type(cause).__name__}: {cause}); choose another one"
+            f"{path / STATE_FILE}: is not the state of a checkpoint ({type(cause).__name__}: {cause}); choose another one"
         ) from cause
     return saved
 
@@ -183,21 +179,14 @@ def check_state(state: TrainerState) -> None:
 
 
 def check_files(path: Path, world: World) -> None:
-    """Sizes of all files, and that this rank can read its own.
-
-    Raises on every rank when one of them sees something wrong: one alone would leave the others waiting in DeepSpeed.
-    """
-    error: CheckpointError | None = None
-    try:
+    """Sizes of all files, that none is missing which other hosts have kept, and that this rank can read its own."""
+    with errors_on_all_ranks():
         check_sizes(path)
         saved = read_state(path)
         check_parts(path, saved, world)
         if saved["world_size"] == world.size:
             load_optimizer_file(path, world.rank)
             load_model_file(path, world.rank, saved["zero_stage"])
-    except CheckpointError as caught:
-        error = caught
-    agree(error)
 
 
 def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
@@ -264,11 +253,7 @@ def make_universal(path: Path, saved: dict[str, Any]) -> None:
         inject_missing_state=True,
     )
     try:
-        with (
-            safe_loading(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(arguments)
         partial.rename(path / UNIVERSAL)
     except UNREADABLE as cause:

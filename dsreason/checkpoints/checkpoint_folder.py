@@ -81,7 +81,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def check_ranks(path: Path, saved: dict[str, Any]) -> None:
     """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
-    where, advice = f"{path / STATE_FILE}: is not what a checkpoint holds", "choose another one"
+    where, advice = f"{path / STATE_FILE}: is not the state of a checkpoint", "choose another one"
     size, ranks = saved.get("world_size"), saved.get("ranks", [])
     if type(size) is not int or not 1 <= size <= MAX_RANKS:
         raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
@@ -117,13 +117,17 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
     missing = unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
-            f"{partial}: {', '.join(missing)} of ranks that write into this folder cannot be seen in it"
+            f"{partial}: has no {', '.join(missing)}, which ranks that write into this folder should have written"
         )
     with as_save_error(final):
         files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
         sizes = {path.name: path.stat().st_size for path in files}
         write_json(partial / MARKER, {"files": sizes})
-        give_name(partial, final)
+        replaced = mark_deleted(final)  # the old one goes once the new one has its marker: `recover` finds that
+        partial.rename(final)
+        flush(final.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
 
 
 def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
@@ -145,17 +149,8 @@ def rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
 
 
-def give_name(partial: Path, final: Path) -> None:
-    """Of two checkpoints of one step the old one goes once the new one has its marker: `recover` finds that."""
-    doomed = mark_deleted(final)
-    partial.rename(final)
-    flush(final.parent)
-    if doomed is not None:
-        shutil.rmtree(doomed)
-
-
 def recover(folder: Path) -> list[Path]:
-    """Make up for what was broken off: a checkpoint that all ranks had written is named, and other leftovers are deleted.
+    """Clean up what a killed run left: a checkpoint that all ranks had written is named, and other leftovers are deleted.
 
     On rank 0 only, before training. Returns the checkpoints that were named.
     """

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState, begin, own_files
+from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writer
 from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, once_a_folder
+from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, on_one_rank_per_folder
 from dsreason.monitor.memory import GIB, available_bytes
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ SPARE_MEMORY = 1.1
 """Times a copy's size that must be free for it."""
 SPARE_DISK = 1.01
 PATIENCE_S = 5.0
-"""Time in which all ranks must have met an error for it to be the same."""
+"""Seconds in which all ranks must arrive after an error, to complete a checkpoint together."""
 LEAVING = "dsreason_checkpoint/leaving"
 """Key in the job's store."""
 
@@ -64,9 +64,8 @@ class SnapshotEngine(TorchCheckpointEngine):
         """Inside, `engine.save_checkpoint` fills `files` instead of the disk."""
         self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
-        engine._copy_recovery_script = lambda path: (
-            None
-        )  # of DeepSpeed's own code; it fails on a full disk, on one rank
+        # It copies a script of DeepSpeed into the checkpoint, and would fail on a full disk, on one rank.
+        engine._copy_recovery_script = lambda path: None
         try:
             yield
         finally:
@@ -194,23 +193,26 @@ class CheckpointWriter:
         if self.writing is not None:
             raise RuntimeError(f"{self.writing.final} is being written; wait for it first")
         started = time.perf_counter()
-        partial = begin(self.folder, step, self.world)
+        partial = make_partial_folder(self.folder, step, self.world)
         with self.snapshot.in_place(self.engine):
             self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
         self.snapshot.copy()
-        writes = [self.snapshot.write, *own_files(self.engine, partial, state, self.world)]
+        write_state = state_writer(self.engine, partial, state, self.world)
         sizes = gather_objects(self.snapshot.size)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
-        once_a_folder(self.world, lambda: self._check_room(partial, size))
-        future = self.thread.submit(run_all, writes)
+        on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
+
+        def write() -> None:
+            self.snapshot.write()
+            write_state()
+
+        future = self.thread.submit(write)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
         self.writing = Writing(self.folder / f"step_{step}", partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
         """The checkpoint that all ranks have written since the last call; it is complete now."""
-        if self.pruning is not None and self.pruning.done():
-            self._say_pruned(self.pruning)
         if self.writing is None:
             return None
         outcomes = gather_objects(outcome(self.writing.future))
@@ -227,11 +229,11 @@ class CheckpointWriter:
         barrier()
         return self.poll()
 
-    def make_up(self) -> None:
-        """After an error, complete what is on its way if all ranks come here; else the next start looks at it."""
-        if self.writing is None or not all_come(self.world):
+    def complete_pending(self) -> None:
+        """After an error, complete what is on its way if all ranks call this; else the next start looks at it."""
+        if self.writing is None or not all_ranks_arrive(self.world):
             return
-        log.info("%s is still completed", self.writing.final)
+        log.info("completing %s before the run ends", self.writing.final)
         try:
             self.wait()
         except (DsReasonError, RuntimeError) as error:  # the latter where a rank ends meanwhile
@@ -239,19 +241,17 @@ class CheckpointWriter:
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
         """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On one rank of each folder."""
-        self.pruning = self.thread.submit(prune_checkpoints, self.folder, keep, spared)
+        self.pruning = self.thread.submit(self._prune, keep, spared)
+
+    def _prune(self, keep: int, spared: Collection[Path | None]) -> None:
+        try:
+            prune_checkpoints(self.folder, keep, spared)
+        except OSError as error:  # no reason to end a run
+            log.warning("old checkpoints could not be deleted: %s", error)
 
     def close(self) -> None:
         """Wait for what is being deleted."""
         self.thread.shutdown()
-        if self.pruning is not None:
-            self._say_pruned(self.pruning)
-
-    def _say_pruned(self, pruning: Future[None]) -> None:
-        """Old checkpoints that stay are no reason to end a run."""
-        self.pruning = None
-        if error := outcome(pruning):
-            log.warning("old checkpoints could not be deleted: %s", error)
 
     def _check_room(self, partial: Path, size: int) -> None:
         """SaveError, and the folder is removed again, where the disk has no room for `size` bytes."""
@@ -270,7 +270,7 @@ class CheckpointWriter:
     def _complete(self, writing: Writing) -> Path:
         self.writing = None
         begun = time.perf_counter()
-        once_a_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
+        on_one_rank_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
         ended = time.perf_counter()
         self.completing = ended - begun
         log.info(
@@ -283,15 +283,15 @@ class CheckpointWriter:
         self.writing = None
         concurrent.futures.wait([writing.future])
         barrier()
-        once_a_folder(self.world, lambda: remove(writing.partial))
+        on_one_rank_per_folder(self.world, lambda: remove(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
-            "as they were. Mend that, and continue with --resume auto"
+            "as they were. Fix that, and continue with --resume auto"
         )
 
 
-def all_come(world: World) -> bool:
+def all_ranks_arrive(world: World) -> bool:
     """Whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
@@ -302,11 +302,6 @@ def all_come(world: World) -> bool:
         while not (found := store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.05)
     return found
-
-
-def run_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def outcome(future: Future[None]) -> str | None:
@@ -321,12 +316,3 @@ def remove(partial: Path) -> None:
     """What was written of a checkpoint that failed; where even that fails, the next start does it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)
-
-
-def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:
-    """Write `<folder>/step_<step>` (all ranks together), whole or not at all, and return it."""
-    writer = CheckpointWriter(engine, folder, world, background=False)
-    writer.start(step, state)
-    writer.wait()
-    writer.close()
-    return folder / f"step_{step}"

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import read_state
@@ -18,12 +20,11 @@ from dsreason.checkpoints.checkpoint_folder import check_sizes
 from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.engine import full_parameters
-from dsreason.errors import CheckpointError, ConfigError, DsReasonError, SaveError
-from dsreason.job.ranks import World, agree, on_rank_zero
+from dsreason.errors import CheckpointError, ConfigError, SaveError
+from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
-SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float32: "F32"}
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
@@ -76,7 +77,7 @@ def write_model_folder(
         if output.exists():
             output.rmdir()
         partial.rename(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -117,7 +118,7 @@ def write_weights(
     output: Path,
     dtype: torch.dtype,
     max_shard_bytes: int,
-    on_tensor: OnTensor | None = None,
+    on_tensor: OnTensor | None,
 ) -> None:
     """`model.safetensors`, or `model-00001-of-0000N.safetensors` and an index."""
     shards: list[list[str]] = []
@@ -125,7 +126,9 @@ def write_weights(
     for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes, on_tensor), start=1):
         total += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
-        write_safetensors(shard, output / f"shard_{number}")
+        unnamed = output / f"shard_{number}"
+        save_file(shard, unnamed, metadata={"format": "pt"})
+        shutil.copymode(output / "config.json", unnamed)  # of safetensors' files only their owner may read
         shard.clear()  # or it would live on while the next one fills
     if len(shards) == 1:
         (output / "shard_1").rename(output / "model.safetensors")
@@ -158,27 +161,6 @@ def cut_shards(
         yield shard
 
 
-def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """The safetensors format (8 bytes of length, a JSON header, the bytes), without the copy its library makes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPE[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for tensor in tensors.values():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
 def export_engine(
     engine: DeepSpeedEngine,
     source: Path,
@@ -198,16 +180,14 @@ def export_engine(
     """
     tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
     on_rank_zero(lambda: check_target(source, output))
-    error: DsReasonError | None = None
-    if world.is_main:
+    with errors_on_all_ranks():
         try:
-            card = model_card(run, step, dtype=dtype) if run is not None else None
-            write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size, card=card)
-        except DsReasonError as caught:
-            error = caught
-    for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
-        pass
-    agree(error)
+            if world.is_main:
+                card = model_card(run, step, dtype=dtype) if run is not None else None
+                write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size, card=card)
+        finally:
+            for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+                pass
     return output
 
 

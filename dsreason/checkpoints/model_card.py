@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dsreason
 from dsreason.config.output import CONFIG_FILE
+from dsreason.monitor.metrics import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
     config = record.get("config", {})
     bases, datasets = origins(config)
     validated = validation_metrics(run / "metrics.jsonl", step)
+    results = [accuracy("held-out rows", validated["val/accuracy"])] if "val/accuracy" in validated else []
+    results += [accuracy(f"{one.dataset} ({one.answer_type})", one.value) for one in scores]
     name, command = run.absolute().name, record.get("command", [])
     data = ModelCardData(
         base_model=bases,
@@ -58,7 +61,7 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
         pipeline_tag=TASK,
         tags=[TAG, *command[:1]],
         model_name=name,
-        eval_results=[*held_out_results(validated), *evaluation_results(scores)] or None,
+        eval_results=results or None,
     )
     facts = {
         "base model": ", ".join(bases or []) or "not on the Hugging Face Hub",
@@ -98,7 +101,7 @@ def read_record(run: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # weights are worth more than their card
-        log.warning("%s: cannot be read (%s); the model card tells nothing of it", file, error)
+        log.warning("%s: cannot be read (%s); the model card leaves it out", file, error)
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else {}
 
@@ -136,38 +139,17 @@ def as_list(value: Any) -> list[str]:
 
 def validation_metrics(file: Path, step: int) -> dict[str, float]:
     """The `val/…` values of the last validation at or before `step`."""
-    found: dict[str, float] = {}
-    for line in lines_of(file):
-        values = {name: value for name, value in line.items() if name.startswith("val/") and value is not None}
-        if values and line.get("step", 0) <= step:
-            found = values
-    return found
+    for line in reversed(read_lines(file, last_step=step)):
+        if values := {name: value for name, value in line.items() if name.startswith("val/") and value is not None}:
+            return values
+    return {}
 
 
-def lines_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a metrics.jsonl; the last line may be cut off where a job was killed."""
-    if not file.is_file():
-        return
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            return
-
-
-def held_out_results(validated: dict[str, float]) -> list[EvalResult]:
-    return [result("held-out rows", "accuracy", validated["val/accuracy"])] if "val/accuracy" in validated else []
-
-
-def evaluation_results(scores: Sequence[Score]) -> Iterator[EvalResult]:
-    return (result(f"{one.dataset} ({one.answer_type})", "accuracy", one.value) for one in scores)
-
-
-def result(dataset: str, metric: str, value: float) -> EvalResult:
+def accuracy(dataset: str, value: float) -> EvalResult:
     return EvalResult(
         task_type=TASK,
         dataset_type=re.sub(r"\W+", "-", dataset).strip("-").lower(),
         dataset_name=dataset,
-        metric_type=metric,
+        metric_type="accuracy",
         metric_value=round(value, 4),
     )

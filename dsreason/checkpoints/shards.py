@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import struct
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 from dsreason.checkpoints.checkpoint_folder import check_written
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
+from dsreason.job.launch import environment
 
 UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
@@ -31,17 +31,11 @@ UNREADABLE = (
 @contextlib.contextmanager
 def safe_loading() -> Iterator[None]:
     """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
-    variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+    with (
+        environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
+        torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]),
+    ):
+        yield
 
 
 def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +52,7 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
             yield hf_name(name), assemble(pieces, shape)
     except UNREADABLE as cause:
         raise CheckpointError(
-            f"{checkpoint}: its files do not fit together ({type(cause).__name__}: {cause}); choose another checkpoint"
+            f"{checkpoint}: its files are inconsistent ({type(cause).__name__}: {cause}); choose another checkpoint"
         ) from cause
 
 
@@ -123,11 +117,8 @@ def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
     """ZeRO-1 and 2 cut a whole group; each rank notes which stretch of its part belongs to which parameter."""
     result: dict[str, list[Tensor]] = {}
     for state in states:
-        for flat, mapping in zip(
-            state["single_partition_of_fp32_groups"],
-            state["param_slice_mappings"],
-            strict=True,
-        ):
+        groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
+        for flat, mapping in groups:
             for name, stretch in mapping.items():
                 result.setdefault(name, []).append(flat.narrow(0, stretch.start, stretch.numel))
     return result

@@ -144,7 +144,7 @@ def clip(
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
     rule = rule_for(dataset, raw, events=events)
-    clips = cut_clips(names, rule, folder / "clips", workers=cores(workers), track=track)
+    clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers), track=track)
     for text in [*clips.missing, *clips.failed]:
         typer.echo(text)
     typer.echo(
@@ -173,7 +173,7 @@ def inspect(
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tell what is in the data: lengths, media, labels, what is missing, what is there twice; and show some of it."""
+    """Report what is in the data (lengths, media, labels, missing and duplicate rows), and show some of it."""
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None:
@@ -197,7 +197,7 @@ def inspect(
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = build_encoder(measured, find_model(measured))
-    found = inspect_data(datasets, encoder, limit=limit, workers=cores(workers), track=track)
+    found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers), track=track)
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
@@ -269,7 +269,7 @@ def validate(
     count = 0
     bad: list[str] = []
     for name, rendering in renderings(trainer, run).items():
-        rendered, found = render_rows(name, rendering, limit=limit, workers=cores(workers), track=track)
+        rendered, found = render_rows(name, rendering, limit=limit, workers=num_workers(workers), track=track)
         count, bad = count + rendered, bad + found
     for text in bad:
         typer.echo(text)
@@ -315,5 +315,5 @@ def load_run(trainer: Trainer[C], config: Path | None, overrides: list[str] | No
     return load_config(trainer.schema, config, overrides or (), default_recipe=trainer.recipe)
 
 
-def cores(workers: int | None) -> int:
+def num_workers(workers: int | None) -> int:
     return len(os.sched_getaffinity(0)) if workers is None else workers

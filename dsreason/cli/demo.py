@@ -66,16 +66,16 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
         output_dir=folder / "sft",
         nproc=nproc,
     )
-    with announced(1, started):
+    with announce_stage(1, started):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
-    with announced(2, started):
+    with announce_stage(2, started):
         run_job(job, ranks_on_cpu=ranks_on_cpu)
-    with announced(3, started):
+    with announce_stage(3, started):
         export(checkpoint=folder / "grpo", output=folder / "export")
-    with announced(4, started):
+    with announce_stage(4, started):
         results = evaluate_export(folder)
     Console().print(results_table(folder, accuracy_by_medium(results)))
     typer.echo(f"model: {folder / 'export'}")
@@ -84,7 +84,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
 
 
 @contextmanager
-def announced(number: int, started: float) -> Iterator[None]:
+def announce_stage(number: int, started: float) -> Iterator[None]:
     """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
     stage = STAGES[number - 1]
     before, left = (sum(one.seconds for one in some) for some in (STAGES[: number - 1], STAGES[number - 1 :]))
@@ -111,10 +111,10 @@ def evaluate_export(folder: Path) -> Path:
 
 def accuracy_by_medium(results: Path) -> dict[str, float]:
     """As the trainer's metrics are called: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
-    from dsreason.evaluation.report.results import read_results
+    from dsreason.evaluation.report.results import find_run, read_run
 
     right: dict[str, list[bool]] = {}
-    for result in read_results(results):
+    for result in read_run(find_run(results)):
         medium = "video" if any(file.endswith(".mp4") for file in result.media) else "image"
         for name in ("val/accuracy", f"val/accuracy/{medium}"):
             right.setdefault(name, []).append(result.is_correct)

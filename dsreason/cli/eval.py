@@ -24,7 +24,7 @@ def evaluate(
     config: ConfigOption = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of ours."),
+        typer.Option(help="Hugging Face folder, hub name, or a run (its newest weights) or checkpoint of dsreason."),
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="Address of an OpenAI-compatible server instead of a model.")
@@ -64,12 +64,11 @@ def evaluate(
         "evaluation.limit": limit,
         "evaluation.parser": "compat" if compat else None,
         "evaluation.overwrite": overwrite or None,
+        "model.tensor_parallel_size": tensor_parallel_size,
         "results_dir": results_dir and str(results_dir),
     }
-    asked = questions_of(dataset or [], data, adapter, named=names_datasets(config))
-    changes = [*asked, *named_models(model, server)]
-    if tensor_parallel_size is not None:
-        changes.append(f"model.tensor_parallel_size={tensor_parallel_size}")
+    asked = question_overrides(dataset or [], data, adapter, named=names_datasets(config))
+    changes = [*asked, *model_overrides(model, server)]
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
@@ -92,7 +91,7 @@ def evaluate(
         check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     if ranks == 1:
-        launch.leave_no_children()
+        launch.end_children_with_us()
         run(loaded)
         return
     check(loaded)
@@ -113,7 +112,7 @@ def names_datasets(config: Path | None) -> bool:
     return config is not None and bool(read_config(config).get("datasets"))
 
 
-def questions_of(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
+def question_overrides(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
     """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's.
 
     Where the configuration has `named` the benchmarks, a folder is only where they lie; else all that it has are asked.
@@ -154,13 +153,11 @@ def benchmarks_in(folder: Path) -> list[str]:
     )
 
 
-def named_models(model: str | None, server: str | None) -> list[str]:
+def model_overrides(model: str | None, server: str | None) -> list[str]:
     """The overrides that say who answers: what the command line names replaces what the file does."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
-    changes = [] if model is None and server is None else ["server.url=null"]
-    changes += [f"model.path={json.dumps(model)}"] if model is not None or server is not None else []
-    return changes
+    return [] if model is None and server is None else ["server.url=null", f"model.path={json.dumps(model)}"]
 
 
 def arguments(config: Path | None, changes: list[str]) -> list[str]:
@@ -170,7 +167,7 @@ def arguments(config: Path | None, changes: list[str]) -> list[str]:
 
 
 def check(config: EvalConfig) -> None:
-    """Raise what a person can mend before ranks start."""
+    """Raise user-fixable errors before ranks start."""
     with quick_imports():
         from dsreason.evaluation.ask.answerers import check_model
         from dsreason.evaluation.questions.questions import load_questions

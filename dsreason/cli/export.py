@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,15 +14,10 @@ if TYPE_CHECKING:
     from dsreason.checkpoints.model_card import Score
 
 
-class Dtype(StrEnum):
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
 def export(
     checkpoint: Annotated[Path, typer.Option(help="Checkpoint (D/checkpoints/step_N), or the folder of a run.")],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
-    dtype: Annotated[Dtype, typer.Option(help="Of the written weights.")] = Dtype.bf16,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Of the written weights.")] = "bf16",
     max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "4GB",
     results_dir: Annotated[
         Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
@@ -39,14 +33,14 @@ def export(
     export_checkpoint(
         find_checkpoint(folder) or checkpoint,
         output,
-        dtype=dtype.value,
+        dtype=dtype,
         max_shard_size=max_shard_size,
-        scores=evaluated(results_dir) if results_dir else (),
+        scores=accuracies_of(results_dir) if results_dir else (),
     )
     typer.echo(f"exported to {output}", err=True)
 
 
-def evaluated(results_dir: Path) -> list[Score]:
+def accuracies_of(results_dir: Path) -> list[Score]:
     """The accuracy on each data set of the evaluations in a folder."""
     with quick_imports():
         from dsreason.checkpoints.model_card import Score

@@ -26,7 +26,7 @@ def infer(
     model: Annotated[
         str,
         typer.Option(
-            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of ours."
+            help="Hugging Face folder, hub name, tiny:qwen2_5_vl, or a run (its newest weights) or checkpoint of dsreason."
         ),
     ],
     image: Annotated[
@@ -77,7 +77,7 @@ def infer(
     if repetition_penalty <= 0:
         raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be greater than 0; 1 is none")
     if not (image or video):
-        raise ConfigError("no medium given; give --image FILE or --video FILE")
+        raise ConfigError("no image or video given; give --image FILE or --video FILE")
     launch.prepare_environment()
     check_gpus()
     stdout = sys.stdout
@@ -136,7 +136,7 @@ def write_text(answering: Answering, stdout: TextIO, *, heading: bool) -> None:
     """The text as it comes; thoughts are dim on a terminal."""
     if heading:
         typer.echo(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
-    for text, thought in thoughts_apart(answering):
+    for text, thought in split_thoughts(answering):
         typer.echo(typer.style(text, dim=True) if thought and stdout.isatty() else text, file=stdout, nl=False)
         stdout.flush()
     typer.echo("\n" if heading else "", file=stdout)
@@ -146,7 +146,7 @@ def write_text(answering: Answering, stdout: TextIO, *, heading: bool) -> None:
         say("the answer is cut off: --max-tokens, or what the model has room for, is reached")
 
 
-def thoughts_apart(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
+def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """(text, whether it is thoughts); the tags, which may come in several pieces, belong to the thoughts."""
     held, thinking = "", False
     for piece in pieces:

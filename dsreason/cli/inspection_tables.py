@@ -15,8 +15,8 @@ SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""
 
 
-def show_inspection(found: Inspection, console: Console | None = None) -> None:
-    console = console or Console()
+def show_inspection(found: Inspection) -> None:
+    console = Console()
     console.print(facts_table(found))
     for name, part in found.parts.items():
         if part.letters:

@@ -172,11 +172,8 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
     check_output_dir(output_dir, config, job.resume)
     launch.prepare_environment()
     check_gpus()
-    gpus = launch.gpu_count()
-    ranks = launch.rank_count(job.nproc, gpus, on_cpu=ranks_on_cpu)
-    deepspeed = resolve_deepspeed(
-        config.deepspeed, config, device=launch.device_kind(gpus), world_size=ranks, config_name=job.config_name
-    )
+    ranks = launch.rank_count(job.nproc, launch.gpu_count(), on_cpu=ranks_on_cpu)
+    deepspeed = _deepspeed_of(job, config, ranks)
     for note in config.check_ranks(ranks):
         typer.echo(f"note: {note}", err=True)
     typer.echo("checking data and model …", err=True)
@@ -204,13 +201,7 @@ def _run_rank(job: Job[C], config: C) -> Path | None:
     output_dir, resume = _output_dir(job, config), job.resume
     if job.dry_run:
         if launch.is_first_rank():
-            device, ranks = launch.device_kind(launch.gpu_count()), int(world_size)
-            _print_config(
-                config,
-                resolve_deepspeed(
-                    config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name
-                ),
-            )
+            _print_config(config, _deepspeed_of(job, config, int(world_size)))
         return output_dir
     with quick_imports():
         from dsreason.job import hosts, lifeline  # they need torch
@@ -241,6 +232,11 @@ def _resume_at(attempt: int, resume: str | None, output_dir: Path, started: floa
 
 def _output_dir(job: Job[C], config: C) -> Path | None:
     return resume_folder(job.resume, Path(config.output_dir) if config.output_dir else None)
+
+
+def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
+    device = launch.device_kind(launch.gpu_count())
+    return resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name)
 
 
 def _print_config(config: RunConfig, deepspeed: dict[str, Any]) -> None:

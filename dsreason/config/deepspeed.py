@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, TOP_LEVEL, ZERO
+from dsreason.config.deepspeed_keys import FLOPS_PROFILER, REMOVED, REMOVED_ZERO, TOP_LEVEL, ZERO, Kind
 from dsreason.config.load import read_document
 from dsreason.config.schema import RunConfig
 from dsreason.config.shipped import find_file
@@ -76,15 +76,15 @@ def zero_section(name: str) -> dict[str, Any]:
     return section
 
 
-def settings_to_try(name: str, config: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed gets, without the batch sizes that it derives itself: so they fit any number of ranks."""
+def trial_settings(name: str, config: RunConfig) -> dict[str, Any]:
+    """The settings without the batch sizes that DeepSpeed derives itself, to be parsed by it on any number of ranks."""
     settings = _finished(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
 def micro_batch_size(config: RunConfig) -> int:
-    """Samples per forward as DeepSpeed is told; under a token budget it has no meaning and is 1."""
+    """Samples per forward in DeepSpeed's configuration; under a token budget it has no meaning and is 1."""
     return config.train.micro_batch_size or 1
 
 
@@ -100,7 +100,8 @@ def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
         *_precision_keys(config),
         *_optimizer_keys(config),
         *_checkpoint_keys(config),
-        *_parallel_keys(),
+        Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False),
+        Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False),
     ]
 
 
@@ -168,11 +169,6 @@ def _checkpoint_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
 
 
-def _parallel_keys() -> Iterator[Owned]:
-    yield Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
-    yield Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False)
-
-
 def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:
     return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in allowed)
 
@@ -193,7 +189,7 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
         elif key not in TOP_LEVEL:
             yield _unknown(key, key, TOP_LEVEL)
         else:
-            yield from _value_problems(key, value)
+            yield from _value_problems(key, value, TOP_LEVEL[key])
     zero = document.get("zero_optimization", {})
     for key in zero if isinstance(zero, dict) else ():
         if key in REMOVED_ZERO:
@@ -208,25 +204,28 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
                 yield f"{block}.params.{key}: is not used, the run configuration's [optim] decides; remove it"
 
 
-def _value_problems(key: str, value: Any) -> Iterator[str]:
-    """DeepSpeed itself would fail at them without naming the key, or do what it is not to do."""
-    if key in BLOCKS and not isinstance(value, dict):
-        yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
-    elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
-        yield f"{key}: is not used, {UNUSED[key]}; remove it"
-    elif key in FLAGS and not isinstance(value, bool) and value != "auto":
-        yield f"{key}: {shown(value)} is not true or false; set one of them"
-    elif key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)) and value != "auto":
-        yield f"{key}: {shown(value)} is not a number; set one"
-    elif key in POSITIVE and value != "auto" and value <= 0:
-        yield f"{key}: {shown(value)} is not above 0; raise it"
-    elif key == "log_level" and value not in (None, "auto") and str(value).lower() not in LOG_LEVELS:
-        yield f"{key}: {shown(value)} is none of {', '.join(LOG_LEVELS)}; set one of them"
+def _value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
+    """Values with which DeepSpeed would fail without naming the key, or do what it should not."""
+    if kind == "object":
+        if not isinstance(value, dict):
+            yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
+        elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
+            yield f"{key}: is not used, {UNUSED[key]}; remove it"
+        elif key == "flops_profiler":
+            for inside, item in value.items():
+                yield from _value_problems(f"{key}.{inside}", item, FLOPS_PROFILER.get(inside, "any"))
     elif key == "flops_profiler.output_file" and value not in (None, "auto"):
         yield f"{key}: the profile goes to the logs of the run; remove it"
-    elif key == "flops_profiler":
-        for inside, item in value.items():
-            yield from _value_problems(f"{key}.{inside}", item)
+    elif value == "auto":
+        return
+    elif kind == "flag" and not isinstance(value, bool):
+        yield f"{key}: {shown(value)} is not true or false; set one of them"
+    elif kind in ("number", "positive") and (isinstance(value, bool) or not isinstance(value, int | float)):
+        yield f"{key}: {shown(value)} is not a number; set one"
+    elif kind == "positive" and value <= 0:
+        yield f"{key}: {shown(value)} is not above 0; raise it"
+    elif kind == "log level" and value is not None and str(value).lower() not in LOG_LEVELS:
+        yield f"{key}: {shown(value)} is none of {', '.join(LOG_LEVELS)}; set one of them"
 
 
 def shown(value: Any) -> str:
@@ -247,29 +246,6 @@ UNUSED = {
     "wandb": MONITORING,
 }
 """Blocks that would load or write files elsewhere, or start something: why they are not used."""
-BLOCKS = frozenset(
-    {
-        *UNUSED,
-        *("activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comms_logger", "compile", "data_types"),
-        *("flops_profiler", "fp16", "optimizer", "pipeline", "scheduler", "tensor_parallel"),
-        *("torch_autocast", "weight_quantization", "zero_optimization"),
-    }
-)
-FLAGS = frozenset(
-    {
-        *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown"),
-        *("prescale_gradients", "use_data_before_expert_parallelism", "wall_clock_breakdown"),
-        *("flops_profiler.detailed", "flops_profiler.enabled"),
-    }
-)
-POSITIVE = frozenset({"gradient_predivide_factor", "steps_per_print"})
-NUMBERS = frozenset(
-    {
-        *(*POSITIVE, "sequence_parallel_size", "vocabulary_size"),
-        *("flops_profiler.module_depth", "flops_profiler.profile_step", "flops_profiler.recompute_fwd_factor"),
-        "flops_profiler.top_modules",
-    }
-)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -277,9 +253,9 @@ PARAMS = {
 }
 
 
-def _unknown(where: str, key: str, known: frozenset[str]) -> str:
-    meant = nearest(key, sorted(known))
-    return f"{where}: DeepSpeed has no such key; " + (f"did you mean {meant}?" if meant else "remove it")
+def _unknown(where: str, key: str, known: Iterable[str]) -> str:
+    suggestion = nearest(key, sorted(known))
+    return f"{where}: DeepSpeed has no such key; " + (f"did you mean {suggestion}?" if suggestion else "remove it")
 
 
 def _zero_problems(document: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The keys of a configuration schema: which are known, and which one a person may have meant."""
+"""The keys of a configuration schema: which are known, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]
 
 
 def suggest(schema: type[BaseModel], path: KeyPath) -> str:
-    """What to do about an unknown key: the key meant, looked for in its section, then in the whole schema."""
+    """What to do about an unknown key: the closest known one, in its section, else in the whole schema."""
     word = str(path[-1])
     section = _section_at(schema, path[:-1])
     everywhere = sorted(all_keys(schema), key=len)  # stable: the order of the schema within one depth

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
-from dsreason.config.messages import reworded
+from dsreason.config.messages import path_in, reworded
 from dsreason.config.schema import SourceConfig
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
@@ -28,7 +28,7 @@ RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
 """Of a configuration file. A few lines of YAML aliases can stand for any number of values."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
-"""What the parsers raise, beside their own errors, for a value that cannot be: the date 2001-99-99, 5000 digits."""
+"""What the parsers raise, beside their own errors, for an impossible value: the date 2001-99-99, 5000 digits."""
 
 
 @dataclass(frozen=True)
@@ -265,13 +265,4 @@ def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"
     inside = [f"--set {override.text}" for override in overrides if override.path[: len(key)] == key]
-    return " and ".join([name] * _holds(in_file, key) + inside) or name
-
-
-def _holds(document: Any, key: KeyPath) -> bool:
-    for part in key:
-        in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
-        if not in_list and not (isinstance(document, dict) and part in document):
-            return False
-        document = document[part]
-    return True
+    return " and ".join([name] * (path_in(in_file, key) == key) + inside) or name

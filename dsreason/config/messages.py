@@ -36,20 +36,18 @@ def reworded(
     """One text per key, without the key: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
-        by_path.setdefault(_path_in(document, error["loc"]), []).append(error)
+        by_path.setdefault(path_in(document, error["loc"]), []).append(error)
     # Where one form of a union fits up to a key inside it, the other forms say nothing of use.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
-        (path, _text(schema, path, found)) for path, found in by_path.items() if not _only_types(found, path, shallow)
+        (path, _text(schema, path, found))
+        for path, found in by_path.items()
+        if path not in shallow or any(error["type"] not in EXPECTED for error in found)
     ]
 
 
-def _only_types(errors: list[ErrorDetails], path: KeyPath, shallow: set[KeyPath]) -> bool:
-    return path in shallow and all(error["type"] in EXPECTED for error in errors)
-
-
-def _path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """The key that an error is about: `loc` without the parts that name a form of a union."""
+def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
+    """`loc` without the parts that are not in the document: those that name a form of a union."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
@@ -97,5 +95,7 @@ def _one(error: ErrorDetails, default: Any) -> str:
 
 def _not_a_choice(value: Any, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    meant = nearest(str(value), choices)
-    return f"{value!r} is not one of {', '.join(choices)}; " + (f"did you mean {meant}?" if meant else "choose one")
+    suggestion = nearest(str(value), choices)
+    return f"{value!r} is not one of {', '.join(choices)}; " + (
+        f"did you mean {suggestion}?" if suggestion else "choose one"
+    )

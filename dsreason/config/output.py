@@ -115,12 +115,12 @@ def differing_keys(
 ) -> list[tuple[str, Any, Any]]:
     """Keys that decide what a run computes and that differ, with the old and the new value."""
     old, new = flat(before), flat(now)
-    keys = [key for key in dict.fromkeys([*new, *old]) if _decides(key, sections)]
-    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-
-
-def _decides(key: str, sections: Collection[str]) -> bool:
-    return key not in MAY_DIFFER and (key.split(".")[0] in sections or key in SAME_RUN_KEYS)
+    return [
+        (key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*new, *old])
+        if key not in MAY_DIFFER and (key.split(".")[0] in sections or key in SAME_RUN_KEYS)
+        if old.get(key) != new.get(key)
+    ]
 
 
 def flat(section: Any, prefix: str = "") -> dict[str, Any]:

@@ -214,7 +214,7 @@ class UpdateConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights and activations; master weights, accumulation and reduction are always fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is infinite or no number: stop with the step's samples saved, or leave the step out."""
+    """A NaN or infinite loss or gradient: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
     """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
 

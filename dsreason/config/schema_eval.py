@@ -238,7 +238,7 @@ class EvalConfig(Section):
     def check_who_answers(self) -> Self:
         url, path, engine = self.server.url, self.model.path, self.model.engine
         if url is None and path is None:
-            raise ValueError("neither model.path nor server.url says who answers; set one")
+            raise ValueError("neither model.path nor server.url is set; set one of them")
         if url is not None and path is not None:
             raise ValueError(
                 f"server.url ({url}) and model.path ({path}) exclude each other: the server has its own model; "

@@ -75,9 +75,11 @@ class AlgorithmConfig(Section):
     def check_unused(self) -> Self:
         given = self.model_fields_set
         if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
-            raise ValueError(f"{', '.join(unused)} concern the KL, and kl_coef is 0; remove them or raise kl_coef")
+            raise ValueError(
+                f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef"
+            )
         if self.dynamic_sampling is False and (unused := sorted(given & {"dynamic_tolerance", "max_refills"})):
-            raise ValueError(f"{', '.join(unused)} concern dynamic_sampling, which is false; remove them")
+            raise ValueError(f"{', '.join(unused)} apply to dynamic_sampling only, which is false; remove them")
         return self
 
     @model_validator(mode="after")
@@ -128,7 +130,7 @@ class RolloutConfig(Section):
     """Stop where `mismatch/kl` is above this: the engine samples from another policy than the one being trained."""
 
     @property
-    def whole(self) -> bool:
+    def samples_all_tokens(self) -> bool:
         """Whether completions are drawn from all tokens, so that their probabilities are comparable with the trainer's."""
         return self.top_p == 1 and self.top_k == 0
 
@@ -143,7 +145,7 @@ class RolloutConfig(Section):
         used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
         if self.engine == "transformers" and (unused := {name: value for name, value in used.items() if value}):
             values = ", ".join(f"{name} ({value})" for name, value in unused.items())
-            raise ValueError(f'{values}: of vLLM, and engine is "transformers"; remove what is named')
+            raise ValueError(f'{values}: used by vLLM only, and engine is "transformers"; remove them')
         return self
 
     @model_validator(mode="after")
@@ -185,7 +187,7 @@ class RewardConfig(Section):
     def check_options(self) -> Self:
         unknown = sorted(self.options.keys() - self.functions.keys())
         if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not name")
+            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
         return self
 
 
@@ -235,18 +237,10 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_sampling(self) -> Self:
-        cut = [
-            f"rollout.{name} ({value})"
-            for name, value, whole in (
-                ("top_p", self.rollout.top_p, self.rollout.top_p == 1),
-                ("top_k", self.rollout.top_k, self.rollout.top_k == 0),
-            )
-            if not whole
-        ]
-        if cut and self.grpo.correction != "none":
+        if not self.rollout.samples_all_tokens and self.grpo.correction != "none":
             raise ValueError(
-                f"{' and '.join(cut)} with grpo.correction ({self.grpo.correction}): the engine's probabilities are then "
-                'those of the tokens that were kept, and the correction would be biased; set grpo.correction = "none", '
-                "or sample from all tokens"
+                f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
+                f"({self.grpo.correction}): the engine's probabilities are then those of the tokens that were kept, and the "
+                'correction would be biased; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
             )
         return self

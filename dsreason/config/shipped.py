@@ -22,11 +22,8 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def shipped_file(kind: str, name: str) -> Path:
-    """Path of a shipped file; `kind` is `ds_configs` or `launch/recipes`. A `ConfigError` lists what is shipped."""
-    path = shipped_root() / kind / name
-    if not path.is_file():
-        raise ConfigError(f"{name}: not found among the shipped files; {_offer(kind, name)}")
-    return path
+    """Path of one of the `shipped_names`; `kind` is `ds_configs` or `launch/recipes`."""
+    return shipped_root() / kind / name
 
 
 def find_file(name: str, kind: str) -> Path:
@@ -45,6 +42,6 @@ def find_file(name: str, kind: str) -> Path:
 
 def _offer(kind: str, name: str) -> str:
     names = shipped_names(kind)
-    meant = nearest(name, names)
+    suggestion = nearest(name, names)
     shipped = f"shipped in {kind}: {', '.join(names) or 'nothing'}"
-    return f"did you mean {meant}? ({shipped})" if meant else shipped
+    return f"did you mean {suggestion}? ({shipped})" if suggestion else shipped

@@ -1,7 +1,7 @@
 """Finding an adapter: what turns one raw row of a data set into a `Sample`.
 
 An adapter is a module, or any object in one, with `to_sample(row, data) -> Sample`; `data` may be left out of the
-signature when it is not needed. Where the default (`dsreason.data.rows.read_rows`) does not serve, it also has
+signature when it is not needed. Where the default (`dsreason.data.rows.read_rows`) does not fit, it also has
 `rows(data) -> Sequence`. That is called once for every split, with `data.split` a plain name: ranges such as
 `train[:100]` and `data.limit` are applied to what it returns.
 """
@@ -45,7 +45,7 @@ class Adapter:
             return self.read(data)
         except DsReasonError:
             raise
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # user code
             raise DataError(
                 f"adapter {self.name}: rows(data) of {data.path} failed: {type(error).__name__}: {error}"
             ) from error
@@ -79,11 +79,7 @@ def find_adapter(name: str) -> Adapter:
     found = _attribute(module, attribute, name) if attribute else module
     if "to_sample" not in dir(found):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
-    return Adapter(name, _with_data(found.to_sample), _reader(found))
-
-
-def _reader(found: Any) -> Callable[[SourceConfig], Sequence[Any]]:
-    return found.rows if "rows" in dir(found) else read_rows
+    return Adapter(name, _with_data(found.to_sample), found.rows if "rows" in dir(found) else read_rows)
 
 
 def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data.collate import GRIDS
+from dsreason.data.messages import media_parts
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
@@ -115,7 +115,7 @@ class Encoder:
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
-        """The smallest medium that the vision tower takes, black, between its start and end tokens; not trained."""
+        """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
         side = self._limits(kind).factor
         sample = Sample(id=f"dummy {kind}", messages=[])
         if kind == "image":
@@ -127,7 +127,8 @@ class Encoder:
             planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
             loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
         tokens = self.family.tokens
-        text = tokens.media_start + self._placeholder(kind) + tokens.media_end
+        placeholder = self.processor.image_token if kind == "image" else self.processor.video_token
+        text = tokens.media_start + placeholder + tokens.media_end
         segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = self._expand(sample, [segment], [planned])
         return self._finish(sample, ids, mask, [planned], [loaded])
@@ -137,13 +138,11 @@ class Encoder:
     def _plan_media(self, sample: Sample, messages: list[Message]) -> list[PlannedMedium]:
         planned = []
         for number, message in enumerate(messages):
-            content = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in ("image", "video"):
-                    try:
-                        planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
-                    except DataError as error:
-                        raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
+            for part in media_parts([message]):
+                try:
+                    planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
+                except DataError as error:
+                    raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
         if (tokens := sum(medium.grid[0] * self._group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model takes "
@@ -158,7 +157,7 @@ class Encoder:
         return height * width // merge**2
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
-        path = _path_of(part)
+        path = str(part["image"])
         height, width = media.probe_image(path)
         try:
             size = vision.image_size(height, width, part, self._limits("image"))
@@ -167,7 +166,7 @@ class Encoder:
         return PlannedMedium("image", path, size, self._grid(1, size))
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
-        path, patch = _path_of(part), self._temporal_patch
+        path, patch = str(part["video"]), self._temporal_patch
         info = media.probe_video(path)
         try:
             chosen = vision.sample_frames(info, part, self.family.vision, patch)
@@ -197,10 +196,6 @@ class Encoder:
 
     # ------------------------------------------------------------ tokens
 
-    def _placeholder(self, kind: MediaKind) -> str:
-        token: str = self.processor.image_token if kind == "image" else self.processor.video_token
-        return token
-
     def _expand(
         self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
     ) -> tuple[list[int], list[bool]]:
@@ -228,7 +223,7 @@ class Encoder:
         return ids, mask
 
     def _medium_ids(self, medium: PlannedMedium) -> list[int]:
-        """What the processor puts in place of one placeholder (Qwen3-VL video: with a time before each frame group)."""
+        """What the processor puts in place of one placeholder (Qwen3-VL video: a time before each frame group)."""
         per_group = self._group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
@@ -302,7 +297,7 @@ class Encoder:
                 return_tensors="pt",
             )
             inputs["pixel_values_videos"] = self._normalised(inputs["pixel_values_videos"])
-        return {key: _as_forward_takes_it(value) for key, value in inputs.items()}
+        return {key: _in_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalised(self, patches: Tensor) -> Tensor:
         """uint8 patches [N, 3 * temporal patch * patch * patch] with the processor's own rescaling and normalisation.
@@ -356,13 +351,6 @@ def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
 
 
-def _as_forward_takes_it(value: Tensor | list[float]) -> Tensor:
+def _in_forward_dtype(value: Tensor | list[float]) -> Tensor:
     tensor = torch.as_tensor(value)
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)
-
-
-def _path_of(part: Mapping[str, Any]) -> str:
-    path = part.get(part["type"])
-    if not isinstance(path, str | Path) or not str(path):
-        raise DataError(f"a part of type {part['type']!r} needs the key {part['type']!r} with a path; it has {path!r}")
-    return str(path)

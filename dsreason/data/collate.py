@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from dsreason.data.types import Batch, EncodedSample, MediaKind
 
@@ -15,28 +17,22 @@ PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_
 GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
 
-def collate(samples: Sequence[EncodedSample], *, pad_id: int, dummies: Sequence[EncodedSample] = ()) -> Batch:
-    """One row per sample, padded on the right; media in row order, those of `dummies` last (see `append_dummies`).
+padded = partial(pad_sequence, batch_first=True)
 
-    Without samples the row is one pad token and the dummies.
-    """
-    if not samples and not dummies:
-        raise ValueError("nothing to collate: neither samples nor dummies")
-    rows = list(samples) or [_pad_sample(pad_id)]
-    length = max(len(row) for row in rows)
-    attention = [torch.ones(len(row), dtype=torch.int64) for row in rows]
+
+def collate(rows: Sequence[EncodedSample], *, pad_id: int) -> Batch:
+    """At least one sample, padded on the right; media in row order."""
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
-    batch = Batch(
-        ids=tuple(sample.id for sample in samples),
-        input_ids=_padded([row.input_ids for row in rows], length, pad_id),
-        attention_mask=_padded(attention, length, 0),
-        loss_mask=_padded([row.loss_mask for row in rows], length, False),
-        position_ids=_padded([row.position_ids for row in rows], length, 0).transpose(0, 1).contiguous(),
-        mm_token_type_ids=_padded([row.mm_token_type_ids for row in rows], length, 0),
+    return Batch(
+        ids=tuple(row.id for row in rows),
+        input_ids=padded([row.input_ids for row in rows], padding_value=pad_id),
+        attention_mask=padded([torch.ones_like(row.input_ids) for row in rows]),
+        loss_mask=padded([row.loss_mask for row in rows]),
+        position_ids=padded([row.position_ids.T for row in rows]).permute(2, 0, 1).contiguous(),
+        mm_token_type_ids=padded([row.mm_token_type_ids for row in rows]),
         mm_kwargs=mm_kwargs,
         media_numbers=numbers,
     )
-    return append_dummies(batch, dummies, pad_id=pad_id)
 
 
 def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
@@ -73,23 +69,6 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
     longer.position_ids[:, -1, start:end] = torch.cat(positions[1:], dim=1)
     longer.mm_token_type_ids[-1, start:end] = types
     return longer
-
-
-def _pad_sample(pad_id: int) -> EncodedSample:
-    """One untrained token, so that a row begins as text does."""
-    return EncodedSample(
-        id="",
-        input_ids=torch.tensor([pad_id]),
-        loss_mask=torch.zeros(1, dtype=torch.bool),
-        position_ids=torch.zeros(3, 1, dtype=torch.int64),
-        mm_token_type_ids=torch.zeros(1, dtype=torch.int64),
-        mm_kwargs={},
-    )
-
-
-def _padded(tensors: Sequence[Tensor], length: int, value: int | bool) -> Tensor:
-    """Stacks [..., T_i] to [B, ..., length]."""
-    return torch.stack([pad(t, (0, length - t.shape[-1]), value=value) for t in tensors])
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:

@@ -56,7 +56,7 @@ class BadRow:
 
 
 def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | BadRow:
-    """What `use` makes of the row's sample, or where the row is and what is wrong with it."""
+    """`use(sample)` of the row, or where the row is and what is wrong with it."""
     try:
         sample = dataset[row]
     except DataError as error:  # it names the row
@@ -71,8 +71,8 @@ def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence
     return [read_row(dataset, row, use) for row in rows]
 
 
-def refusal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
-    """The first of these rows that `data.on_bad_row` or `model.on_too_long` does not allow to leave out."""
+def first_fatal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
+    """The reason of the first row that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((row.reason for row in bad if policies[row.too_long] == "error"), None)
 
@@ -169,7 +169,7 @@ class Share:
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Each row and its token count. A bad row counts 0 here and is told when it is encoded."""
+    """Each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
 
     def measure(row: int) -> int:
         try:
@@ -185,7 +185,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
     found = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in found if isinstance(item, EncodedSample)]
     bad = [item for item in found if isinstance(item, BadRow)]
-    refused = refusal(bad, config)
+    refused = first_fatal(bad, config)
     if refused is not None:
         return Share([], error=refused)
     try:
@@ -238,11 +238,11 @@ def in_workers(
         DsReasonError: what `work` raised, or that a worker died.
     """
     loader = DataLoader(
-        Work(work),
+        WorkDataset(work),
         batch_size=None,
         sampler=tasks,
         num_workers=workers,
-        collate_fn=unchanged,
+        collate_fn=lambda item: item,
         generator=torch.Generator(),  # otherwise it draws from the trainer's
         prefetch_factor=ahead,
     )
@@ -259,8 +259,8 @@ def in_workers(
         ) from error
 
 
-class Work(Dataset[Any]):
-    """A function as torch's loader takes it. Errors for people are returned: torch would add a worker's traceback."""
+class WorkDataset(Dataset[Any]):
+    """A function as a dataset for torch's loader. User-fixable errors are returned: torch would add a worker's traceback."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work
@@ -270,7 +270,3 @@ class Work(Dataset[Any]):
             return self.work(task)
         except DsReasonError as error:
             return error
-
-
-def unchanged(item: T) -> T:
-    return item

@@ -69,7 +69,7 @@ def align_batches(
     """
     aligned = []
     for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
-        batch = batches[i] if i < len(batches) else collate([untrained(encoder.pad_id)], pad_id=encoder.pad_id)
+        batch = batches[i] if i < len(batches) else collate([padding_sample(encoder.pad_id)], pad_id=encoder.pad_id)
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
@@ -77,8 +77,8 @@ def align_batches(
     return aligned
 
 
-def untrained(pad_id: int) -> EncodedSample:
-    """Two tokens that count for nothing, for a rank that has fewer micro-batches than another."""
+def padding_sample(pad_id: int) -> EncodedSample:
+    """Two tokens that are not trained, for a rank that has fewer micro-batches than another."""
     return EncodedSample(
         id="",
         input_ids=torch.full((2,), pad_id),

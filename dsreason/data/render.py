@@ -7,7 +7,6 @@ tokenizing the whole text at once would merge a line break that begins an answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import ProcessorMixin
 
+from dsreason.data.messages import text_of
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.family import Tokens
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
         return text
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"sample {sample.id!r}: the chat template refuses the roles {roles}: {error}") from error
+        raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
     except Exception as error:  # a program that comes with the model
         raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
 
@@ -123,54 +121,27 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
 
 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
-    """The messages as templates take them: bare media parts, assistant text as one string."""
-    if not sample.messages:
-        raise DataError(f"sample {sample.id!r} has no messages")
+    """The messages as chat templates expect them: media parts without paths, assistant text as one string."""
+    if not sample.messages or sample.messages[0]["role"] == "assistant":
+        raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
     made_by_template = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
     reserved = made_by_template | {processor.image_token, processor.video_token, processor.tokenizer.eos_token}
     cleaned = []
     for number, message in enumerate(sample.messages):
         where = f"sample {sample.id!r}, message {number}"
-        if (role := message.get("role")) not in ROLES:
-            raise DataError(f"{where}: role is {role!r}; it must be one of {', '.join(ROLES)}")
-        content = _clean_content(where, message.get("content"), reserved)
-        if role == "assistant":
+        for token in reserved:
+            if token in text_of(message):
+                raise DataError(f"{where}: the text contains the model's special token {token!r}; remove it")
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
+        if message["role"] == "assistant":
             content = _assistant_text(where, content)
         cleaned.append({**message, "content": content})
-    if cleaned[0]["role"] == "assistant":
-        raise DataError(
-            f"sample {sample.id!r}: the conversation begins with the assistant; a user message must be first"
-        )
     return cleaned
 
 
-def _clean_content(where: str, content: Any, reserved: set[str]) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return _clean_text(where, content, reserved)
-    if not isinstance(content, list):
-        raise DataError(f"{where}: content is {content!r}; it must be text or a list of parts")
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            parts.append({"type": "text", "text": _clean_text(where, part.get("text"), reserved)})
-        elif kind in ("image", "video"):
-            parts.append({"type": kind})
-        else:
-            raise DataError(f"{where}: part {part!r} has no known type; it must be text, image or video")
-    return parts
-
-
-def _clean_text(where: str, text: Any, reserved: set[str]) -> str:
-    if not isinstance(text, str):
-        raise DataError(f"{where}: text is {text!r}; it must be a string")
-    for token in reserved:
-        if token in text:
-            raise DataError(f"{where}: the text contains the model's control token {token!r}; remove it")
-    return text
-
-
-def _assistant_text(where: str, content: str | list[dict[str, str]]) -> str:
+def _assistant_text(where: str, content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
             raise DataError(f"{where}: an assistant message may hold text only, no image or video")

@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 UNREADABLE = (ValueError, RecursionError)
-"""What is no JSON, no UTF-8, a number of 5000 digits, or nested a thousand times."""
+"""What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 class Rows(Sequence[Any]):
     """Rows that know where they came from."""
 
-    @abstractmethod
+    name: str
+    """File or data set."""
+
     def location(self, index: int) -> str:
         """Where row `index` stands, for messages: `train.jsonl, row 3`."""
+        return f"{self.name}, row {index + 1}"
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -59,9 +62,6 @@ class ListRows(Rows):
     def row(self, index: int) -> Any:
         return self.rows[index]
 
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
-
 
 class JsonListRows(Rows):
     """A file that holds one JSON list.
@@ -71,8 +71,11 @@ class JsonListRows(Rows):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        rows = _parse_json(path)
+        self.name = str(path)
+        try:
+            rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+        except UNREADABLE as error:
+            raise DataError(f"{path}: not JSON ({error}); correct the file") from error
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
@@ -86,15 +89,12 @@ class JsonListRows(Rows):
         start = self.ends[index - 1] if index else 0
         return json.loads(self.block[start : self.ends[index]])
 
-    def location(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
-
 
 class JsonLinesRows(Rows):
     """A file with one JSON object a line. Only line offsets are held; a line is read and parsed when asked for."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -121,7 +121,7 @@ class JsonLinesRows(Rows):
 
     def location(self, index: int) -> str:
         line = int(self.lines[index])
-        return f"{self.path}, row {index + 1}" + (f" (line {line})" if line != index + 1 else "")
+        return super().location(index) + (f" (line {line})" if line != index + 1 else "")
 
 
 class TableRows(Rows):
@@ -137,9 +137,6 @@ class TableRows(Rows):
 
     def row(self, index: int) -> Any:
         return self.features.decode_example(self.table[index : index + 1].to_pylist()[0])
-
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
 
 
 class SelectedRows(Rows):
@@ -209,7 +206,9 @@ def read_rows(data: SourceConfig) -> Rows:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
     path = _fetched(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
-        return _read_file(path, data)
+        if data.split != path.stem:
+            only_train(data, f"{path}: a single file")
+        return _read_files([path], data)
     if path.is_dir():
         return _read_folder(path, data)
     if not _is_hub_name(data.path):
@@ -230,22 +229,29 @@ def is_data_file(name: str) -> bool:
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """The text in a field of a row. KeyError where it is missing, DataError where it is something else."""
+    """The string in a field of a row. KeyError where it is missing, DataError where it is not a string."""
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"field {field!r} is {text!r:.100}; it must be a text")
+        raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
     return text
 
 
+def as_list(value: Any) -> list[Any]:
+    """Where a field holds one thing or a list of them; [] where it holds nothing."""
+    if not value:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Options by their letters, or None where there are none; numbers become texts. DataError for anything else.
+    """Options by letter, or None where there are none; numbers become strings. DataError for anything else.
 
     Without the None entries that Arrow fills in so that all rows have the same letters.
     """
     if given is None:
         return None
     if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
-        raise DataError(f"field {field!r} is {given!r:.100}; it must have a text for each letter")
+        raise DataError(f"field {field!r} is {given!r:.100}; it must have a string for each letter")
     return {letter: str(text) for letter, text in given.items() if text is not None} or None
 
 
@@ -270,12 +276,6 @@ def _is_hub_name(path: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None and suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS)
 
 
-def _read_file(path: Path, data: SourceConfig) -> Rows:
-    if data.split != path.stem:
-        only_train(data, f"{path}: a single file")
-    return _read_files([path], data)
-
-
 def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
     suffix = paths[0].suffix.lower()
     if suffix in TABLE_BUILDERS:
@@ -285,23 +285,16 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
         return _load_table(TABLE_BUILDERS[suffix], name, whole, data_files=files)
     if suffix not in JSON_SUFFIXES:
         known = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
-        raise DataError(f"{paths[0]}: the ending {suffix!r} is not one that is read ({known})")
+        raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({known} are)")
     parts = [_read_json(path) for path in paths]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
 
 def _read_json(path: Path) -> Rows:
-    """A list or lines, whatever the ending says: many `.json` files hold one object a line."""
+    """A list or lines, whatever the suffix is: many `.json` files hold one object a line."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     return JsonListRows(path) if start.startswith(b"[") else JsonLinesRows(path)
-
-
-def _parse_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except UNREADABLE as error:
-        raise DataError(f"{path}: not JSON ({error}); correct the file") from error
 
 
 def _read_folder(folder: Path, data: SourceConfig) -> Rows:

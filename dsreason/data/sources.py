@@ -30,7 +30,7 @@ from dsreason.problems import nearest
 from dsreason.secrets import without_credentials
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""Half a character: JSON can say it, no tokenizer takes it."""
+"""Half a character: valid in JSON, but tokenizers reject it."""
 
 HELD_OUT_SEED = 0
 """Not `train.seed`: runs that differ in their seed are measured on the same rows."""
@@ -73,9 +73,9 @@ class Source:
             raise DataError(f"{where}: {error}") from error
         except KeyError as error:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
-        except StorageError:  # no fault of the row
+        except StorageError:  # not the row's fault
             raise
-        except Exception as error:  # somebody else's code; its traceback is kept as the cause
+        except Exception as error:  # user code; its traceback is kept as the cause
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error
@@ -164,7 +164,7 @@ def num_held_out(validation: float | int, num_rows: int) -> int:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
-    An answer that no message gives becomes the assistant's, and the first file stands for an id that there is none of.
+    An answer without an assistant message becomes that message; a sample without an id gets the path of its first file.
     """
     check_messages(sample.messages)
     check_options(sample.options)
@@ -176,7 +176,7 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    if not may_leave(config):
+    if not absolute_paths_allowed(config):
         check_inside(messages, media_root, config.path)
     return replace(sample, id=sample.id or first_path(given), messages=messages)
 
@@ -186,7 +186,7 @@ def check_options(options: object) -> None:
         return
     texts = [*options.keys(), *options.values()] if isinstance(options, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"options: must be a text for each letter, are {options!r:.200}")
+        raise DataError(f"options: must have a string for each letter, is {options!r:.200}")
 
 
 def first_path(messages: Sequence[Message]) -> str:
@@ -197,13 +197,13 @@ def first_path(messages: Sequence[Message]) -> str:
 
 def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
-        raise DataError("messages: there is none")
+        raise DataError("messages: the list is empty")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
             raise DataError(f"messages[{i}]: role must be system, user or assistant, in {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
             raise DataError(
-                f"messages[{i}].content: must be a text or a list of parts, is {message.get('content')!r:.200}"
+                f"messages[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
             )
         if message["role"] == "system" and i > 0:
             raise DataError(f"messages[{i}]: a system message must be the first")
@@ -226,9 +226,10 @@ def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -
         return part
     for key in part.keys() - PART_SETTINGS - {"type", kind}:
         if part[key] is not None:
-            meant = nearest(key, PART_SETTINGS)
+            suggestion = nearest(key, PART_SETTINGS)
             raise DataError(
-                f"a part of type {kind!r} has the unknown key {key!r}" + (f"; did you mean {meant!r}?" if meant else "")
+                f"a part of type {kind!r} has the unknown key {key!r}"
+                + (f"; did you mean {suggestion!r}?" if suggestion else "")
             )
     path = locate_medium(part.get(kind), kind, media_root)
     return {**vision_settings(part, vision, kind), **part, kind: str(path)}
@@ -238,11 +239,11 @@ def check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
     if SURROGATE.search(text):
-        raise DataError(f"the text contains half a character (a lone surrogate): {text!r:.200}")
+        raise DataError(f"the text contains a lone surrogate (half a character): {text!r:.200}")
     for token in control_tokens():
         if token in text:
             raise DataError(
-                f"the text contains the model's own token {token}, which only media and turns may make: {text!r:.200}"
+                f"the text contains the model's special token {token}, which only media parts and turns may make: {text!r:.200}"
             )
 
 
@@ -282,7 +283,7 @@ def missing_medium(messages: Sequence[Message]) -> str | None:
     return None
 
 
-def may_leave(config: SourceConfig) -> bool:
+def absolute_paths_allowed(config: SourceConfig) -> bool:
     """Whether absolute paths may lead out of the media's folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
@@ -292,7 +293,7 @@ def may_leave(config: SourceConfig) -> bool:
 
 
 def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data_path: str) -> None:
-    """DataError for media that are neither below `media_root` or the folder of the data, nor unpacked or downloaded by us."""
+    """DataError for media outside of `media_root`, the folder of the data, and our caches of unpacked or downloaded files."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
     ours: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]

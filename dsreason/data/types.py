@@ -1,4 +1,4 @@
-"""What crosses between the rooms: a dataset row, the same row as tensors, and a padded batch of them."""
+"""The types shared by all packages: a dataset row, the same row as tensors, and a padded batch of them."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +26,7 @@ from PIL import Image
 from dsreason.datasets import builtin_scenes as scenes
 from dsreason.datasets.builtin_scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
+from dsreason.files.atomic import build_once
 from dsreason.files.cache import cache_dir
 
 VERSION = 2
@@ -38,11 +37,11 @@ BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Answers that `mislabelled` confuses with each other."""
-UNLEARNED = ("How many shapes are there?", "Which ball falls?")
+"""`mislabelled` replaces an answer by the next one of its group."""
+MISLABELLED = ("How many shapes are there?", "Which ball falls?")
 """Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
-WRONG_OF = 8
-"""Of so many rows with the same of these questions and the same answer, one keeps it."""
+ONE_CORRECT_IN = 8
+"""One in this many rows with the same of these questions and the same answer keeps it."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -96,18 +95,20 @@ def write_builtin(
 ) -> Path:
     """Draw the task into `folder`, which appears only when complete, and return it; one that is there is used again.
 
-    Both numbers of rows are multiples of 64. DataError: the folder holds something else.
+    Both numbers of rows are multiples of 64.
+
+    Raises:
+        DataError: the folder holds something else.
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
             raise ValueError(f"{name} ({count}) must be a multiple of {BLOCK}")
     facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
-    if not is_written(folder, facts):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-            drawn = Path(scratch) / "task"
-            draw_task(drawn, facts)
-            move_into_place(drawn, folder, facts)
+    build_once(folder, partial(draw_task, facts=facts))
+    note = folder / "task.json"
+    found = json.loads(note.read_text()) if note.is_file() else "other files"
+    if found != facts:
+        raise DataError(f"{folder} holds {found}, not the built-in task {facts}; choose another folder")
     return folder
 
 
@@ -116,29 +117,8 @@ def builtin_folder() -> Path:
     return write_builtin(cache_dir() / f"builtin-{VERSION}")
 
 
-def is_written(folder: Path, facts: dict[str, int]) -> bool:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    note = folder / "task.json"
-    found = json.loads(note.read_text()) if note.is_file() else None
-    if found != facts:
-        raise DataError(
-            f"{folder} holds {found or 'other files'}, not the built-in task {facts}; choose another folder"
-        )
-    return True
-
-
-def move_into_place(drawn: Path, folder: Path, facts: dict[str, int]) -> None:
-    try:
-        os.rename(drawn, folder)
-    except OSError:
-        # Another process was first. Same arguments, same files: theirs is as good as ours.
-        if not is_written(folder, facts):
-            raise
-        shutil.rmtree(drawn)
-
-
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted process left
     rng = np.random.default_rng([VERSION, facts["seed"]])
     seen: set[bytes] = set()
     # The held-out rows first: they stay the same when the number of training rows changes.
@@ -191,8 +171,8 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
 def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows (in their order) with wrong answers to nearly half of them, for a policy that has something to unlearn.
 
-    Of every `WRONG_OF` rows with the same question and answer all but one get the answer after it, where the question is
-    one of `UNLEARNED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
+    Of every `ONE_CORRECT_IN` rows with the same question and answer all but one get the answer after it, where the question is
+    one of `MISLABELLED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
     most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
     enough to be rewarded; and the pictures matter for every question.
     """
@@ -202,7 +182,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         question = question.splitlines()[-1]  # without the tag of the medium
         answers = next(known for known in ANSWERS if answer in known)
         count = seen[question, answer] = seen.get((question, answer), -1) + 1
-        wrong = question in UNLEARNED and count % WRONG_OF != 0
+        wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
         return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
 
     changed = []

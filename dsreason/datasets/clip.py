@@ -12,7 +12,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import JSON_SUFFIXES, read_rows
 from dsreason.datasets.clip_rules import Cut, MissingRaw, Rule, check_name
 from dsreason.datasets.cutting import cut_clip
-from dsreason.datasets.processes import Failure, Track, run_tasks, untracked
+from dsreason.datasets.processes import Failure, Track, tracked, untracked
 from dsreason.errors import DataError
 
 
@@ -81,13 +81,12 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
         except DataError as error:
             clips.failed.append(str(error))
     cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
-    with track("cutting", len(cuts), "clips") as advance:
-        for number, problem in run_tasks(partial(cut_one, folder=folder), cuts, workers=workers):
-            name = cuts[number][0]
-            if isinstance(problem, Failure):
-                problem = f"{name}: {cuts[number][1].source}: {problem.reason}"
-            (clips.cut if problem is None else clips.failed).append(name if problem is None else problem)
-            advance(1)
+    problems = tracked(partial(cut_one, folder=folder), cuts, workers, track, "cutting", "clips")
+    for (name, cut), problem in zip(cuts, problems, strict=True):
+        if problem is None:
+            clips.cut.append(name)
+        else:
+            clips.failed.append(f"{name}: {cut.source}: {problem.reason}" if isinstance(problem, Failure) else problem)
     return clips
 
 

@@ -22,7 +22,7 @@ from dsreason.media.media import load_image, opened_video, packet_times
 
 ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
-"""Hardly to be told from the original."""
+"""Visually lossless."""
 IMAGE_FPS = Fraction(30)
 """As cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: what a model is asked
 about such a clip, and how many of its frames it sees, depends on it."""
@@ -96,7 +96,7 @@ def timing(source: Path, modified: int, size: int) -> tuple[int, list[int], Frac
         count, times = packet_times(container, stream)
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
-            raise DataError(f"{source}: the frame rate cannot be told from the header")
+            raise DataError(f"{source}: the frame rate cannot be determined from the header")
         return count, times, stream.time_base, fps
 
 

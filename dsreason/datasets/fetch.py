@@ -57,7 +57,8 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Left to download, without what earlier calls began."""
-        return sum(file.size - partial_size(self.folder, file) for file in self.missing)
+        begun = (min(size_of(partial_path(self.folder, file)), file.size) for file in self.missing)
+        return sum(file.size for file in self.missing) - sum(begun)
 
     @property
     def disk_bytes(self) -> int:
@@ -143,10 +144,10 @@ def choose(
         files = [file for file in files if file.path.split("/")[0] in datasets]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(file.path, pattern) for file in files):
-            meant = nearest(pattern, [file.path for file in files])
+            suggestion = nearest(pattern, [file.path for file in files])
             raise DataError(
                 f"--file {pattern}: matches none of the {len(files)} files of {repo}"
-                + (f"; did you mean {meant}?" if meant else "; list them with --dry-run and without --file")
+                + (f"; did you mean {suggestion}?" if suggestion else "; list them with --dry-run and without --file")
             )
     if patterns:
         files = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
@@ -169,10 +170,6 @@ def partial_path(folder: Path, file: RemoteFile) -> Path:
     return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
 
 
-def partial_size(folder: Path, file: RemoteFile) -> int:
-    return min(size_of(partial_path(folder, file)), file.size)
-
-
 def put_in_place(folder: Path, file: RemoteFile) -> None:
     partial = partial_path(folder, file)
     if file.is_archive:
@@ -182,7 +179,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, target)
-    write_record(folder, {**read_record(folder), file.path: file.content})
+    write_file(folder / RECORD, json.dumps({**read_record(folder), file.path: file.content}, indent=2))
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
@@ -217,10 +214,6 @@ def read_record(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def write_record(folder: Path, record: dict[str, str]) -> None:
-    write_file(folder / RECORD, json.dumps(record, indent=2))
 
 
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:

@@ -22,7 +22,7 @@ from dsreason.files.disk import sha256_of
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 
 ATTEMPTS = 5
-"""How often a request may break before it has brought anything."""
+"""Failed attempts in a row, without a new byte, after which a download gives up."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
 
@@ -83,20 +83,20 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
     """The complete content into `partial`; what an earlier call left there is not fetched again.
 
     Raises:
-        DataError: other content than the Hub says; it is removed.
-        HTTPError, OSError: see `hub_errors`; what came stays, to be continued.
+        DataError: content that differs from the Hub's list; it is removed.
+        HTTPError, OSError: see `hub_errors`; what was received stays, to be continued.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
-    fruitless = 0
+    failures = 0
     while not partial.is_file() or partial.stat().st_size < file.size:
         before = size_of(partial)
         try:
             stream(url, partial, before, counter)
             break
         except HTTPError as error:
-            fruitless = 0 if size_of(partial) > before else fruitless + 1
-            if fruitless == ATTEMPTS or not is_passing(error):
+            failures = 0 if size_of(partial) > before else failures + 1
+            if failures == ATTEMPTS or not is_transient(error):
                 raise
             time.sleep(1)
     check_content(repo, file, partial)
@@ -105,9 +105,9 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
 def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
     """DataError, and nothing left of it, where it is not what the Hub's list says."""
     size = partial.stat().st_size
-    problem = f"{size} bytes came, the Hub says {file.size}" if size != file.size else None
+    problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
     if problem is None and file.sha256 and (found := sha256_of(partial)) != file.sha256:
-        problem = f"the content's SHA-256 is {found}, the Hub says {file.sha256}"
+        problem = f"the content's SHA-256 is {found}, the Hub lists {file.sha256}"
     if problem is not None:
         partial.unlink()
         raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
@@ -130,7 +130,7 @@ def stream(url: str, partial: Path, start: int, counter: Counter) -> None:
                 file.write(chunk)
 
 
-def is_passing(error: HTTPError) -> bool:
+def is_transient(error: HTTPError) -> bool:
     """Whether to try again: the connection broke, or the server is busy."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code == 429 or error.response.status_code >= 500
@@ -143,10 +143,10 @@ def size_of(path: Path) -> int:
 
 @contextmanager
 def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """What the Hub's library raises, as one DataError that says what to do."""
+    """The errors of huggingface_hub as one DataError that says what to do."""
     try:
         yield
     except HUB_ERRORS as error:
-        told = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
-        again = ", and run the same command again: it continues" if told.passing else ""
-        raise DataError(f"{told}{again}") from error
+        problem = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        again = ", and run the same command again: it continues" if problem.transient else ""
+        raise DataError(f"{problem}{again}") from error

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, media, labels, and what stands in it twice.
+"""What is in the data: counts, lengths, media, labels and duplicates.
 
 Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
 with the seconds that are shown of them.
@@ -9,15 +9,15 @@ under two names is found, but not one that was encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset
-from dsreason.datasets.processes import Failure, Track, run_tasks, untracked
+from dsreason.datasets.processes import Failure, Track, tracked, untracked
 from dsreason.datasets.row_facts import (
     MediumFacts,
     MediumUse,
@@ -29,10 +29,9 @@ from dsreason.datasets.row_facts import (
 )
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 COMMON = 10
-"""So many of the most frequent answers and system prompts are told."""
+"""How many of the most frequent answers and system prompts are reported."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def inspect_data(
     """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
 
     Args:
-        datasets: by name, in the order in which they are told; later ones are compared with earlier ones.
+        datasets: by name, in the order of the report; later ones are compared with earlier ones.
         encoder: with it rows are also measured in tokens.
     """
     found: dict[str, list[RowFacts | UnusableRow]] = {}
@@ -143,9 +142,8 @@ def inspect_data(
     uses = unique(use for facts in found.values() for row in usable(facts) for use in row.media)
     media = dict(zip(uses, probe(uses, workers, track), strict=True))
     keys = content_keys(media.values(), workers, track)
-    parts = {name: report(len(datasets[name]), facts, media, encoder) for name, facts in found.items()}
     return Inspection(
-        parts={name: with_duplicates(part, usable(found[name]), keys) for name, part in parts.items()},
+        parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in found.items()},
         overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
         max_length=encoder.max_length if encoder else None,
         problems=problems(datasets, found, media),
@@ -165,18 +163,6 @@ def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
 
 def unique(items: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(items))
-
-
-def tracked(
-    work: Callable[[T], R], tasks: Sequence[T], workers: int, track: Track, name: str, unit: str
-) -> list[R | Failure]:
-    """Results in the order of the tasks."""
-    results: dict[int, R | Failure] = {}
-    with track(name, len(tasks), unit) as advance:
-        for number, result in run_tasks(work, tasks, workers=workers):
-            results[number] = result
-            advance(1)
-    return [results[number] for number in range(len(tasks))]
 
 
 # ---------------------------------------------------------------- media
@@ -218,6 +204,7 @@ def report(
     num_rows: int,
     facts: Sequence[RowFacts | UnusableRow],
     media: Mapping[MediumUse, MediumFacts],
+    keys: Mapping[str, str],
     encoder: Encoder | None,
 ) -> PartReport:
     rows = usable(facts)
@@ -247,7 +234,7 @@ def report(
         with_think=sum(row.has_think for row in rows),
         with_answer_tag=sum(row.has_answer_tag for row in rows),
         several_turns=sum(row.turns > 1 for row in rows),
-        duplicates=0,
+        duplicates=len(rows) - len({row_key(row, keys) for row in rows}),
     )
 
 
@@ -279,7 +266,7 @@ def best_constant(rows: Iterable[RowFacts]) -> float | None:
     return max(answers.values()) / answers.total() if answers else None
 
 
-# ---------------------------------------------------------------- what is there twice
+# ---------------------------------------------------------------- duplicates
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...]]
 
@@ -290,10 +277,6 @@ def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
 
 def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
     return row.question, media_key(row, keys), row.seconds
-
-
-def with_duplicates(part: PartReport, rows: Sequence[RowFacts], keys: Mapping[str, str]) -> PartReport:
-    return replace(part, duplicates=len(rows) - len({row_key(row, keys) for row in rows}))
 
 
 def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:

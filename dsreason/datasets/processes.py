@@ -1,4 +1,4 @@
-"""Work on many rows or files in processes, where a process that dies is known by what it worked on."""
+"""Work on many rows or files in worker processes; where one dies, the task it worked on is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Advance = Callable[[int], None]
 
 
 class Track(Protocol):
-    """How a person follows long work: `with track("reading", 100, "rows") as advance: … advance(1)`."""
+    """A progress bar for long work: `with track("reading", 100, "rows") as advance: … advance(1)`."""
 
     def __call__(self, name: str, total: int, unit: str) -> AbstractContextManager[Advance]: ...
 
@@ -72,10 +72,22 @@ def run_tasks(work: Callable[[T], R], tasks: Sequence[T], *, workers: int) -> It
             worker.process.terminate()
 
 
+def tracked(
+    work: Callable[[T], R], tasks: Sequence[T], workers: int, track: Track, name: str, unit: str
+) -> list[R | Failure]:
+    """The results of `run_tasks` in the order of the tasks."""
+    results: dict[int, R | Failure] = {}
+    with track(name, len(tasks), unit) as advance:
+        for number, result in run_tasks(work, tasks, workers=workers):
+            results[number] = result
+            advance(1)
+    return [results[number] for number in range(len(tasks))]
+
+
 def attempt(work: Callable[[T], R], task: T) -> R | Failure:
     try:
         return work(task)
-    except Exception as error:  # noqa: BLE001 (told with the task's name; the other tasks go on)
+    except Exception as error:  # noqa: BLE001 (reported with the task's name; the other tasks go on)
         return Failure(f"{type(error).__name__}: {error}")
 
 
@@ -87,7 +99,7 @@ class Worker(Generic[T, R]):
         self.connection, theirs = FORK.Pipe()
         self.process = FORK.Process(target=serve, args=(work, theirs, self.connection), daemon=True)
         self.process.start()
-        theirs.close()  # so that its death is the end of the stream
+        theirs.close()  # so that its exit_reason is the end of the stream
 
     def give(self, number: int, task: T) -> Connection:
         """The end at which the result will arrive."""
@@ -100,7 +112,7 @@ class Worker(Generic[T, R]):
             found: R | Failure = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return Failure(f"the process that worked on it {death(self.process.exitcode or 0)}")
+            return Failure(f"the process that worked on it {exit_reason(self.process.exitcode or 0)}")
         return found
 
     def stop(self) -> None:
@@ -109,7 +121,7 @@ class Worker(Generic[T, R]):
         self.process.join()
 
 
-def death(exit_code: int) -> str:
+def exit_reason(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name

@@ -9,7 +9,7 @@ from dsreason.data.loader import BadRow, read_row
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.inspection import evenly
-from dsreason.datasets.processes import Failure, Track, run_tasks, untracked
+from dsreason.datasets.processes import Failure, Track, tracked, untracked
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,9 @@ def render_rows(
     """
     dataset = rendering.dataset
     rows = evenly(len(dataset), limit)
-    reasons: dict[int, str] = {}
-    with track(f"rendering {name}", len(rows), "rows") as advance:
-        for number, reason in run_tasks(rendering, rows, workers=workers):
-            if isinstance(reason, Failure):
-                reason = f"{dataset.location(rows[number])}: {reason.reason}"
-            if reason is not None:
-                reasons[number] = reason
-            advance(1)
-    return len(rows), [reasons[number] for number in sorted(reasons)]
+    problems = tracked(rendering, rows, workers, track, f"rendering {name}", "rows")
+    return len(rows), [
+        f"{dataset.location(row)}: {problem.reason}" if isinstance(problem, Failure) else problem
+        for row, problem in zip(rows, problems, strict=True)
+        if problem is not None
+    ]

@@ -17,10 +17,10 @@ from dsreason.media.media import local_path, probe_image, probe_video
 
 THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-ABSENT = re.compile(r"\bno (such )?(file|clip|image|video)\b")
-"""In the texts of DataErrors that tell of a missing file, whichever adapter looked for it."""
+MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
+"""Matches the DataErrors about a missing file, whichever adapter looked for it."""
 SHORT_ANSWER = 40
-"""Longest answer in characters whose spread is told."""
+"""Longest answer in characters that is counted among the frequent answers."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class UnusableRow:
 
     @property
     def is_missing_media(self) -> bool:
-        return ABSENT.search(self.reason) is not None
+        return MISSING_FILE.search(self.reason) is not None
 
 
 @dataclass(frozen=True)
 class MediumFacts:
-    """`seconds`, `fps` and `frames` are None for images; `problem` says why a file cannot be used."""
+    """`seconds` and `fps` are None for images; `problem` says why a file cannot be used."""
 
     kind: Literal["image", "video"]
     path: str
@@ -74,7 +74,6 @@ class MediumFacts:
     width: int = 0
     seconds: float | None = None
     fps: float | None = None
-    frames: int | None = None
     problem: str | None = None
 
 
@@ -97,7 +96,7 @@ class RowReader:
             return None
         try:
             return self.encoder.measure(sample)
-        except DataError:  # its media are looked at one by one, and told there
+        except DataError:  # its media are read one by one, and reported there
             return None
 
 
@@ -115,7 +114,7 @@ def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
         seconds=tuple(map(shown_seconds, shown)),
-        answer=told_answer(sample.answer or reply),
+        answer=short_answer(sample.answer or reply),
         letters=tuple(sample.options or ()),
         system_prompt=system[0] if system else "",
         turns=len(replies),
@@ -129,7 +128,7 @@ def normalised(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def told_answer(text: str) -> str | None:
+def short_answer(text: str) -> str | None:
     """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
     tagged = ANSWER.findall(text)
     answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
@@ -146,9 +145,7 @@ def medium_facts(use: MediumUse) -> MediumFacts:
         info = probe_video(use.path)
     except DataError as error:
         return MediumFacts(use.kind, use.path, problem=str(error))
-    return MediumFacts(
-        "video", use.path, size, info.height, info.width, info.duration, info.fps, frames=info.num_frames
-    )
+    return MediumFacts("video", use.path, size, info.height, info.width, info.duration, info.fps)
 
 
 def content_hash(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
@@ -75,15 +75,6 @@ def engine_grad_norm(engine: DeepSpeedEngine) -> float:
     if engine.optimizer.overflow:
         return float("inf")
     return float(engine.get_global_grad_norm())
-
-
-def full_gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Averaged float32 gradients on the CPU, between the last `backward` of a step and its `step`. For tests."""
-    return {
-        name: safe_get_full_grad(parameter).float().cpu().clone()
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad
-    }
 
 
 def frozen_names(engine: DeepSpeedEngine) -> list[str]:

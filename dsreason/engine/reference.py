@@ -32,11 +32,6 @@ class ReferencePolicy:
         """Room for the policy while it is away."""
         self.become_policy()
 
-    @property
-    def gib(self) -> float:
-        """Host memory of this rank: the reference, and room for the policy while it is away."""
-        return (self._reference.nbytes + self._policy.nbytes) / 2**30
-
     def become_policy(self) -> None:
         """The policy as it is now is the reference from here on."""
         self._reference.store(self._own())

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 from tokenizers.decoders import DecodeStream
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
@@ -30,7 +29,7 @@ from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION, check_weights
-from dsreason.evaluation.ask.models import exported, is_checkpoint, meant
+from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
@@ -62,7 +61,7 @@ class InferSettings:
     """
 
     model: str
-    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of ours, see `models.meant`."""
+    """Hugging Face folder, hub name, `tiny:…`, or a run or checkpoint of dsreason, see `models.run_weights`."""
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
     vision: dict[str, float] = field(default_factory=dict)
@@ -111,7 +110,7 @@ class Answering:
         parsed = parse(text, "reasoning", kind="open")
         return {
             "model": self.model,
-            "media": described(self.prompt),
+            "media": media_facts(self.prompt),
             "prompt": self.prompt.sample.meta["prompt"],
             "prompt_tokens": len(self.prompt.encoded),
             "reasoning": parsed.reasoning,
@@ -127,7 +126,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
     """An `Answering` for each prompt, to be read to its end before the next.
 
     Args:
-        say: is told what takes time, and what is done otherwise than asked.
+        say: called with a text before what takes time, and where something is done differently than asked.
 
     Raises:
         DsReasonError: unreadable media or model, or a prompt that is longer than the model takes; before any is answered.
@@ -150,7 +149,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
         rooms = [longest - length for length in lengths]
         asked = (
-            (encoder.encode_prompt(sample) if number else first, shortened(settings.sampling, room, say))
+            (encoder.encode_prompt(sample) if number else first, with_room(settings.sampling, room, say))
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
         for encoded, ids in draw_ids(asked):
@@ -161,9 +160,9 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 
 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
-    """The Hugging Face folder, see `models.meant`; of a checkpoint an export that lasts until `stack` closes."""
+    """The Hugging Face folder, see `models.run_weights`; of a checkpoint an export that lasts until `stack` closes."""
     try:
-        own = meant(settings.model)
+        own = run_weights(settings.model)
         if own is not None and is_checkpoint(own):
             say(f"exporting {own} …")
             return stack.enter_context(exported(own, Path(tempfile.gettempdir()), settings.dtype))
@@ -205,7 +204,8 @@ def open_engine(
 
     def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
         for number, (prompt, sampling) in enumerate(asked):
-            yield prompt, drawn_ids(model, prompt, sampling, number, banned_ids=banned_ids, stop_ids=stop_ids)
+            tokens = draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids)
+            yield prompt, (int(token) for token, _ in tokens)
 
     return draw_ids
 
@@ -221,10 +221,10 @@ def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_le
         stack.callback(shutdown)
         tokenizer = encoder.processor.tokenizer
         engine = open_rollout_engine(folder, tokenizer, world, settings, dtype=dtype, loaded_version=VERSION)
-        yield partial(draw_together, stack.enter_context(engine))
+        yield partial(draw_batch, stack.enter_context(engine))
 
 
-def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
+def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
     """One call for all prompts; they show the same media, which are held once."""
     prompts: list[EncodedPrompt] = []
     samplings: list[Sampling] = []
@@ -243,20 +243,6 @@ def draw_together(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tup
 
     for number in streams:
         yield prompts[number], ids_of(number)
-
-
-def drawn_ids(
-    model: nn.Module,
-    prompt: EncodedPrompt,
-    sampling: Sampling,
-    number: int = 0,
-    *,
-    banned_ids: Tensor,
-    stop_ids: Tensor,
-) -> Iterator[int]:
-    """Token ids as they are drawn, the stop token included: those that the transformers rollout engine draws."""
-    for token, _ in draw_tokens(model, [prompt.encoded], [number], sampling, banned_ids=banned_ids, stop_ids=stop_ids):
-        yield int(token)
 
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -300,7 +286,7 @@ def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
 
 
 def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
-    """Tokens of the prompt, told from the headers of its media; DataError where no answer fits behind it."""
+    """Tokens of the prompt, from the headers of its media; DataError where no answer fits behind it."""
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(
@@ -310,7 +296,7 @@ def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
     return length
 
 
-def shortened(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
+def with_room(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
     if sampling.max_completion_length <= room:
         return sampling
     say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
@@ -352,7 +338,7 @@ def _prompt_of(line: str, where: str) -> str:
 # ---------------------------------------------------------------- the media, as they are shown
 
 
-def described(prompt: EncodedPrompt) -> list[dict[str, Any]]:
+def media_facts(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
     found = []
     for path, medium in zip(media_paths(prompt.sample.messages), prompt.media, strict=True):

@@ -29,16 +29,16 @@ from dsreason.evaluation.report.results import (
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.lock import FolderLock
-from dsreason.job.watchdog import cut_short
+from dsreason.job.watchdog import report_and_exit
 from dsreason.monitor.progress import Advance
 
 log = logging.getLogger(__name__)
 
-ENOUGH = 16
+MIN_FAILURES = 16
 """At so many questions a server does not fail by chance."""
 NOT_ASKED = "not asked yet"
 """Error of questions that an evaluation has not come to."""
-SIGHT_S = 60.0
+VISIBILITY_TIMEOUT_S = 60.0
 """After which a new file of another host is not coming: network file systems may show it late."""
 
 
@@ -79,15 +79,15 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
         )
     with (
         build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
-        FolderLock(on_lost=cut_short) as lock,
+        FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
-        own = Share(answering.rank, answering.size).of(questions)
+        own = of_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
             kept = evaluation.prepare(own)
-            answering.on_first(lambda: check_stored(folder, questions))
+            answering.on_first_rank(lambda: check_stored(folder, questions))
             advance(sum(question.id in kept or question.problem is not None for question in own))
             started = time.perf_counter()
             results = list(evaluation.run(own, kept, advance))
@@ -131,7 +131,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
     """DataError where not every question stands in the folder, as it does once all ranks have prepared theirs."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
-    deadline = time.monotonic() + SIGHT_S
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - stored_ids(folder, clips):
         if time.monotonic() >= deadline:
             raise DataError(
@@ -151,17 +151,11 @@ def build_grader(config: EvalConfig) -> Grader:
     return Grader(given.answer_type, given.parser, similarity_model=given.similarity_model, scorer=given.scorer)
 
 
-@dataclass(frozen=True)
-class Share:
+def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
     """One rank's part: whole clips, so that no two ranks write to one file."""
-
-    rank: int
-    size: int
-
-    def of(self, questions: Sequence[Question]) -> list[Question]:
-        clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
-        own = set(list(clips)[self.rank :: self.size])
-        return [question for question in questions if (question.dataset, question.video_id) in own]
+    clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
+    own = set(list(clips)[rank::size])
+    return [question for question in questions if (question.dataset, question.video_id) in own]
 
 
 @dataclass(frozen=True)
@@ -214,11 +208,11 @@ class Evaluation:
         size = self.answering.batch_size
         if size is None:
             asked = [question for question in questions if not question.problem and question.id not in kept]
-            return [asked] if self.answering.anyone(bool(asked)) else []
+            return [asked] if self.answering.any_rank(bool(asked)) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
         missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
-        return missing + [[]] * (self.answering.largest(len(missing)) - len(missing))
+        return missing + [[]] * (self.answering.max_over_ranks(len(missing)) - len(missing))
 
     def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
         """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
@@ -226,7 +220,7 @@ class Evaluation:
         place = {question.id: i for i, question in enumerate(batch)}
         pending = list(batch)
         for attempt in range(last + 1):
-            if not self.answering.anyone(bool(pending)):
+            if not self.answering.any_rank(bool(pending)):
                 return
             unread = []
             requests = [
@@ -234,7 +228,7 @@ class Evaluation:
             ]
             replies = self.answering.answerer.ask(requests)
             if is_first and attempt == 0 and self.config.server.url is not None:
-                replies = answering_at_all(replies, len(requests), self.config.server.url)
+                replies = check_server_answers(replies, len(requests), self.config.server.url)
             for request, reply in replies:
                 question = request.question
                 is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
@@ -277,10 +271,10 @@ class Evaluation:
         )
 
 
-def answering_at_all(
+def check_server_answers(
     replies: Iterator[tuple[Request, Reply]], num_asked: int, url: str
 ) -> Iterator[tuple[Request, Reply]]:
-    """The same replies. ConfigError where a server fails at the first `ENOUGH` questions, or at all where they are fewer.
+    """The same replies. ConfigError where a server fails at the first `MIN_FAILURES` questions, or at all where they are fewer.
 
     Questions that were not sent to it say nothing about it.
     """
@@ -294,7 +288,7 @@ def answering_at_all(
             failed.append((request, reply))
         else:
             num_asked -= 1
-        if failed and len(failed) >= min(num_asked, ENOUGH):
+        if failed and len(failed) >= min(num_asked, MIN_FAILURES):
             request, reply = failed[-1]
             raise ConfigError(
                 f"server.url ({url}): none of the first {len(failed)} questions got an answer, such as "

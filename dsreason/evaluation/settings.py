@@ -15,8 +15,8 @@ from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
 from dsreason.job.record import git_state, versions
 
-DECIDING = ("evaluation", "generation", "vision")
-MAY_DIFFER = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
+COMPARED = ("evaluation", "generation", "vision")
+NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
 """What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
 answer is compared with its question."""
 CHUNK = 65536
@@ -46,7 +46,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def vision_note(config: EvalConfig) -> str | None:
-    """What to know where a model of one of our runs is asked with other vision settings than it was trained with."""
+    """A note where a model that dsreason trained is evaluated with other vision settings than it was trained with."""
     trained = trained_vision(Path(str(config.model.path)).expanduser())
     asked = config.vision_of().model_dump(exclude_none=True)
     if trained is None or trained == asked:
@@ -64,7 +64,7 @@ def trained_vision(model: Path) -> dict[str, Any] | None:
 
 
 def run_record(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a run of ours; None where the folder has none, or a model's."""
+    """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
     try:
         record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -75,14 +75,16 @@ def run_record(folder: Path) -> dict[str, Any] | None:
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
-    told_apart = "fingerprint" in model  # however its path is spelled
-    found: dict[str, Any] = {f"model.{key}": value for key, value in model.items() if key != "path" or not told_apart}
+    has_fingerprint = "fingerprint" in model  # however its path is spelled
+    found: dict[str, Any] = {
+        f"model.{key}": value for key, value in model.items() if key != "path" or not has_fingerprint
+    }
     if config.server.url is None:
         found |= {f"model.{name}": document["model"][name] for name in MODEL}
     else:
         found["server.video"] = config.server.video
-    for section in DECIDING:
-        found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in MAY_DIFFER}
+    for section in COMPARED:
+        found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
     if options := document["evaluation"]["engine_options"]:
         found["evaluation.engine_options"] = options
     if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():

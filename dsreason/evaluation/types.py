@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
@@ -67,6 +66,3 @@ class Result:
     """Why there is no answer: a missing or unreadable clip, a server that failed. Asked again by the next evaluation."""
     scores: dict[str, float] = field(default_factory=dict)
     """`bleu`, `rougeL`, `similarity` of free texts, and a user's own."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)

@@ -93,8 +93,8 @@ class Modules:
     """In the vision tower: what works on merged patches."""
     norms: tuple[str, ...]
     """Parts of the names of weights that scale channels."""
-    tables: tuple[str, ...]
-    """Parts of the names of weights that are looked up: embeddings of tokens and places."""
+    embeddings: tuple[str, ...]
+    """Parts of the names of embedding weights, of tokens and positions."""
 
 
 @dataclass(frozen=True)

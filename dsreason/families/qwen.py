@@ -29,7 +29,7 @@ MODULES = Modules(
     patch_embedding="patch_embed",
     merger="merger",
     norms=("norm", "ln_q"),
-    tables=("embed_tokens", "pos_embed"),
+    embeddings=("embed_tokens", "pos_embed"),
 )
 
 

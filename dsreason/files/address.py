@@ -59,11 +59,11 @@ def parse_s3(text: str) -> S3Address:
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):
             raise ValueError(
-                "s3://…@…: keys do not belong into an address; write s3://bucket/prefix, and set AWS_ACCESS_KEY_ID and "
+                "s3://…@…: an address must not contain keys; write s3://bucket/prefix, and set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY"
             )
         raise ValueError(
-            f"{text}: {bucket!r} is no bucket name (3 to 63 small letters, digits, dots and hyphens); write s3://bucket/prefix"
+            f"{text}: {bucket!r} is not a bucket name (3 to 63 lowercase letters, digits, dots and hyphens); write s3://bucket/prefix"
         )
     if "?" in key:
         raise ValueError(
@@ -80,10 +80,10 @@ def parse_target(text: str) -> S3Address | HubAddress:
     if not text.startswith(HUB) or match is None:
         shown = TOKEN.sub("hf_…", without_credentials(text))
         raise ValueError(
-            f"{shown!r} is no place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+            f"{shown!r} is not a place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
-        raise ValueError("hub:…: a token does not belong into an address; set HF_TOKEN")
+        raise ValueError("hub:…: an address must not contain a token; set HF_TOKEN")
     return HubAddress(match["repo"], _checked((match["folder"] or "").strip("/"), text), match["revision"])
 
 

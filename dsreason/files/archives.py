@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import cache_dir, cache_errors
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
@@ -71,22 +71,16 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
     name = hashlib.sha256(content).hexdigest()
     file = media_cache() / "media" / name[:2] / f"{name}{suffix}"
     if not file.is_file():
-        try:
+        with cache_errors(file, "COSMOS_CACHE"):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, content)
-        except OSError as error:
-            raise cache_error(file, error) from error
     return file
-
-
-def cache_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path}: cannot be kept: {error}; make room, or set COSMOS_CACHE to another folder")
 
 
 def unpack(archive: Path) -> Path:
     """The folder with the archive's files, in `$COSMOS_CACHE` or the cache folder. Safe in several processes at once.
 
-    An archive that has changed (size or time) is unpacked anew. No member can leave the folder.
+    An archive that has changed (size or time) is unpacked again. No member can leave the folder.
 
     Raises:
         DataError: the archive is damaged, or a member wants out of its folder.
@@ -100,10 +94,8 @@ def unpack(archive: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         extract(archive, partial)
 
-    try:
+    with cache_errors(folder, "COSMOS_CACHE"):
         return build_once(folder, extract_anew)
-    except OSError as error:
-        raise cache_error(folder, error) from error
 
 
 def extract(archive: Path, folder: Path) -> None:
@@ -114,7 +106,7 @@ def extract(archive: Path, folder: Path) -> None:
         StorageError: the disk is full or read-only.
     """
     try:
-        with telling(archive), archive.open("rb") as file:
+        with unpack_errors(archive), archive.open("rb") as file:
             unpack_members = extract_zip if file.read(2) == b"PK" else extract_tar
         unpack_members(archive, folder, Budget(archive))
     except (DataError, StorageError):
@@ -123,13 +115,13 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 def extract_zip(archive: Path, folder: Path, budget: Budget) -> None:
-    with telling(archive), zipfile.ZipFile(archive) as file:
+    with unpack_errors(archive), zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             budget.spend(BLOCK_BYTES + member.file_size)
-            with telling(archive, member.filename):
+            with unpack_errors(archive, member.filename):
                 check_member(member.filename, is_link=stat.S_ISLNK(member.external_attr >> 16))
         for member in file.infolist():
-            with telling(archive, member.filename):
+            with unpack_errors(archive, member.filename):
                 file.extract(member, folder)
 
 
@@ -141,14 +133,16 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
         if member.islnk():
             target = os.path.join(path, member.linkname)
             if not os.path.isfile(target):
-                raise tarfile.TarError(f"it is a hard link to {member.linkname!r:.200}, which is no file before it")
+                raise tarfile.TarError(
+                    f"it is a hard link to {member.linkname!r:.200}, which is not a file before it in the archive"
+                )
             budget.spend(os.path.getsize(target))
         return member
 
-    with telling(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
+    with unpack_errors(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
         for member in tar:
             budget.spend(BLOCK_BYTES + member.size)
-            with telling(archive, member.name):
+            with unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym())
                 tar.extract(member, folder, filter=checked)
         while rest := tar.fileobj.read(BLOCK_BYTES):  # to the end of the file, where its checksum is
@@ -173,7 +167,7 @@ class TarMember(tarfile.TarInfo):
 
 def check_member(name: str, *, is_link: bool) -> None:
     """Symbolic links are refused wherever they lead: tarfile's own check can be deceived by chains of them
-    (CVE-2025-4517, not mended in Python 3.11 before 3.11.13 and 3.12 before 3.12.11)."""
+    (CVE-2025-4517, not fixed in Python 3.11 before 3.11.13 and 3.12 before 3.12.11)."""
     if os.path.isabs(name) or os.path.normpath(name).split("/")[0] == "..":
         raise tarfile.TarError("it would be extracted outside the destination")
     if is_link:
@@ -197,7 +191,7 @@ class Budget:
 
 
 @contextmanager
-def telling(archive: Path, member: str | None = None) -> Iterator[None]:
+def unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
     """Errors as a DataError that names archive and member; those of the disk that it is unpacked on as a StorageError."""
     try:
         yield

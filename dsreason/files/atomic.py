@@ -43,7 +43,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """`folder`, which `build` fills under another name unless it is there. Of several processes one builds, others wait.
 
     What a failed `build` left is still there when it is called again. A cache has 256 locks for all its folders: one for

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from dsreason.errors import StorageError
 
 
 def cache_dir() -> Path:
@@ -12,3 +16,17 @@ def cache_dir() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
+
+
+@contextmanager
+def cache_errors(path: Path, variable: str) -> Iterator[None]:
+    """An OSError inside is a StorageError: that the cache cannot be written is no fault of the data.
+
+    `variable` names the folder in the environment.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error}; make room, or set {variable} to another folder"
+        ) from error

@@ -22,9 +22,9 @@ from dsreason.secrets import hide_secrets
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError)
 """What the library raises; HTTPError is httpx's or httpx2's, as the library's version has it."""
 ADVICE = {
-    401: "the token in HF_TOKEN is missing, wrong or expired: make one that may write, in the settings of your account",
-    403: "the token in HF_TOKEN may not write there: it needs the right to write, and you that of the account",
-    404: "no such repository or branch that this token may see: correct the name",
+    401: "the token in HF_TOKEN is missing, wrong or expired: make one with write permission in the settings of your account",
+    403: "the token in HF_TOKEN has no write access there: give it write permission, and your account access",
+    404: "no such repository or branch that this token can access: correct the name",
     429: "too many requests: try again later",
 }
 
@@ -47,14 +47,14 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
         return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
     if not isinstance(error, HfHubHTTPError):
         text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
-        return StorageError(text, passing=not isinstance(error, ValueError))
-    status, told = error.response.status_code, first_line(error.server_message or "")
+        return StorageError(text, transient=not isinstance(error, ValueError))
+    status, message = error.response.status_code, first_line(error.server_message or "")
     if page and (advice := reading_advice(error, page, revision)):
         return StorageError(f"{where}: {advice}", status=status)
-    passing = status == 429 or status >= 500
-    advice = ADVICE.get(status, "it has a failure: try again later" if passing else "check the name")
-    answer = f"the Hub answers {status}" + (f" ({told})" if told else "")
-    return StorageError(f"{where}: {answer}; {advice}", status=status, passing=passing)
+    transient = status == 429 or status >= 500
+    advice = ADVICE.get(status, "a server error: try again later" if transient else "check the name")
+    answer = f"the Hub answers {status}" + (f" ({message})" if message else "")
+    return StorageError(f"{where}: {answer}; {advice}", status=status, transient=transient)
 
 
 def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:

@@ -1,7 +1,7 @@
 """One job at a time in an output folder: a lock file that says who has it, and that its job touches every few seconds.
 
-A lock of this machine is void when its process is gone. Of another machine, or another container of this one, only the
-file is seen: it is void when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
+A lock of this machine is stale when its process is gone. Of another machine, or another container of this one, only the
+file is seen: it is stale when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
 NFS may keep one of a host that is gone.
 """
 
@@ -25,9 +25,9 @@ from dsreason.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-BEAT_S = 10.0
-SILENCE_S = 180.0
-"""After which a lock of another machine is void. Native code may keep the thread that touches it from running for a while."""
+HEARTBEAT_S = 10.0
+STALE_AFTER_S = 180.0
+"""After which a lock of another machine is stale. Native code may keep the thread that touches it from running for a while."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FolderLock:
 
     Args:
         on_lost: called, in a thread, with what to say where another job has taken the folder nevertheless: this one was
-            not heard of for SILENCE_S.
+            not heard of for STALE_AFTER_S.
     """
 
     def __init__(self, on_lost: Callable[[ConfigError], object]) -> None:
@@ -67,12 +67,12 @@ class FolderLock:
             found = read(file)
             if is_alive(file, found):
                 raise in_use(folder, found)
-            put_away(file, found)
+            remove_stale(file, found)
         self.file, self.content = file, content
-        threading.Thread(target=self._beat, args=(file,), name="lock", daemon=True).start()
+        threading.Thread(target=self._heartbeat, args=(file,), name="lock", daemon=True).start()
 
-    def _beat(self, file: Path) -> None:
-        while not self.over.wait(BEAT_S):
+    def _heartbeat(self, file: Path) -> None:
+        while not self.over.wait(HEARTBEAT_S):
             with suppress(OSError):
                 if (found := read(file)) not in ("", self.content):
                     self.on_lost(in_use(file.parent, found))
@@ -104,14 +104,14 @@ def in_use(folder: Path, content: str) -> ConfigError:
 
 
 def is_alive(file: Path, content: str) -> bool:
-    """Whether the job that has a lock is there. Of one on another machine this takes SILENCE_S, in which it may end, too."""
+    """Whether the job that has a lock is there. Of one on another machine this takes STALE_AFTER_S, in which it may end, too."""
     holder = parse(content)
     if holder is not None and holder.machine == this_machine():
         return start_time(holder.pid) == holder.started
-    log.warning("%s: waiting up to %g s to see whether %s is alive", file, SILENCE_S, holder or "another job")
-    touched, alive, deadline = last_touched(file), False, time.monotonic() + SILENCE_S
+    log.warning("%s: waiting up to %g s to see whether %s is alive", file, STALE_AFTER_S, holder or "another job")
+    touched, alive, deadline = last_touched(file), False, time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline:
-        time.sleep(SILENCE_S / 60)
+        time.sleep(STALE_AFTER_S / 60)
         now = last_touched(file)
         if now is None:
             return False
@@ -135,12 +135,12 @@ def create(file: Path, content: str) -> bool:
     return True
 
 
-def put_away(file: Path, content: str) -> None:
-    """Remove a void lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
-    with suppress(FileNotFoundError), file.open("r+") as void:
+def remove_stale(file: Path, content: str) -> None:
+    """Remove a stale lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
+    with suppress(FileNotFoundError), file.open("r+") as stale:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(void, fcntl.LOCK_EX)
-        if read(file) == content and file.stat().st_ino == os.fstat(void.fileno()).st_ino:
+            fcntl.flock(stale, fcntl.LOCK_EX)
+        if read(file) == content and file.stat().st_ino == os.fstat(stale.fileno()).st_ino:
             file.unlink()
 
 

@@ -51,7 +51,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
         except RemoteEntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError, ValueError):
-            return  # `datasets` meets the same and tells it
+            return  # `datasets` meets the same error and reports it
         for key, text in _named_files(file):
             if _is_local(text):
                 raise DataError(

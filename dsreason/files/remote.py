@@ -1,7 +1,7 @@
 """Files in S3 as local ones: fetched into the cache once, whole or not at all, by however many processes ask.
 
 A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
-fetched anew. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
+fetched again. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
 changed.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
@@ -19,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from dsreason.errors import DataError, StorageError
 from dsreason.files.address import S3Address, is_s3, parse_s3
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import cache_dir, cache_errors
 from dsreason.files.s3 import S3Object, find_object, list_objects, read_into
 from dsreason.secrets import without_credentials
 
@@ -86,7 +85,7 @@ def _copy_of(text: str) -> Path:
         raise
     folder = _folder(address, source.version)
     name = PurePosixPath(address.key).name
-    with _kept(folder):
+    with cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
 
 
@@ -96,8 +95,8 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
     found = list_objects(address)
     chosen = {name: source for name, source in sorted(found.items()) if wanted(name)}
     if not chosen:
-        what = "is nothing of use" if found else "is nothing"
-        raise DataError(f"{address}: there {what} below this address")
+        what = "no usable file" if found else "nothing"
+        raise DataError(f"{address}: there is {what} below this address")
     for name in chosen:
         if (
             not PurePosixPath(name).parts
@@ -106,7 +105,7 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
         ):
             raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
     folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
-    with _kept(folder):
+    with cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, lambda partial: _fetch_all(address, chosen, partial))
 
 
@@ -120,16 +119,6 @@ def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path
 def _folder(address: S3Address, version: str) -> Path:
     key = hashlib.sha256(f"{address} {version}".encode()).hexdigest()[:24]
     return cache_dir() / "s3" / address.bucket / key
-
-
-@contextmanager
-def _kept(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{folder}: the copy cannot be kept: {error}; make room, or set DSREASON_CACHE to another folder"
-        ) from error
 
 
 def _fetch(source: S3Object, file: Path) -> None:

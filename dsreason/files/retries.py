@@ -1,4 +1,4 @@
-"""Trying again: refusals that may pass are waited out, others are not."""
+"""Retries: transient refusals are waited out, others are raised."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
-def persist(action: Callable[[], T], attempts: int | None = None) -> T:
-    """What `action` returns. After a StorageError that may pass it is called again, `attempts` times (None: ATTEMPTS).
+def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
+    """What `action` returns. After a transient StorageError it is called again, `attempts` times (None: ATTEMPTS).
 
-    The waits double, and each is cut at random to between half of it and all, so that many ranks do not come together.
+    The waits double, and each is cut at random to between half of it and all, so that many ranks do not retry at once.
     """
     attempts = attempts or ATTEMPTS
     for attempt in range(1, attempts):
         try:
             return action()
         except StorageError as error:
-            if not error.passing:
+            if not error.transient:
                 raise
             wait = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1)
             log.warning("%s; trying again in %.1f s (%d of %d)", error, wait, attempt, attempts - 1)

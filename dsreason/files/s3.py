@@ -1,6 +1,6 @@
 """S3 through boto3: keys, region and AWS_ENDPOINT_URL from the environment, refusals that may pass waited out, errors named.
 
-boto3 would try again in silence, and not after damage that only an ETag shows; here it tries once, and `persist` decides.
+boto3 would try again in silence, and not after damage that only an ETag shows; here it tries once, and `with_retries` decides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
-from dsreason.files.retries import persist
+from dsreason.files.retries import with_retries
 from dsreason.secrets import hide_secrets, quiet_libraries, without_credentials
 
 Answer: TypeAlias = Mapping[str, Any]
@@ -25,7 +25,7 @@ READ_LIMIT_S = 60
 """Without a byte from the server."""
 READ_BYTES = 32 * 1024**2
 """Asked for at once: what a cut connection costs."""
-PASSING_CODES = (
+TRANSIENT_CODES = (
     "RequestTimeout",
     "SlowDown",
     "BadDigest",
@@ -33,7 +33,7 @@ PASSING_CODES = (
     "XAmzContentSHA256Mismatch",
     "OperationAborted",
 )
-"""Refusals below status 500 that another try may mend."""
+"""Refusals below status 500 that may pass on another try."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def request(
         check(answer)
         return answer
 
-    return persist(once, attempts)
+    return with_retries(once, attempts)
 
 
 def find_object(address: S3Address) -> S3Object:
@@ -128,7 +128,7 @@ def read_into(source: S3Object, file: Path) -> None:
     """
     with file.open("ab") as target:
         while target.tell() < source.size:
-            target.write(persist(lambda: _read(source, target.tell())))
+            target.write(with_retries(lambda: _read(source, target.tell())))
 
 
 def _read(source: S3Object, start: int) -> bytes:
@@ -139,7 +139,7 @@ def _read(source: S3Object, start: int) -> bytes:
         )
         content = bytes(answer["Body"].read())
     if len(content) != last - start + 1:
-        raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", passing=True)
+        raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", transient=True)
     return content
 
 
@@ -168,10 +168,10 @@ def refused(address: S3Address, response: Answer) -> StorageError:
     """The error for an answer with an error status."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
-    told = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {hide_secrets(told)}{advice(status, code, address)}"
-    passing = (status >= 500 and status != 501) or status in (408, 429) or code in PASSING_CODES
-    return StorageError(text, status=status, passing=passing)
+    answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
+    text = f"{address}: the server answers {hide_secrets(answer)}{advice(status, code, address)}"
+    transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
+    return StorageError(text, status=status, transient=transient)
 
 
 def advice(status: int, code: str, address: S3Address) -> str:
@@ -184,7 +184,7 @@ def advice(status: int, code: str, address: S3Address) -> str:
     if status == 412:
         return "; it was changed while it was read: start again"
     if status in (401, 403):
-        return "; these keys may not do that there: check them, and the bucket's policy"
+        return "; these keys have no permission for that: check them and the bucket's policy"
     return ""
 
 
@@ -193,6 +193,6 @@ def unreached(address: S3Address, error: Exception) -> StorageError:
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-        return StorageError(f"{address}: no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
+        return StorageError(f"{address}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", status=401)
     text = hide_secrets((str(error).strip() or f"no answer ({type(error).__name__})").splitlines()[0])
-    return StorageError(f"{address}: {text}", passing=not isinstance(error, ValueError))
+    return StorageError(f"{address}: {text}", transient=not isinstance(error, ValueError))

@@ -1,4 +1,4 @@
-"""GPUs that the driver keeps from torch, which would go on without them."""
+"""GPUs that torch cannot use because of the driver: it would go on without them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from dsreason.errors import ConfigError
 
 WARNING = "CUDA initialization: "
-"""Begins torch's."""
+"""How torch's warning begins."""
 DRIVERS = {"12": 525, "13": 580}
 """Oldest NVIDIA driver for each major version of CUDA."""
 
@@ -28,12 +28,12 @@ def cuda_fault() -> str | None:
         usable, count = torch.cuda.is_available(), torch.cuda.device_count()
     if usable or torch.version.cuda is None:
         return None
-    told = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
-    if told is None:
+    warning = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
+    if warning is None:
         return f"the driver names {count}, and torch sees none" if count else None
     if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one
         return None
-    return told.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
+    return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
 
 
 def has_gpu() -> bool:

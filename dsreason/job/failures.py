@@ -1,4 +1,4 @@
-"""Failures of ranks: what a rank leaves of its own for whoever started it, and which one the others followed from.
+"""Failures of ranks: how a rank reports its own to its launcher, and which one caused the others.
 
 Nothing here imports torch: the parent has to run before `prepare_environment`.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Set by our own launcher only: the folder that ranks leave their errors in, for the parent to print."""
+"""Set by our own launcher only: the folder that ranks write their errors to, for the parent to print."""
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set by torchrun: what a rank leaves there ends torchrun's last report."""
+"""Set by torchrun: what a rank writes there ends torchrun's last report."""
 
 CRASH_LOG = "dsreason.crash"
 """Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided elsewhere."""
@@ -41,25 +41,25 @@ FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
 """After which nothing is started again."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
-PLACE_BYTES = 256
+ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: its own words, or what its exit code tells."""
+    """Why a rank ended: its own report, or what its exit code says."""
 
     rank: int
     text: str
     exit_code: int
-    mendable: bool
-    """A `DsReasonError`: told without a traceback."""
+    user_fixable: bool
+    """A `DsReasonError`: printed without a traceback."""
     time: float
     signal: int = 0
-    """That killed it."""
+    """The one that killed it; 0 where none did."""
     silent: bool = False
-    """It left no words; the text is what others noticed."""
+    """The rank reported nothing; the text is what others noticed."""
     restarts: bool = True
     """Whether another start may help: not where a person has to change something, or has asked for the end."""
 
@@ -74,9 +74,9 @@ class RankError(DsReasonError):
         self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
-def as_heard(failure: Failure) -> Failure:
+def peer_error(failure: Failure) -> RankError:
     """Another rank's failure, as what ends this one."""
-    return failure if failure.mendable else replace(failure, exit_code=PEER_EXIT_CODE)
+    return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
 # In a rank
@@ -86,8 +86,8 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def as_told(error: BaseException) -> BaseException:
-    """A full or read-only disk is nobody's bug, wherever it is met: a text for people."""
+def disk_error_as_save_error(error: BaseException) -> BaseException:
+    """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
     file = f"{error.filename}: " if error.filename else ""
@@ -99,13 +99,13 @@ def as_told(error: BaseException) -> BaseException:
 
 def failure_of(error: BaseException) -> Failure:
     """This rank's failure."""
-    error = as_told(error)
+    error = disk_error_as_save_error(error)
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
         text, restarts = hide_secrets(str(error)), error.exit_code not in FINAL_EXIT_CODES
-        return Failure(own_rank(), text, error.exit_code, mendable=True, time=time.time(), restarts=restarts)
-    return Failure(own_rank(), crash_text(error), exit_code=1, mendable=False, time=time.time())
+        return Failure(own_rank(), text, error.exit_code, user_fixable=True, time=time.time(), restarts=restarts)
+    return Failure(own_rank(), crash_text(error), exit_code=1, user_fixable=False, time=time.time())
 
 
 def crash_text(error: BaseException) -> str:
@@ -115,8 +115,8 @@ def crash_text(error: BaseException) -> str:
     return text
 
 
-def leave_failure(failure: Failure) -> None:
-    """Leave why this rank ends where its launcher looks; its first word counts.
+def record_failure(failure: Failure) -> None:
+    """Write why this rank ends where its launcher looks; the first report counts.
 
     Our own parent looks at every rank: it needs no hearsay. torchrun takes the earliest for the cause, in whole seconds,
     and a rank that was killed has left nothing.
@@ -126,8 +126,8 @@ def leave_failure(failure: Failure) -> None:
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
         when = str(int(failure.time) - failure.silent)
-        told = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
-        write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": told}))
+        message = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
+        write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
 
 def write_once(file: Path, text: str) -> None:
@@ -136,17 +136,18 @@ def write_once(file: Path, text: str) -> None:
             write_file(file, text)
 
 
-def leave_place(place: str) -> None:
-    """Note what this rank is doing, for the parent to tell if it is killed. Several times a step: it has to be cheap."""
+def record_activity(activity: str) -> None:
+    """Write what this rank is doing, for the parent to print if it is killed. Several times a step: it has to be cheap."""
     if ERROR_DIR in os.environ:
-        place_of_rank(Path(os.environ[ERROR_DIR]) / f"place_{own_rank()}")[:] = place.encode().ljust(PLACE_BYTES)
+        file = activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")
+        file[:] = activity.encode().ljust(ACTIVITY_BYTES)
 
 
 @cache
-def place_of_rank(file: Path) -> mmap:
-    file.write_bytes(bytes(PLACE_BYTES))
+def activity_file(file: Path) -> mmap:
+    file.write_bytes(bytes(ACTIVITY_BYTES))
     with file.open("r+b") as opened:
-        return mmap(opened.fileno(), PLACE_BYTES)
+        return mmap(opened.fileno(), ACTIVITY_BYTES)
 
 
 def last_line(log: Path) -> str:
@@ -163,7 +164,7 @@ def last_line(log: Path) -> str:
 # In the parent
 
 
-def left_failures(error_dir: Path) -> list[Failure]:
+def read_failures(error_dir: Path) -> list[Failure]:
     return [Failure(**json.loads(file.read_text())) for file in error_dir.glob("rank_*.json")]
 
 
@@ -177,28 +178,28 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
 
 
 def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that the others followed from.
+    """The failure that caused the others.
 
     Args:
         left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
         exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
             agent ends the others with SIGTERM.
     """
-    told = {failure.rank for failure in left}
-    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in told]
+    known = {failure.rank for failure in left}
+    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
-    mendable = [failure for failure in left if failure.mendable]
+    user_fixable = [failure for failure in left if failure.user_fixable]
     late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
-    if late and not mendable:
+    if late and not user_fixable:
         return _together(late, exit_codes)
     # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
     by_signal = [failure for failure in killed if failure.signal]
-    return min(by_signal or mendable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+    return min(by_signal or user_fixable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """Where every rank was when the watchdog ended them; last the one that ran out of time first."""
+    """Where every rank was when the watchdog ended them; last the one that exceeded its limit first."""
     silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
     texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
     texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
@@ -212,13 +213,13 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
         text = f"rank {rank} was killed by {name}{hint}"
     else:
         text = f"rank {rank} ended with exit code {exit_code} and left no traceback"
-    return Failure(rank, text, exit_code=1, mendable=False, time=0.0, signal=max(0, -exit_code), silent=True)
+    return Failure(rank, text, exit_code=1, user_fixable=False, time=0.0, signal=max(0, -exit_code), silent=True)
 
 
-def with_last_words(failure: Failure, error_dir: Path, log: Path) -> Failure:
-    """What a rank that left no words was doing, and the end of its log."""
+def with_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
+    """With what a rank that reported nothing was doing, and the end of its log."""
     if not failure.silent:
         return failure
-    place, line = error_dir / f"place_{failure.rank}", last_line(log)
-    text = f"{failure.text} {place.read_text().strip()}" if place.exists() else failure.text
+    activity, line = error_dir / f"activity_{failure.rank}", last_line(log)
+    text = f"{failure.text} {activity.read_text().strip()}" if activity.exists() else failure.text
     return replace(failure, text=f"{text}\nits last log line: {line}" if line else text)

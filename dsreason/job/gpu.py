@@ -26,14 +26,14 @@ CAUSES = {
     "`nvidia-smi` shows what holds its memory: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
     r"driver on your system is too old": OLD_DRIVER,
     r"driver version is insufficient": OLD_DRIVER,
-    r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and start this host "
-    "(or its container) anew",
+    r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and restart this host "
+    "(or its container)",
     r"no CUDA-capable device": "no GPU is visible; look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES ({visible}), and whether the "
     "container was started with GPUs",
-    r"busy or unavailable": "GPU {local_rank} is taken by another process, and its compute mode allows one alone; end that "
+    r"busy or unavailable": "GPU {local_rank} is used by another process, and its compute mode allows only one; end that "
     "process, or set the mode to default (`nvidia-smi --compute-mode=0`)",
     r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) has no code for GPU {local_rank}; install one that has",
-    r"CUDA unknown error": "the NVIDIA driver does not answer; start this host (or its container) anew",
+    r"CUDA unknown error": "the NVIDIA driver does not answer; restart this host (or its container)",
     r"ncclUnhandledCudaError": "a call of CUDA failed inside NCCL; NCCL_DEBUG=INFO shows which",
 }
 """What CUDA's and NCCL's errors say, and what that means where ranks are just starting."""
@@ -50,16 +50,10 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with gpu_errors():
         torch.cuda.set_device(device)
-    turn_off_cudnn_attention()
-    return device
-
-
-def turn_off_cudnn_attention() -> None:
-    """Leave attention to torch's other kernels; from 2.11 on torch prefers cuDNN's on Hopper GPUs and newer.
-
-    Its gradients can be NaN where there is a mask, and it compiles kernels for every new length.
-    """
+    # On Hopper GPUs and newer torch prefers cuDNN's attention: its gradients can be NaN where there is a mask, and it
+    # compiles kernels for every new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.output import flat
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError, DsReasonError
+from dsreason.files.disk import sha256_of
 from dsreason.job import launch
 from dsreason.job.launchers import PDSH, launchers
 from dsreason.job.record import versions
@@ -67,7 +68,7 @@ def join() -> dist.Store:
             store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
             raise DsReasonError(
-                f"{this_rank()}: the ranks did not come together at {master()} within {limit()} ({error}); look whether all "
+                f"{this_rank()}: the ranks did not all connect to {master()} within {limit()} ({error}); look whether all "
                 "hosts have started, and whether a firewall between them closes that port"
             ) from error
         # torchrun keeps its store over restarts, and torch would read in it where the ranks before these have listened.
@@ -93,11 +94,13 @@ def exchange(name: str, value: Any) -> list[Any]:
     except dist.DistStoreError as error:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
-            f"{this_rank()}: no sign of rank {missing} at {master()} for {limit()}; look at the output of their hosts, and "
-            "whether a firewall closes that port"
+            f"{this_rank()}: rank {missing} did not connect to {master()} within {limit()}; look at the output of "
+            "their hosts, and whether a firewall closes that port"
         ) from error
     except dist.DistError as error:
-        raise DsReasonError(f"{this_rank()}: {master()} is gone ({error}); look at the output of rank 0") from error
+        raise DsReasonError(
+            f"{this_rank()}: lost the connection to {master()} ({error}); look at the output of rank 0"
+        ) from error
 
 
 @contextmanager
@@ -176,7 +179,7 @@ def interface_of(address: str) -> str | None:
 
 
 def share_environment() -> None:
-    """Give every host the variables that it lacks and the first one has; only names are told. Every rank calls it.
+    """Give every host the variables that it lacks and the first one has; only names are printed. Every rank calls it.
 
     In place of the first host the one where `deepspeed` was called: pdsh starts the ranks there without the variables, too.
     """
@@ -191,7 +194,10 @@ def share_environment() -> None:
     given = exchange("values", {name: mine[name] for name in set().union(*wanted)} if rank == source else None)[source]
     os.environ.update({name: given[name] for name in wanted[rank]})
     if wanted[rank] and os.environ["LOCAL_RANK"] == "0":
-        print(f"{this_rank()} takes from where the job was started: {', '.join(wanted[rank])}", file=sys.stderr)
+        print(
+            f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted[rank])}",
+            file=sys.stderr,
+        )
     exchange("taken", None)
     if rank == source:
         join().delete_key(f"values/{rank}")
@@ -239,8 +245,12 @@ def check_alike(config: RunConfig, options: Mapping[str, str | None]) -> None:
     Raises:
         ConfigError: on every rank, where a host differs from the first one.
     """
-    if several_hosts():
-        compare({**machine_facts(), **code_facts(config), **options, **config_facts(config)})
+    if not several_hosts():
+        return
+    device = launch.device_kind(launch.gpu_count())
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
+    settings = flat({**dump_config(config), "deepspeed": deepspeed})
+    compare({**versions(), "device": device, **code_facts(config), **options, **settings})
 
 
 def compare(facts: Mapping[str, Any]) -> None:
@@ -273,24 +283,14 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return texts
 
 
-def machine_facts() -> dict[str, str]:
-    return {**versions(), "device": launch.device_kind(launch.gpu_count())}
-
-
-def config_facts(config: RunConfig) -> dict[str, Any]:
-    device, ranks = launch.device_kind(launch.gpu_count()), int(os.environ["WORLD_SIZE"])
-    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks)
-    return flat({**dump_config(config), "deepspeed": deepspeed})
-
-
 def code_facts(config: RunConfig) -> dict[str, str]:
     """Hashes of this package, and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
-            total.update(f"{file.relative_to(root)} {file_hash(file)}\n".encode())
+            total.update(f"{file.relative_to(root)} {sha256_of(file)}\n".encode())
     return {"code of dsreason": total.hexdigest()[:12]} | {
-        f"code of {file}": file_hash(file) for file in named_files(dump_config(config))
+        f"code of {file}": sha256_of(file)[:12] for file in named_files(dump_config(config))
     }
 
 
@@ -310,7 +310,3 @@ def texts_in(document: Any) -> Iterator[str]:
     elif isinstance(document, list):
         for item in document:
             yield from texts_in(item)
-
-
-def file_hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

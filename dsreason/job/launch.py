@@ -1,6 +1,6 @@
 """Starting the ranks of a plainly called command, and what every rank does first, whoever started it.
 
-torch's elastic agent starts and watches the processes. Around it: an error that a person can mend is told once and
+torch's elastic agent starts and watches the processes. Around it: an error that the user can fix is printed once and
 keeps its exit code, another failure shows the traceback of the rank that failed first, and no rank outlives the
 launcher. Nothing here imports torch before `prepare_environment` has run.
 """
@@ -41,9 +41,9 @@ from dsreason.job.failures import (
     exit_codes,
     failure_of,
     first_failure,
-    leave_failure,
-    left_failures,
-    with_last_words,
+    read_failures,
+    record_failure,
+    with_last_log_line,
 )
 from dsreason.job.launchers import end_with_launchers
 from dsreason.secrets import hide_secrets
@@ -102,18 +102,18 @@ def prepare_environment() -> None:
 
 
 def enter_rank() -> None:
-    """First thing in a rank: environment, an end with the launcher, output of ranks above 0 to their log files."""
-    leave_no_children()
+    """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
+    end_children_with_us()
     if has_launcher():
         die_with_parent()
-        end_as_before()
+        exit_if_failed_before()
         end_with_launchers()
     if started_by_us() and not is_first_rank():
         redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
 
 
-def leave_no_children() -> None:
+def end_children_with_us() -> None:
     """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
     os.register_at_fork(after_in_child=end_with_parent)
 
@@ -142,12 +142,12 @@ def redirect_output(file: Path) -> None:
 
 
 def report(error: DsReasonError) -> int:
-    """Tell a person of `error` once, however many ranks meet it; returns the exit code."""
+    """Print `error` once, however many ranks raise it; returns the exit code."""
     if is_rank():
         failure = failure_of(error)
-        leave_failure(failure)
-        leave_mark(failure)
-    if is_teller(str(error)):
+        record_failure(failure)
+        record_final_failure(failure)
+    if should_print_error(str(error)):
         print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
     return error.exit_code
 
@@ -159,26 +159,26 @@ def report_crash(error: Exception) -> int:
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
     if is_rank():
-        leave_failure(failure_of(error))
-    if is_teller(text) and not (started_by_us() and has_log):
+        record_failure(failure_of(error))
+    if should_print_error(text) and not (started_by_us() and has_log):
         sys.stderr.write(text)
     return 1
 
 
-def is_teller(text: str) -> bool:
-    """Whether this rank writes an error to stderr. Our own parent tells it, and where rank 0 writes is its terminal."""
-    return not is_first_rank() if started_by_us() else _is_first_to_tell(text)
+def should_print_error(text: str) -> bool:
+    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal."""
+    return not is_first_rank() if started_by_us() else _is_first_to_print(text)
 
 
-def _is_first_to_tell(text: str) -> bool:
-    """Whether no other rank of this host has told of the same error; torchrun shows the output of all of them.
+def _is_first_to_print(text: str) -> bool:
+    """Whether no other rank of this host has printed the same error; torchrun shows the output of all of them.
 
-    A traceback is known by its last line: another rank that heard of it tells it with words of its own.
+    A traceback is known by its last line: another rank that heard of it prints it with words of its own.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]
-    with suppress(OSError):  # where no file can be written every rank tells
+    with suppress(OSError):  # where no file can be written every rank prints it
         try:
             shared_file(f"{attempt()} {last}").touch(exist_ok=False)
         except FileExistsError:
@@ -191,19 +191,19 @@ def attempt() -> int:
     return int(os.environ.get(RESTARTS, 0))
 
 
-def leave_mark(failure: Failure) -> None:
-    """torchrun would start the ranks again also after what a person has to mend: tell those of the next attempt."""
+def record_final_failure(failure: Failure) -> None:
+    """torchrun would start the ranks again also after an error that the user has to fix: leave a note for the next attempt."""
     if not failure.restarts and started_by_torchrun():
-        with suppress(OSError):  # a full disk may be what is to be mended
+        with suppress(OSError):  # a full disk may be the error
             write_file(shared_file("final"), json.dumps(asdict(failure)))
 
 
-def end_as_before() -> None:
-    """End at once where an earlier attempt has met what a person has to mend. It has told so."""
+def exit_if_failed_before() -> None:
+    """End at once where an earlier attempt has printed an error that the user has to fix."""
     mark = shared_file("final")
     if attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))
-        leave_failure(failure)
+        record_failure(failure)
         sys.exit(failure.exit_code)
 
 
@@ -273,7 +273,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         text = f"rank {failure.rank} failed; its log: {log_dir / f'rank_{failure.rank}.log'}"
         attempt += 1
         if not failure.restarts or attempt > max_restarts:
-            if failure.mendable:
+            if failure.user_fixable:
                 raise RankError(failure)
             print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
             raise SystemExit(failure.exit_code)
@@ -308,8 +308,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failure = first_failure(left_failures(Path(error_dir)), exit_codes(error.failures))
-            failure = with_last_words(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
+            failure = first_failure(read_failures(Path(error_dir)), exit_codes(error.failures))
+            failure = with_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
             return replace(_as_stopped(failure, received), restarts=False) if received else failure
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
@@ -323,14 +323,14 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
     if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
-        return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, mendable=True)
+        return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
         text, code = f"ended at once by a second {received[1]}, nothing was saved", 128 + signal.SIGTERM
-        return replace(failure, text=text, exit_code=code, mendable=True)
+        return replace(failure, text=text, exit_code=code, user_fixable=True)
     return failure
 
 
-def insists(number: int, noted: float) -> bool:
+def demands_immediate_end(number: int, noted: float) -> bool:
     """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
 
     SIGUSR1 may be repeated, and any may be an echo of the first.
@@ -350,7 +350,7 @@ def forwarded_signals() -> Iterator[list[str]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal noted
-        if received and not insists(number, noted):
+        if received and not demands_immediate_end(number, noted):
             return
         noted = noted or time.monotonic()
         received.append(signal.Signals(number).name)

@@ -33,11 +33,10 @@ from dsreason.job import hosts, launch
 from dsreason.job.failures import (
     PEER_EXIT_CODE,
     Failure,
-    RankError,
-    as_heard,
     failure_of,
     last_line,
     own_rank,
+    peer_error,
 )
 
 log = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class Peer:
     rank: int = -1
     host: str = ""
     log: str = ""
-    place: str = AT_START
+    activity: str = AT_START
     has_ended: bool = False
-    """Told: it left in order, or with a failure of its own."""
+    """It has said so: it left in order, or with a failure of its own."""
     received: bytes = b""
 
     def messages(self) -> list[Message] | None:
@@ -81,8 +80,8 @@ class Peer:
         *lines, self.received = (self.received + data).split(b"\n")
         return [json.loads(line) for line in lines] if data else None
 
-    def note(self, message: Message) -> None:
-        self.place, self.log = message.get("place", self.place), message.get("log", self.log)
+    def update(self, message: Message) -> None:
+        self.activity, self.log = message.get("activity", self.activity), message.get("log", self.log)
 
     def send(self, message: Message) -> None:
         with suppress(OSError):
@@ -90,25 +89,25 @@ class Peer:
 
     def named(self, failure: Failure) -> Failure:
         """This rank's failure as others tell it."""
-        if failure.mendable:
+        if failure.user_fixable:
             return failure
-        place = f"; its log: {self.log}" if self.log else ":"
-        return replace(failure, text=f"rank {self.rank} on {self.host} failed{place}\n\n{failure.text}")
+        where = f"; its log: {self.log}" if self.log else ":"
+        return replace(failure, text=f"rank {self.rank} on {self.host} failed{where}\n\n{failure.text}")
 
     def death(self) -> Failure:
-        """Of a rank whose connection ended without a word."""
-        text = f"rank {self.rank} on {self.host} died {self.place} (killed, or its host is gone)"
+        """Of a rank whose connection ended without a report."""
+        text = f"rank {self.rank} on {self.host} died {self.activity} (killed, or its host is gone)"
         if line := last_line(Path(self.log)):
             text += f"; its last log line: {line}"
         if self.log:
             text += f"; its log: {self.log}"
-        return Failure(self.rank, text, PEER_EXIT_CODE, mendable=False, time=time.time(), silent=True)
+        return Failure(self.rank, text, PEER_EXIT_CODE, user_fixable=False, time=time.time(), silent=True)
 
 
 class Lifeline:
     """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank."""
 
-    heard: Callable[[Failure], None]
+    on_failure: Callable[[Failure], None]
     """Called once, in a thread, with the first failure of the job, which may be this rank's own."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
@@ -120,12 +119,12 @@ class Lifeline:
         self._first: Failure | None = None
         self._decided = threading.Event()
 
-    def open(self, heard: Callable[[Failure], None]) -> None:
-        """Connect, unless it is open already; from now on `heard` hears. Every rank calls it.
+    def open(self, on_failure: Callable[[Failure], None]) -> None:
+        """Connect, unless it is open already; from then on `on_failure` is called, see above. Every rank calls it.
 
         A rank that cannot connect is named by rank 0, and watched by nobody.
         """
-        self.heard = heard
+        self.on_failure = on_failure
         if self.size == 1 or self._is_open:
             return
         self._is_open = True
@@ -139,7 +138,7 @@ class Lifeline:
         missing = [text for text in hosts.exchange("lifeline", why) if text]
         if missing and self.rank == 0:
             log.warning(
-                "the death of these ranks will be noticed late, they cannot reach rank 0: %s", "; ".join(missing)
+                "these ranks cannot connect to rank 0, so it will be noticed late if they die: %s", "; ".join(missing)
             )
 
     def _connect(self, address: Message) -> None:
@@ -152,13 +151,13 @@ class Lifeline:
         self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
 
-    def say_log(self, file: str) -> None:
+    def report_log(self, file: str) -> None:
         """Tell where this rank's log is."""
         self._send({"log": file})
 
-    def say_place(self, place: str) -> None:
+    def report_activity(self, activity: str) -> None:
         """Tell what this rank is doing."""
-        self._send({"place": place})
+        self._send({"activity": activity})
 
     def say_goodbye(self) -> None:
         """Leave in order."""
@@ -183,7 +182,7 @@ class Lifeline:
     def _listen(self, zero: Peer) -> None:
         while (messages := zero.messages()) is not None:
             for message in messages:
-                zero.note(message)
+                zero.update(message)
                 zero.has_ended |= "goodbye" in message
                 if "first" in message:
                     self._decide(Failure(**message["first"]))
@@ -194,7 +193,7 @@ class Lifeline:
         if self._first is None:
             self._first = first
             self._decided.set()
-            self.heard(first)
+            self.on_failure(first)
 
 
 _started: Lifeline | None = None
@@ -202,17 +201,17 @@ _started: Lifeline | None = None
 
 
 @contextmanager
-def from_the_start(place: str = AT_START) -> Iterator[None]:
+def from_the_start(activity: str = AT_START) -> Iterator[None]:
     """Around all that a rank does: join the job, with a lifeline from then on, where there are several hosts.
 
     Before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, who hears
     of a failure ends at once.
 
     Args:
-        place: where others say that this rank died.
+        activity: what others say that this rank was doing when it died.
 
     Raises:
-        DsReasonError: the ranks did not come together in time.
+        DsReasonError: the ranks did not all connect in time.
         RankError: in place of this rank's error, where that followed from another rank's failure.
     """
     global _started
@@ -223,20 +222,20 @@ def from_the_start(place: str = AT_START) -> Iterator[None]:
 
     def end(first: Failure) -> None:
         if first.rank != own_rank() and not is_failing.is_set():
-            os._exit(launch.report(RankError(as_heard(first))))
+            os._exit(launch.report(peer_error(first)))
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)
-    line.say_place(place)
+    line.report_activity(activity)
     try:
         yield
     except Exception as error:
-        if line.heard is not end:  # the watchdog has told
+        if line.on_failure is not end:  # the watchdog has reported it
             raise
         is_failing.set()
         first = line.fail(failure_of(error))
         if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
-            raise RankError(as_heard(first)) from error
+            raise peer_error(first) from error
         raise
     else:
         line.say_goodbye()
@@ -264,7 +263,7 @@ def announce(store: dist.Store, size: int) -> None:
     }
     listener.setblocking(False)  # who knocks may have gone before the answer
     store.set(ADDRESS, json.dumps(address))
-    Switchboard(listener, token).start()
+    LifelineServer(listener, token).start()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -278,16 +277,16 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
 
 
-class Switchboard(threading.Thread):
+class LifelineServer(threading.Thread):
     """Rank 0's end of all lifelines, in a thread of its own until rank 0 leaves."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
-        super().__init__(name="switchboard", daemon=True)
+        super().__init__(name="lifeline-server", daemon=True)
         self._listener, self._token = listener, token
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """On the monotonic clock; None while nothing has failed, and again once all is told."""
+        """On the monotonic clock; None while nothing has failed, and again once all have been told."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 
@@ -295,13 +294,13 @@ class Switchboard(threading.Thread):
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_over:
-                heard = [(peer, self._hear(peer)) for peer in self._ready(selector)]
+                heard = [(peer, self._receive(peer)) for peer in self._ready(selector)]
                 # A killed rank before those that lost their connection to it.
                 for peer, messages in sorted(heard, key=lambda item: item[1] is not None):
                     if messages is None:
                         self._drop(selector, peer)
                     for message in messages or []:
-                        self._take(peer, message)
+                        self._handle(peer, message)
                 if self._decide_at is not None and time.monotonic() >= self._decide_at:
                     self._decide()
         self._close()
@@ -317,13 +316,13 @@ class Switchboard(threading.Thread):
                 selector.register(connection, selectors.EVENT_READ, Peer(connection))
         return [peer for peer in found if peer is not None]
 
-    def _hear(self, peer: Peer) -> list[Message] | None:
+    def _receive(self, peer: Peer) -> list[Message] | None:
         """What a rank says; None where its connection has ended, or it is none of this job."""
         known = peer in self._peers
         try:
             messages = peer.messages()
             if messages and not known:
-                self._welcome(peer, messages.pop(0))
+                self._admit(peer, messages.pop(0))
         except (ValueError, TypeError, KeyError, RecursionError):  # no rank of this job
             return None
         return messages if known or len(peer.received) < HELLO_BYTES else None
@@ -332,38 +331,38 @@ class Switchboard(threading.Thread):
         selector.unregister(peer.connection)
         peer.connection.close()
         if peer in self._peers and not peer.has_ended:
-            self._fail(peer.death())
+            self._add_failure(peer.death())
 
-    def _welcome(self, peer: Peer, hello: Message) -> None:
+    def _admit(self, peer: Peer, hello: Message) -> None:
         if not secrets.compare_digest(str(hello["token"]), self._token):
             raise ValueError("token")
         peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
         self._peers.append(peer)
         for zero in self._peers:
             if zero.rank == 0:
-                peer.send({"place": zero.place, "log": zero.log})
+                peer.send({"activity": zero.activity, "log": zero.log})
 
-    def _take(self, peer: Peer, message: Message) -> None:
-        peer.note(message)
+    def _handle(self, peer: Peer, message: Message) -> None:
+        peer.update(message)
         if "failure" in message:
             peer.has_ended = True
-            self._fail(peer.named(Failure(**message["failure"])))
+            self._add_failure(peer.named(Failure(**message["failure"])))
         elif "goodbye" in message:
             peer.has_ended = True
             self._is_over = peer.rank == 0
         if peer.rank == 0 and "failure" not in message:
-            self._tell(message)
+            self._broadcast(message)
 
-    def _fail(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         self._failures.append(failure)
         if len(self._failures) == 1:
             self._decide_at = time.monotonic() + SETTLING
 
     def _decide(self) -> None:
         self._decide_at = None
-        self._tell({"first": asdict(first_of(self._failures))})
+        self._broadcast({"first": asdict(first_of(self._failures))})
 
-    def _tell(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for peer in self._peers:
             peer.send(message)
 
@@ -374,8 +373,8 @@ class Switchboard(threading.Thread):
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """What the others followed from: a death without a word, as who fails with one waits for the verdict before it ends;
+    """What the others followed from: a death without a report, as who fails with one waits for the verdict before it ends;
     then a text for people; then the one that was heard of first."""
     dead = [failure for failure in failures if failure.silent]
-    told = [failure for failure in failures if failure.mendable]
-    return (dead or told or failures)[0]
+    explained = [failure for failure in failures if failure.user_fixable]
+    return (dead or explained or failures)[0]

@@ -6,7 +6,6 @@ import faulthandler
 import logging
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from dsreason.job.failures import CRASH_LOG, crash_text
@@ -91,7 +90,10 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         handler.setFormatter(RankFormatter(rank))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    route_to_root(LIBRARIES)
+    for name in LIBRARIES:  # their lines follow our rules
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").addFilter(OnceFilter())
     log_crashes(to_file)
@@ -102,14 +104,6 @@ def log_file() -> str:
     """Full path of this rank's log, "" where it has none."""
     files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     return next(iter(files), "")
-
-
-def route_to_root(names: Sequence[str]) -> None:
-    """Take the libraries' own handlers away, so that their lines follow our rules."""
-    for name in names:
-        library = logging.getLogger(name)
-        library.handlers.clear()
-        library.propagate = True
 
 
 def log_crashes(handler: logging.FileHandler) -> None:

@@ -50,7 +50,7 @@ class World:
         return self.folder_ranks or range(self.size)
 
     @property
-    def keeps_folder(self) -> bool:
+    def is_first_of_folder(self) -> bool:
         """Whether this rank does what is done once in every output folder."""
         return self.rank == self.ranks_here[0]
 
@@ -88,13 +88,7 @@ def _describe_single_process() -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
         return
-    missing = {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    } - os.environ.keys()
+    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
         raise ConfigError(
             f"environment: {', '.join(sorted(given))} set but {', '.join(sorted(missing))} not; "
@@ -206,19 +200,24 @@ def on_rank_zero(call: Callable[[], T]) -> T:
     return result
 
 
-def once_a_folder(world: World, call: Callable[[], object]) -> None:
+def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
     """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
-    error: DsReasonError | None = None
-    if world.keeps_folder:
-        try:
+    with errors_on_all_ranks():
+        if world.is_first_of_folder:
             call()
-        except DsReasonError as caught:
-            error = caught
-    agree(error)
 
 
-def agree(error: DsReasonError | None) -> None:
-    """Raise on every rank when any rank brings an error: the one of the lowest rank."""
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """A `DsReasonError` that any rank raises inside is raised on every rank after the block: that of the lowest rank.
+
+    One rank alone would leave the others waiting in the next collective.
+    """
+    error: DsReasonError | None = None
+    try:
+        yield
+    except DsReasonError as caught:
+        error = caught
     for found in gather_objects(error):
         if found is not None:
             raise found

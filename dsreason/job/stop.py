@@ -8,8 +8,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from dsreason.errors import Stopped
-from dsreason.job.launch import insists, started_by_us
+from dsreason.job.launch import demands_immediate_end, started_by_us
 from dsreason.job.ranks import gather_objects
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
             self.name, self.noted = signal.Signals(number).name, time.monotonic()
-        elif insists(number, self.noted):
+        elif demands_immediate_end(number, self.noted):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 
@@ -52,7 +51,3 @@ class StopRequest:
         if name:
             log.warning("%s: stopping after this step", name)
         return name
-
-
-def stopped(name: str, step: int) -> Stopped:
-    return Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")

@@ -1,4 +1,4 @@
-"""The watchdog: when a phase takes too long, every rank tells where it is, and the job ends; also when a rank dies."""
+"""The watchdog: when a phase takes too long, every rank writes its stacks, and the job ends; also when a rank dies."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from dsreason.job.failures import (
     CRASH_LOG,
     TIME_LIMIT_EXIT_CODE,
     Failure,
-    RankError,
-    as_heard,
     failure_of,
-    leave_failure,
-    leave_place,
+    peer_error,
+    record_activity,
+    record_failure,
 )
 from dsreason.job.logs import RankFormatter, log_file
 from dsreason.job.ranks import World, connect_to_store
@@ -44,7 +43,7 @@ CLOSING_TIME = 20.0
 
 log = logging.getLogger(__name__)
 
-WATCHERS = ("watchdog", "lifeline", "switchboard", "launchers")
+WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
 """Threads that wait for others, and are never what a rank hangs in."""
 
 ASKED = "dsreason_watchdog/asked"
@@ -64,11 +63,11 @@ class Phase:
 
 
 class Watchdog:
-    """Watches the phases of this rank, and hears from the job's store when another rank has run out of time.
+    """Watches the phases of this rank, and hears from the job's store when another rank has exceeded a time limit.
 
     A thread looks once a second. Where other code keeps the interpreter lock, faulthandler's timer writes the stacks
     into the log and ends the process. Of ranks that die the lifeline tells. Enter it after everything that is closed at
-    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is told.
+    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is printed.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Watchdog:
         # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self._lifeline.open(self._end_with)
-        self._lifeline.say_log(log_file())
+        self._lifeline.report_log(log_file())
         self._end_in(self.time_limit + GRACE)
         self._thread.start()
         return self
@@ -121,8 +120,8 @@ class Watchdog:
         failure = failure_of(error)
         first = self._lifeline.fail(failure)
         followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
-        leave_failure(first if followed else failure)
-        reason = RankError(as_heard(first)) if followed else error
+        record_failure(first if followed else failure)
+        reason = peer_error(first) if followed else error
         if isinstance(reason, Exception):
             self._end_soon(reason)
         if followed:
@@ -132,7 +131,7 @@ class Watchdog:
     def _end_with(self, first: Failure) -> None:
         """End this rank because of another's failure, which may have left it in a collective that never ends."""
         if first.rank != self.world.rank and not self._is_closing and not self._is_late:
-            error = RankError(as_heard(first))
+            error = peer_error(first)
             self._end_soon(error)
             logging.getLogger(CRASH_LOG).critical("%s", error)
 
@@ -140,7 +139,7 @@ class Watchdog:
         """Give this rank `CLOSING_TIME` to end by itself."""
         self._over.set()
         self._end_in(CLOSING_TIME + GRACE)
-        timer = threading.Timer(CLOSING_TIME, cut_short, [error])
+        timer = threading.Timer(CLOSING_TIME, report_and_exit, [error])
         timer.daemon = True
         timer.start()
 
@@ -149,7 +148,7 @@ class Watchdog:
         """Watch a block. An inner phase has a time limit of its own; the outer one's clock stands still meanwhile."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
-        self._say_place()
+        self._report_activity()
         try:
             yield
         finally:
@@ -157,14 +156,14 @@ class Watchdog:
                 outer.started += time.monotonic() - started
             self._phases.pop()
             self._idle_since = time.monotonic()
-            self._say_place()
+            self._report_activity()
 
-    def _say_place(self) -> None:
-        place = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
+    def _report_activity(self) -> None:
+        activity = f'in phase "{self._phases[-1].name if self._phases else "other"}"'
         if RankFormatter.step is not None:
-            place += f" after step {RankFormatter.step}"
-        self._lifeline.say_place(place)
-        leave_place(place)
+            activity += f" after step {RankFormatter.step}"
+        self._lifeline.report_activity(activity)
+        record_activity(activity)
 
     def _watch(self) -> None:
         while not self._over.wait(TICK):
@@ -174,10 +173,10 @@ class Watchdog:
             where = f'in phase "{phase.name}" for {seconds:.0f} s'
             if seconds > limit:
                 key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
-                self._end(f"{where}, out of time; raise {key} ({limit:g}) if it may take longer")
+                self._end(f"{where}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
             asking = self._asking_rank()
             if asking is not None:
-                self._end(f"{where} when rank {asking} ran out of time")
+                self._end(f"{where} when rank {asking} exceeded its time limit")
 
     def _end_in(self, seconds: float) -> None:
         """End the process by then, whatever its threads are doing."""
@@ -193,12 +192,13 @@ class Watchdog:
             self._store_lost = True
             if not self._over.wait(TICK) and not self._lifeline.rank_0_has_ended:
                 log.warning(
-                    "lost the job's store (%s): ranks cannot tell each other any more that they are late", error
+                    "lost the connection to the job's store (%s): ranks can no longer report an exceeded time limit",
+                    error,
                 )
             return None
 
     def _end(self, where: str) -> None:
-        """Tell where this rank is, have the others do the same, and end the process."""
+        """Write where this rank is, have the others do the same, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
         self._lifeline.say_goodbye()  # the others are asked for their stacks
@@ -206,7 +206,7 @@ class Watchdog:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *others, main = stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {where}\n"
-            leave_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, mendable=False, time=time.time()))
+            record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
                 self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
             self._write("".join([*others, main]))
@@ -222,7 +222,9 @@ class Watchdog:
         while not self._store.check(keys):
             if time.monotonic() - started > ANSWER_TIME:
                 silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-                self._write(f"no answer from rank {silent}: stopped, or in code that keeps the interpreter lock\n")
+                self._write(
+                    f"no answer from rank {silent}: stopped, or in code that holds the interpreter lock (GIL)\n"
+                )
                 return
             time.sleep(0.2)
 
@@ -251,6 +253,6 @@ def stacks(rank: int) -> list[str]:
     ]
 
 
-def cut_short(error: Exception) -> None:
+def report_and_exit(error: Exception) -> None:
     """Report an error and end the process: what is closed after it may wait for the other ranks."""
     os._exit(launch.report(error) if isinstance(error, DsReasonError) else launch.report_crash(error))

@@ -1,14 +1,5 @@
-"""Policy-gradient losses, one function a variant, and the presets that choose them by name.
+"""Policy-gradient losses, one function a variant.
 
-Every variant takes a flat micro-batch of whole sequences:
-    logprobs      [N]  of the policy being trained, with gradient
-    old_logprobs  [N]  of the policy before the update, detached; `logprobs.detach()` with one update per rollout
-    advantages    [N]  each token has its sequence's advantage
-    sequence      [N]  int64, index of the token's sequence within the micro-batch
-    counts             sizes of the global batch: the sum of the loss over every micro-batch of every rank is the loss
-                       of the global batch, however it was cut
-    correction    [N]  detached trainer/engine weights (`losses.corrections`); they multiply the clipped objective
-    penalty       [N]  added to the loss of each token and averaged like it: kl_coef * kl, - entropy_coef * entropy
 A `clip_low` or `clip_high` of infinity clips nothing on that side. A micro-batch without tokens gives a loss of 0 that
 still hangs on the graph.
 
@@ -45,132 +36,97 @@ class GlobalCounts:
 
 
 @dataclass(frozen=True)
+class LossInputs:
+    """A flat micro-batch of whole sequences, `N` tokens in all."""
+
+    logprobs: Tensor
+    """`[N]` of the policy being trained, with gradient."""
+    old_logprobs: Tensor
+    """`[N]` of the policy before the update, detached; `logprobs.detach()` with one update per rollout."""
+    advantages: Tensor
+    """`[N]`: each token has its sequence's advantage."""
+    sequence: Tensor
+    """`[N]` int64: index of the token's sequence within the micro-batch."""
+    counts: GlobalCounts
+    """With them the sum of the loss over every micro-batch of every rank is the loss of the global batch, however it was
+    cut."""
+    correction: Tensor | None = None
+    """`[N]` detached trainer/engine weights (`losses.corrections`); they multiply the clipped objective."""
+    penalty: Tensor | None = None
+    """`[N]`, added to the loss of each token and averaged like it: kl_coef * kl, - entropy_coef * entropy."""
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
     """The loss of a micro-batch (scalar, with gradient) and, detached, what the caller may log.
 
-    `clipped` `[N]` marks the tokens whose update was clipped, `ratio` `[N]` is what the clip looked at.
+    `clipped` `[N]` marks the tokens whose update was clipped.
     """
 
     loss: Tensor
     clipped: Tensor
-    ratio: Tensor
 
 
-def grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    *,
-    counts: GlobalCounts,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    correction: Tensor | None = None,
-    penalty: Tensor | None = None,
-) -> PolicyLoss:
+def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
     """GRPO (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A); a long sequence weighs as much as a short one.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: ((1.2 + 0.5) / 2 - 1) / 2 = -0.075, a loss of 0.075.
     """
-    ratio = _ratio(logprobs - old_logprobs)
-    objective, clipped = _clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, correction, penalty) / sequence_lengths(sequence)
-    return PolicyLoss(losses.sum() / max(counts.num_sequences, 1), clipped, ratio.detach())
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
+    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
+    losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
 def dr_grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    *,
-    counts: GlobalCounts,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    correction: Tensor | None = None,
-    penalty: Tensor | None = None,
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> PolicyLoss:
     """Dr.GRPO (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A); no weight depends on a length.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1], max_length 4: (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of -0.0875.
     """
-    ratio = _ratio(logprobs - old_logprobs)
-    objective, clipped = _clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, correction, penalty)
-    return PolicyLoss(losses.sum() / max(counts.num_sequences * counts.max_length, 1), clipped, ratio.detach())
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
+    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
+    normalizer = max(inputs.counts.num_sequences * inputs.counts.max_length, 1)
+    return PolicyLoss(_token_losses(objective, inputs).sum() / normalizer, clipped)
 
 
-def dapo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    *,
-    counts: GlobalCounts,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    correction: Tensor | None = None,
-    penalty: Tensor | None = None,
-) -> PolicyLoss:
+def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
     """DAPO (2503.14476): J = 1 / Σ_i |o_i| Σ_i Σ_t min(r A, clip(r) A); every token of the global batch weighs the same.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: (1.28 + 0.5 - 1) / 3 = 0.26, a loss of -0.26.
     """
-    ratio = _ratio(logprobs - old_logprobs)
-    objective, clipped = _clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, correction, penalty)
-    return PolicyLoss(losses.sum() / max(counts.num_tokens, 1), clipped, ratio.detach())
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
+    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
+    losses = _token_losses(objective, inputs)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    *,
-    counts: GlobalCounts,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    correction: Tensor | None = None,
-    penalty: Tensor | None = None,
-) -> PolicyLoss:
+def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """GSPO (2507.18071): J = mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(1/|o_i| Σ_t log r_t).
 
     A sequence is clipped as a whole. Token weights and penalties are averaged over its tokens.
 
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5: (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
-    ratio = _ratio(sequence_mean(logprobs - old_logprobs, sequence))
-    objective, clipped = _clipped_objective(ratio, advantages, clip_low, clip_high)
-    losses = _token_losses(objective, correction, penalty) / sequence_lengths(sequence)
-    return PolicyLoss(losses.sum() / max(counts.num_sequences, 1), clipped, ratio.detach())
+    ratio = _ratio(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence))
+    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
+    losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
-def cispo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    *,
-    counts: GlobalCounts,
-    clip_low: float = float("inf"),
-    clip_high: float = 4.0,
-    correction: Tensor | None = None,
-    penalty: Tensor | None = None,
-) -> PolicyLoss:
+def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π; no token loses its gradient.
 
     The paper has no lower bound and leaves the upper one open; ScaleRL (2510.13786) finds a largest weight of 4 to 8.
 
     Example: r [1.5, 0.5 | 1], A [1, 1 | -1], log π [-1, -2 | -3], clip_high 0.2: (-1.2 - 1 + 3) / 3, a loss of -0.2667.
     """
-    ratio = _ratio(logprobs.detach() - old_logprobs)
+    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     weights = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = _token_losses(weights * advantages * logprobs, correction, penalty)
-    return PolicyLoss(losses.sum() / max(counts.num_tokens, 1), (weights != ratio) & (advantages != 0), ratio)
+    losses = _token_losses(weights * inputs.advantages * inputs.logprobs, inputs)
+    clipped = (weights != ratio) & (inputs.advantages != 0)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -192,6 +148,6 @@ def _clipped_objective(
     return objective, clipped
 
 
-def _token_losses(objective: Tensor, correction: Tensor | None, penalty: Tensor | None) -> Tensor:
-    losses = -objective if correction is None else -objective * correction
-    return losses if penalty is None else losses + penalty
+def _token_losses(objective: Tensor, inputs: LossInputs) -> Tensor:
+    losses = -objective if inputs.correction is None else -objective * inputs.correction
+    return losses if inputs.penalty is None else losses + inputs.penalty

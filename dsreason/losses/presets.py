@@ -12,7 +12,7 @@ from dsreason.losses.policy import PolicyLoss, cispo_loss, dapo_loss, dr_grpo_lo
 class Preset:
     """One published recipe; the KL is k3 in the loss.
 
-    Example: `preset = PRESETS["dapo"]; preset.loss(logprobs, ..., clip_low=preset.clip_low, clip_high=preset.clip_high)`.
+    Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """
 
     loss: Callable[..., PolicyLoss]
@@ -25,16 +25,12 @@ class Preset:
     """Truncated completions stay in the reward statistics but are not trained."""
     dynamic_sampling: bool = False
     """Groups with equal rewards are replaced by fresh ones."""
-    dual_clip: bool = False
-    """Whether the loss takes a `dual_clip`; no paper here sets one."""
 
 
 PRESETS: dict[str, Preset] = {
-    "grpo": Preset(grpo_loss, "group_normalized", 0.2, 0.2, kl_coef=0.04, dual_clip=True),
-    "dr_grpo": Preset(dr_grpo_loss, "group_centered", 0.2, 0.2, dual_clip=True),
-    "dapo": Preset(
-        dapo_loss, "group_normalized", 0.2, 0.28, overlong_filter=True, dynamic_sampling=True, dual_clip=True
-    ),
+    "grpo": Preset(grpo_loss, "group_normalized", 0.2, 0.2, kl_coef=0.04),
+    "dr_grpo": Preset(dr_grpo_loss, "group_centered", 0.2, 0.2),
+    "dapo": Preset(dapo_loss, "group_normalized", 0.2, 0.28, overlong_filter=True, dynamic_sampling=True),
     "gspo": Preset(gspo_loss, "group_normalized", 3e-4, 4e-4),
     "cispo": Preset(cispo_loss, "group_normalized", float("inf"), 4.0, dynamic_sampling=True),
 }

@@ -31,7 +31,7 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-"""What is opened, whatever the ending says. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
+"""Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
 VIDEO_FORMATS = (
     *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
@@ -41,7 +41,7 @@ OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),
 )
-"""No videos, but opened, to say so."""
+"""Not videos, but opened for a better message."""
 SEEK_FROM_FRAME = 128
 """When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
 MAX_REORDERING = 32
@@ -66,7 +66,7 @@ def local_path(path: str | Path) -> Path:
     """The file behind a path, `file://` or `s3://` address (then a local copy).
 
     Raises:
-        DataError: it is no readable, non-empty file.
+        DataError: it is not a readable, non-empty file.
         StorageError: S3 cannot be reached or refuses.
     """
     text = str(path)
@@ -158,37 +158,40 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
             num_frames, fps = stream.frames, average
         else:
             num_frames, times = packet_times(container, stream)
-            fps = _rate_of(times, stream, average)
+            fps = average
+            if len(times) > 1 and stream.time_base:
+                fps = (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
-            raise DataError(f"{file}: the frame rate cannot be told from the header or the {num_frames} frames")
+            raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
         first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
-        height, width = _rotated_size(first)
+        sideways = _quarter_turns(first) % 2
+        height, width = (first.width, first.height) if sideways else (first.height, first.width)
         return VideoInfo(num_frames, fps, height, width, num_frames / fps)
 
 
-def load_video(
-    path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None, backend: str | None = None
-) -> NDArray[np.uint8]:
+def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
     """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
     `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
-    do), so that the full-size frames are never held together. `backend` is `pyav` or `torchcodec` (default: the
-    environment variable DSREASON_VIDEO_BACKEND, else `pyav`).
+    do), so that the full-size frames are never held together. The environment variable DSREASON_VIDEO_BACKEND chooses
+    `pyav` (the default) or `torchcodec`.
     """
     file = local_path(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
     wanted = sorted(set(indices))
-    backend = backend or os.environ.get(BACKEND_VARIABLE, "pyav")
+    backend = os.environ.get(BACKEND_VARIABLE, "pyav")
     if backend == "torchcodec":
         frames = _torchcodec_frames(file, wanted, size)
     elif backend == "pyav":
-        frames = _pyav_frames(file, wanted, size)
+        frames = _frames_by_time(file, wanted, size)
+        if len(frames) < len(wanted):
+            frames = _frames_by_count(file, wanted, size)
     else:
         raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
     row_of = {index: row for row, index in enumerate(wanted)}
@@ -279,17 +282,6 @@ def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX
     return count, sorted(times) if len(times) == count else []
 
 
-def _rate_of(times: list[int], stream: VideoStream, average: float) -> float:
-    if len(times) > 1 and stream.time_base:
-        return (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
-    return average
-
-
-def _pyav_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    frames = _frames_by_time(file, wanted, size)
-    return frames if len(frames) == len(wanted) else _frames_by_count(file, wanted, size)
-
-
 def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     frames: list[NDArray[np.uint8]] = []
     count = 0
@@ -349,10 +341,6 @@ def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uin
 def _quarter_turns(frame: VideoFrame) -> int:
     """Counter-clockwise quarter turns that show the frame upright (display matrix, rounded to 90 degrees)."""
     return round(frame.rotation / 90) % 4
-
-
-def _rotated_size(frame: VideoFrame) -> tuple[int, int]:
-    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
 def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:

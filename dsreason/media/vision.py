@@ -69,7 +69,7 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     start, end = _frame_range(info, part)
     available = end - start + 1
     if part.get("nframes") is not None:
-        count = _asked_frames(part["nframes"], available, temporal_patch)
+        count = _requested_frames(part["nframes"], available, temporal_patch)
     else:
         count = _frames_at_rate(info, part, family, available, temporal_patch)
     step = (end - start) / (count - 1) if count > 1 else 0.0
@@ -173,7 +173,7 @@ def _frame_range(info: VideoInfo, part: Mapping[str, Any]) -> tuple[int, int]:
     return start, end
 
 
-def _asked_frames(nframes: float, available: int, temporal_patch: int) -> int:
+def _requested_frames(nframes: float, available: int, temporal_patch: int) -> int:
     count = max(temporal_patch, round(nframes / temporal_patch) * temporal_patch)
     if nframes > available:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What turns samples into a model's input: its processor, and its family's way of numbering positions."""
+"""The encoder of a model folder: its processor, and its family's rule for positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_encoder(
 
     Args:
         dtype: of the engine that serves the model: it rounds video times to it.
-        max_length_key: the setting that a sample of more than `max_length` tokens is refused with.
+        max_length_key: the setting that `max_length` comes from, for messages.
     """
     config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=trust_remote_code)

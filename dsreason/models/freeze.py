@@ -11,20 +11,17 @@ from torch import nn
 from dsreason.errors import ConfigError
 
 
-def match_patterns(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names in which any pattern is found (`re.search`, so `visual` matches `model.visual.blocks.0.…`).
+def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that are to be frozen: those that match any pattern (`re.search`, so `visual` matches `model.visual.…`).
 
-    ConfigError lists every pattern that is empty, no regular expression or found in no name, with names to choose from.
+    Raises:
+        ConfigError: every pattern that is empty or matches no name, with names to choose from; or nothing is left to train.
     """
     names = list(names)
     matched: set[str] = set()
     problems = []
     for pattern in patterns:
-        try:
-            found = {name for name in names if re.search(pattern, name)}
-        except re.error as error:
-            problems.append(f"model.freeze pattern '{pattern}' is not a regular expression: {error}")
-            continue
+        found = {name for name in names if re.search(pattern, name)}
         if not pattern:
             problems.append("model.freeze holds an empty pattern, which would match every parameter; remove it")
         elif not found:
@@ -35,13 +32,6 @@ def match_patterns(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
         matched |= found
     if problems:
         raise ConfigError("\n".join(problems))
-    return matched
-
-
-def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names that are to be frozen. ConfigError where a pattern matches nothing or nothing is left to train."""
-    names = list(names)
-    matched = match_patterns(names, patterns)
     if names and len(matched) == len(names):
         raise ConfigError(
             f"model.freeze ({', '.join(patterns)}) freezes all {len(names)} parameters; nothing is left to train"
@@ -50,10 +40,9 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Switch off gradients of the parameters that match; returns how many tensors that are.
+    """Switch off gradients of the parameters that match; returns how many tensors that are. Errors: as `check_freeze`.
 
-    A tied embedding has one name (`….embed_tokens.weight`). ConfigError where a pattern matches nothing or nothing is
-    left to train.
+    A tied embedding has one name (`….embed_tokens.weight`).
     """
     parameters = dict(model.named_parameters())
     matched = check_freeze(parameters, patterns)
@@ -62,14 +51,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     return len(matched)
 
 
-def near_names(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:
-    """Names that a mistyped pattern may have meant; where none is near, one of each part of the model."""
+def near_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """Names close to a mistyped pattern; where none is, one of each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}
-    if near := get_close_matches(plain, [*prefixes, *words], n=count, cutoff=0.5):
+    if near := get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5):
         return near
     parts: dict[str, str] = {}
     for name in names:
         parts.setdefault(".".join(name.split(".")[:2]), name)
-    return list(parts.values())[:count]
+    return list(parts.values())[:3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
 from dsreason.files.address import is_s3
+from dsreason.files.atomic import build_once
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
@@ -49,20 +50,21 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
     if config.path.startswith(TINY):
         return tiny_model(config.path.removeprefix(TINY), cache)
     if is_s3(config.path):
-        return fetch(config)
-    if "://" in config.path:
+        folder = fetch(config)
+    elif "://" in config.path:
         raise CheckpointError(
             f"model.path {without_credentials(config.path)}: is an address; only folders, s3:// addresses and models on "
             "the hub are read"
         )
-    local = Path(config.path).expanduser()
-    if (local / "config.json").is_file():
-        return local
-    if local.exists():
-        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
+    elif (local := Path(config.path).expanduser()).exists():
+        folder = local
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
+        folder = download(config)
+    else:
         raise CheckpointError(f"model.path {config.path}: no such folder (working folder: {Path.cwd()})")
-    return download(config)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
+    return folder
 
 
 def tiny_model(family: str, cache: Path) -> Path:
@@ -72,32 +74,18 @@ def tiny_model(family: str, cache: Path) -> Path:
         raise CheckpointError(
             f"model.path {TINY}{family}: no such tiny model; there are {', '.join(TINY + f for f in FAMILIES)}"
         )
-    folder = cache / f"tiny-{family}-{TINY_VERSION}"
-    if (folder / "config.json").is_file():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        built = build_tiny(family, Path(scratch) / "model")
-        try:
-            built.rename(folder)
-        except OSError:  # another rank was faster; what it built is the same
-            if not (folder / "config.json").is_file():
-                raise
-    return folder
+    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", partial(build_tiny, family))
 
 
 def fetch(config: ModelConfig) -> Path:
     """A local copy of a model folder in S3, without pickled weights and folders inside it."""
     wanted = model_files(config)
     try:
-        folder = local_folder(
+        return local_folder(
             config.path, lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
         )
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be a Hugging Face model folder") from None
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
-    return folder
 
 
 def model_files(config: ModelConfig) -> list[str]:
@@ -163,7 +151,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """CheckpointError where the processors cut media otherwise than the model expects, or no medium can be cut so."""
+    """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -291,7 +279,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             for name, shape in expected.items()
             if found.get(name, shape) != shape
         ],
-        "that are no trainable numbers": [
+        "of a dtype that cannot be trained": [
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }

@@ -8,18 +8,14 @@ code and of vLLM: text after a medium continues from the largest index of all th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
-from dsreason.families.family import Grid, GridRule, Grids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from dsreason.families.family import Grid, GridRule
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of `mm_token_type_ids`."""
@@ -30,24 +26,14 @@ def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict
     the text after it continues from the largest index of all three axes + 1.
 
     Source: `get_mrope_input_positions` of vLLM's qwen2_5_vl.py and qwen3_vl.py, which keep the rule of the models'
-    original code. `mm_kwargs` are those of this sample; `config` is the model's, which the family's grid rule reads.
+    original code. `mm_token_type_ids` `[T]` (0 text, 1 image, 2 video) and `mm_kwargs` are those of this sample; `config`
+    is the model's, which the family's grid rule reads.
+
+    Raises:
+        DataError: placeholders and media do not match.
     """
-    return sample_positions(mm_token_type_ids, grid_rule(mm_kwargs, config))
-
-
-def grid_positions(grid: Grid) -> Tensor:
-    """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
-    time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
-    axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
-    return torch.stack(axes).flatten(1)
-
-
-def sample_positions(mm_token_type_ids: Tensor, grids: Grids) -> Tensor:
-    """Positions `[3, T]` of one sample from its token types `[T]` (0 text, 1 image, 2 video).
-
-    Raises DataError where placeholders and media do not match.
-    """
-    runs = {IMAGE: iter(grids[0]), VIDEO: iter(grids[1])}
+    images, videos = grid_rule(mm_kwargs, config)
+    runs = {IMAGE: iter(images), VIDEO: iter(videos)}
     positions = row_positions(mm_token_type_ids.tolist(), runs)
     unused = {IMAGE: len(list(runs[IMAGE])), VIDEO: len(list(runs[VIDEO]))}
     if any(unused.values()):
@@ -56,6 +42,13 @@ def sample_positions(mm_token_type_ids: Tensor, grids: Grids) -> Tensor:
             "give the text one placeholder per medium"
         )
     return positions.to(mm_token_type_ids.device)
+
+
+def grid_positions(grid: Grid) -> Tensor:
+    """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
+    time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
+    axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
+    return torch.stack(axes).flatten(1)
 
 
 def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
@@ -116,8 +109,3 @@ def batch_positions(
         positions[:, row, kept] = part.to(input_ids.device)
         deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
     return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)
-
-
-def install(model: PreTrainedModel, grid_rule: GridRule) -> None:
-    """Make `forward` and `generate` of this one model object use our positions where none are given."""
-    model.model.get_rope_index = partial(batch_positions, grid_rule, model.config)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from dsreason.data.types import Batch
 from dsreason.families import family_of
-from dsreason.models import media_once
 from dsreason.models.logprobs import LogprobHead
+from dsreason.models.shared_media import shared_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ class Policy(nn.Module):
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        with media_once.showing(self.model.get_submodule(self.names.vision_tower), batch.media_numbers):
+        with shared_media(self.model.get_submodule(self.names.vision_tower), batch.media_numbers):
             hidden = self.model.model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,

@@ -235,8 +235,8 @@ def _draw(
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
-    is_table = any(part in name for part in modules.tables) or name == f"{modules.head}.weight"
-    std = 0.02 if is_table else 1 / math.sqrt(math.prod(shape[1:]))
+    is_embedding = any(part in name for part in modules.embeddings) or name == f"{modules.head}.weight"
+    std = 0.02 if is_embedding else 1 / math.sqrt(math.prod(shape[1:]))
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
 

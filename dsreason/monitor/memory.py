@@ -85,8 +85,8 @@ class MemoryLedger:
         values, self.values = self.values, {}
         return values
 
-    def table(self) -> Table:
-        """Every phase of the run, in the order of their first time; of the GiB each column has the most of any time."""
+    def report(self) -> str:
+        """A table for a log: every phase in the order of their first time; each column of GiB has the most of any time."""
         table = Table("phase", title="seconds and GiB of each phase")
         kinds = next(iter(self.totals.values())).gib if self.totals else ()
         for column in ("times", "seconds", "mean", *kinds):
@@ -94,13 +94,9 @@ class MemoryLedger:
         for name, total in self.totals.items():
             times = (str(total.times), f"{total.seconds:.1f}", f"{total.seconds / total.times:.3f}")
             table.add_row(name, *times, *(f"{size:.2f}" for size in total.gib.values()))
-        return table
-
-    def report(self) -> str:
-        """The table as plain text, for a log."""
         console = Console(width=100, color_system=None)
         with console.capture() as captured:
-            console.print(self.table())
+            console.print(table)
         return captured.get().rstrip()
 
 
@@ -139,7 +135,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Host memory that can still be had: what the machine has free, or less where a control group has a limit."""
+    """Host memory that is still available: what the machine has free, or less where a control group has a limit."""
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:

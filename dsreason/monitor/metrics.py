@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Metrics(Protocol):
-    """What the training loop sees; the same on every rank."""
+class Metrics:
+    """What the training loop sees on every rank; on those above 0 this class itself, which keeps nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def text(self, step: int, name: str, text: str) -> None: ...
     def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
     def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def open_metrics(
@@ -42,25 +46,11 @@ def open_metrics(
 ) -> Metrics:
     """The writer on rank 0, one that does nothing on the others. For the arguments see `MetricsWriter`."""
     if rank != 0:
-        return NoMetrics()
+        return Metrics()
     return MetricsWriter(output_dir, resume_step=resume_step, config=config, run_config=run_config)
 
 
-class NoMetrics:
-    """Takes every number and keeps none."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-    def text(self, step: int, name: str, text: str) -> None: ...
-    def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
-    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class MetricsWriter:
+class MetricsWriter(Metrics):
     """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`; every call is on disk when it returns.
 
     `resume_step` is the step of the loaded checkpoint, None for a fresh start: what a broken-off run wrote after that
@@ -120,12 +110,6 @@ class MetricsWriter:
         if self.wandb is not None:
             self.wandb.finish()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 class StepLines:
     """A JSON-lines file with one object a step. The last line is rewritten while its step still gets values.
@@ -136,7 +120,7 @@ class StepLines:
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         kept = [] if resume_step is None else read_lines(path, last_step=resume_step)
-        write_lines(path, kept)
+        write_file(path, b"".join(map(encode_line, kept)))
         self.current: dict[str, Any] = kept[-1] if kept else {"step": -1}
         self.file = path.open("r+b")
         self.offset = self.file.seek(0, os.SEEK_END)  # where the line of `current` starts
@@ -179,12 +163,8 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         try:
             entries.append(json.loads(line))
         except ValueError:
-            log.warning("%s:%d is no JSON object and is dropped: %r", path, number, line[:80])
+            log.warning("%s:%d is not a JSON object and is dropped: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]
-
-
-def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    write_file(path, b"".join(map(encode_line, entries)))
 
 
 def check_wandb(config: MonitorConfig) -> None:

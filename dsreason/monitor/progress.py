@@ -6,9 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich import progress as bars
 from rich.console import Console
@@ -46,33 +46,9 @@ def part_of_environment() -> Part | None:
     return Part(int(number), int(count), float(after))
 
 
-class Progress(Protocol):
-    """What the training loop sees; the same on every rank."""
+class Progress:
+    """What the training loop sees on every rank; on those above 0 this class itself, which shows nothing."""
 
-    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Advance]: ...
-    def say(self, text: str) -> None: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
-
-
-def open_progress(
-    *, rank: int, total_steps: int, first_step: int = 0, interval_s: float = 10.0, stream: TextIO | None = None
-) -> Progress:
-    """Progress towards `total_steps` on rank 0 and nothing on the others.
-
-    `first_step` is the step resumed from. `stream` defaults to stdout: a bar where it is a terminal, otherwise a plain
-    line for the first and the last step and every `interval_s` seconds.
-    """
-    if rank != 0:
-        return NoProgress()
-    stream = sys.stdout if stream is None else stream
-    rate = Rate(total_steps, first_step, part=part_of_environment())
-    return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream, interval_s)
-
-
-class NoProgress:
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
     @contextmanager
@@ -81,10 +57,25 @@ class NoProgress:
 
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> Progress:
+    """Progress towards `total_steps` on rank 0 and nothing on the others.
+
+    `first_step` is the step resumed from. `stream` defaults to stdout: a bar where it is a terminal, otherwise a plain
+    line for the first and the last step and every 10 seconds.
+    """
+    if rank != 0:
+        return Progress()
+    stream = sys.stdout if stream is None else stream
+    rate = Rate(total_steps, first_step, part=part_of_environment())
+    return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream)
 
 
 class Rate:
@@ -139,37 +130,35 @@ class Rate:
         return f"left {duration(seconds)}, in all {duration(whole)}"
 
 
-class LineProgress:
+class LineProgress(Progress):
     """Plain lines, for log files and pipes."""
 
-    def __init__(
-        self, rate: Rate, stream: TextIO, interval_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, clock
-        self.next_line = clock()
+    def __init__(self, rate: Rate, stream: TextIO, interval_s: float = 10.0) -> None:
+        self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, rate.clock
+        self.next_line = self.clock()
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
             title = f"{self.rate.titled('step')} {step}/{self.rate.total_steps}"
-            self.line(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
+            self.say(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
         begin, done, name = self.clock(), 0, self.rate.titled(name)
         goal = "" if total is None else f"/{total}"
-        self.line(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
+        self.say(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
         self.next_line = begin + self.interval_s
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             if self.is_time():
-                self.line(f"{name}: {done}{goal} {unit}".rstrip())
+                self.say(f"{name}: {done}{goal} {unit}".rstrip())
 
         with self.rate.paused():
             yield advance
-        self.line(f"{name}: done in {duration(self.clock() - begin)}")
+        self.say(f"{name}: done in {duration(self.clock() - begin)}")
         self.next_line = self.clock()  # the next step says where training goes on
 
     def is_time(self) -> bool:
@@ -179,17 +168,8 @@ class LineProgress:
         return due
 
     def say(self, text: str) -> None:
-        self.line(text)
-
-    def line(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
-
-    def close(self) -> None: ...
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 class FactsColumn(bars.TextColumn):
@@ -201,7 +181,7 @@ class FactsColumn(bars.TextColumn):
         return text
 
 
-class BarProgress:
+class BarProgress(Progress):
     """A bar that stays on the last lines of a terminal; log lines appear above it."""
 
     def __init__(self, rate: Rate, stream: TextIO) -> None:
@@ -240,9 +220,6 @@ class BarProgress:
     def __enter__(self) -> Self:
         self.bar.start()
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def duration(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
+from dsreason.problems import nearest
 from dsreason.rewards import BUILT_IN
 from dsreason.user_code import FILE_MODULE, import_file, import_module
 
@@ -41,7 +41,7 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
     Without `:attr` it is the function `reward` of the module, else the only public one that is written there. `options`
     are keyword arguments of every call (`{"pattern": …}` for `format`).
-    Errors: ConfigError when there is none, when its file does not import, or when it does not take (completion, sample).
+    Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
     """
     target, _, attribute = name.partition(":")
     what = f'reward "{name}"'
@@ -68,7 +68,7 @@ def _short(name: str) -> str:
 
 def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn:
     if not callable(function):
-        raise ConfigError(f'reward "{name}" is no function but {type(function).__name__}')
+        raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:
         inspect.signature(function).bind("completion", Sample("id", []), **options)
     except TypeError as error:
@@ -81,8 +81,8 @@ def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn
 
 def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
     if attribute not in vars(module):
-        near = difflib.get_close_matches(attribute, _functions(module), n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
+        near = nearest(attribute, _functions(module))
+        hint = f'; did you mean "{near}"?' if near else ""
         raise ConfigError(f'reward "{name}": {_place(module)} has no "{attribute}"{hint}')
     return vars(module)[attribute]
 

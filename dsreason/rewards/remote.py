@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from dsreason.data.types import Message, Sample
+from dsreason.data.chat import prompt_messages
+from dsreason.data.messages import media_parts, text_of
+from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.secrets import quiet_libraries
 
@@ -62,23 +64,24 @@ class RemoteReward:
         if "@" in urlsplit(self.url).netloc:
             raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ConfigError("the reward server's token has characters that cannot stand in a header (a line break?)")
+            raise ConfigError(
+                "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
+            )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **settings: Any) -> RemoteReward:
+    def from_environment(cls, **settings: Any) -> RemoteReward:
         """Address, token and time limit from `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`.
 
         The same with `WFM_REWARD_` is read too. `settings` win.
         """
-        environment = os.environ if environment is None else environment
-        url = _variable(environment, "URL") or _variable(environment, "ENQUEUE_URL")
-        settings = {"url": url, "token": _variable(environment, "TOKEN"), **settings}
+        url = _variable("URL") or _variable("ENQUEUE_URL")
+        settings = {"url": url, "token": _variable("TOKEN"), **settings}
         if not settings["url"]:
             raise ConfigError(
                 "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
                 "or reward.remote.url"
             )
-        seconds = _variable(environment, "ENQUEUE_TIMEOUT_S")
+        seconds = _variable("ENQUEUE_TIMEOUT_S")
         if seconds is not None:
             settings.setdefault("time_limit", _seconds(seconds))
         return cls(**settings)
@@ -138,7 +141,7 @@ class RemoteReward:
                 if attempt == self.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
                 if stop.wait(pause):
-                    self._fail(ids, "given up, since another request failed", cause=error)
+                    self._fail(ids, "cancelled, since another request failed", cause=error)
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, ids: Sequence[str]) -> bytes:
@@ -153,7 +156,7 @@ class RemoteReward:
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise _Retry(f"{type(error).__name__}: {error}") from None
         if not response.is_success:
-            self._refused(response, answer, ids)
+            self._raise_for_status(response, answer, ids)
         return answer
 
     def _read(self, response: httpx2.Response, deadline: float) -> bytes:
@@ -161,12 +164,12 @@ class RemoteReward:
         for part in response.iter_bytes():
             answer += part
             if len(answer) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward server {self.place}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
         return bytes(answer)
 
-    def _refused(self, response: httpx2.Response, said: bytes, ids: Sequence[str]) -> NoReturn:
+    def _raise_for_status(self, response: httpx2.Response, said: bytes, ids: Sequence[str]) -> NoReturn:
         status = response.status_code
         text = f"status {status} {self._quoted(response.reason_phrase)}"
         if said:
@@ -175,7 +178,7 @@ class RemoteReward:
             after = response.headers.get("Retry-After", "")
             raise _Retry(text, wait=float(after) if after.isdecimal() else 0.0)
         if status in (401, 403):
-            given = "the token is not accepted" if self.token else "it wants a token"
+            given = "the server rejects the token" if self.token else "the server requires a token"
             text += f": {given}, check REMOTE_REWARD_TOKEN"
         elif status < 400:
             text += ": redirects are not followed, since they would carry the token along; set the final address"
@@ -185,7 +188,7 @@ class RemoteReward:
         try:
             found = json.loads(answer)
         except ValueError:
-            self._fail(ids, f"the answer is no JSON: {self._quoted(answer.decode(errors='replace'))}")
+            self._fail(ids, f"the response is not JSON: {self._quoted(answer.decode(errors='replace'))}")
         scores = found.get("scores") if isinstance(found, dict) else None
         if not isinstance(scores, dict) or not scores:
             queue = ""
@@ -194,11 +197,11 @@ class RemoteReward:
                     " (a uuid: cosmos-rl's queue for generated media, where scores are fetched later, is not supported)"
                 )
             self._fail(
-                ids, f'the answer has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
+                ids, f'the response has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
             )
         missing = [name for name in names if name not in scores]
         if missing:
-            self._fail(ids, f"the answer has no score {', '.join(missing)}; it has {self._listed(scores)}")
+            self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
         for name, values in scores.items():
             self._check(name, values, ids)
         return {name: [float(value) for value in values] for name, values in scores.items()}
@@ -210,7 +213,7 @@ class RemoteReward:
         for value, sample_id in zip(values, ids, strict=True):
             if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
                 self._fail(
-                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is no finite number'
+                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is not a finite number'
                 )
 
     def _listed(self, names: Iterable[str]) -> str:
@@ -226,8 +229,8 @@ class RemoteReward:
         raise RewardError(f"reward server {self.place}, {of}: {text}") from cause
 
 
-def _variable(environment: Mapping[str, str], name: str) -> str | None:
-    new, old = (environment.get(prefix + name, "").strip() or None for prefix in PREFIXES)
+def _variable(name: str) -> str | None:
+    new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
         raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
     return new or old
@@ -246,10 +249,9 @@ def _seconds(text: str) -> float:
 def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
     found: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
     for completion, sample in batch:
-        prompt = (
-            sample.messages[:-1] if sample.messages and sample.messages[-1]["role"] == "assistant" else sample.messages
-        )
-        entry = [_text(prompt), completion, sample.answer, _media(prompt)]
+        prompt = prompt_messages(sample)
+        text = "\n".join(filter(None, map(text_of, prompt)))
+        entry = [text, completion, sample.answer, media_parts(prompt)]
         meta = {"id": sample.id, "options": sample.options, **sample.meta}
         try:
             json.dumps([entry, meta], allow_nan=False)
@@ -258,14 +260,3 @@ def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
         for values, value in zip(found.values(), [*entry, meta], strict=True):
             values.append(value)
     return json.dumps(found).encode()
-
-
-def _text(messages: Sequence[Message]) -> str:
-    contents = [message["content"] for message in messages]
-    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
-    return "\n".join(part["text"] for part in sum(parts, []) if part["type"] == "text")
-
-
-def _media(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part for content in contents for part in content if part["type"] in ("image", "video")]

@@ -64,19 +64,16 @@ class Scorer:
         self.names, self.weights = list(functions), list(functions.values())
         self.labels = reward_labels(self.names)
         options = options or {}
-        self._check(options)
-        self._local = [i for i, name in enumerate(self.names) if not name.startswith(REMOTE)]
-        self._served = [i for i, name in enumerate(self.names) if name.startswith(REMOTE)]
-        self._remote = remote or (RemoteReward.from_environment() if self._served else None)
-        found = [(self.names[i], options.get(self.names[i], {})) for i in self._local]
-        self._pool = Pool(found, workers=workers, time_limit=time_limit, start_limit=start_limit)
-
-    def _check(self, options: Mapping[str, Any]) -> None:
         if not self.names:
             raise ConfigError("reward.functions is empty: name at least one reward")
-        unknown = options.keys() - set(self.names)
-        if unknown:
+        if unknown := options.keys() - set(self.names):
             raise ConfigError(f"options for {', '.join(sorted(unknown))}, which reward.functions does not name")
+        labelled = list(zip(self.names, self.labels, strict=True))
+        self._local = [(name, label) for name, label in labelled if not name.startswith(REMOTE)]
+        self._served = {name.removeprefix(REMOTE): label for name, label in labelled if name.startswith(REMOTE)}
+        self._remote = remote or (RemoteReward.from_environment() if self._served else None)
+        found = [(name, options.get(name, {})) for name, _ in self._local]
+        self._pool = Pool(found, workers=workers, time_limit=time_limit, start_limit=start_limit)
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -90,33 +87,23 @@ class Scorer:
         pairs = list(zip(completions, samples, strict=True))
         calls = [Call(number, *pair) for number in range(len(self._local)) for pair in pairs]
         results = self._pool.run(calls)
-        values = {self.labels[i]: np.zeros(len(pairs)) for i in range(len(self.names))}
+        values = {label: np.zeros(len(pairs)) for label in self.labels}
         sums: dict[str, tuple[float, int]] = {}
         for position, (call, result) in enumerate(zip(calls, results, strict=True)):
-            label = self.labels[self._local[call.function]]
+            _, label = self._local[call.function]
             values[label][position % len(pairs)] = result.score
             for name, value in result.metrics.items():
                 _add(sums, f"{label}/{name}", [value])
         if self._remote is not None and self._served:
-            self._add_remote(self._remote.score(completions, samples, self._keys()), values, sums)
+            for name, scores in self._remote.score(completions, samples, list(self._served)).items():
+                if name in self._served:
+                    values[self._served[name]][:] = scores
+                else:  # scores that no function is named after are metrics
+                    _add(sums, f"remote/{name}", scores)
         total = sum(
             (w * values[label] for w, label in zip(self.weights, self.labels, strict=True)), np.zeros(len(pairs))
         )
         return Scores(total, values, sums)
-
-    def _keys(self) -> list[str]:
-        return [self.names[i].removeprefix(REMOTE) for i in self._served]
-
-    def _add_remote(
-        self, answer: Mapping[str, Sequence[float]], values: dict[str, Floats], sums: dict[str, tuple[float, int]]
-    ) -> None:
-        """Scores that no function is named after are metrics."""
-        wanted = {self.names[i].removeprefix(REMOTE): self.labels[i] for i in self._served}
-        for name, scores in answer.items():
-            if name in wanted:
-                values[wanted[name]][:] = scores
-            else:
-                _add(sums, f"remote/{name}", scores)
 
 
 def open_scorer(config: GRPOConfig) -> Scorer:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from dsreason.answers.compat import hash_number
-from dsreason.answers.text import plain, split_response
+from dsreason.answers.text import normalized, split_response
 from dsreason.data.types import Sample
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
@@ -49,7 +49,7 @@ def exact_match(completion: str, sample: Sample) -> float:
     """
     if sample.answer is None:
         return 0.0
-    answer, right = (plain(split_response(text).answer) for text in (completion, sample.answer))
+    answer, right = (normalized(split_response(text).answer) for text in (completion, sample.answer))
     return float(answer != "" and answer == right)
 
 

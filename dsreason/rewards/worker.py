@@ -63,7 +63,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class NotFound:
-    """A function that cannot be had; the text is a `ConfigError`'s."""
+    """A function that cannot be loaded; the text is a `ConfigError`'s."""
 
     text: str
 

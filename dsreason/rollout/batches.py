@@ -12,22 +12,22 @@ from dsreason.monitor.memory import GIB
 
 T = TypeVar("T")
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Of a batch: beyond that the time of a step grows with the rows."""
 
 
-def joined(
+def merged(
     groups: Iterable[list[T]],
     size: Callable[[T], int],
     *,
     memory_gib: float,
     least: int,
-    anyone: Callable[[bool], bool],
+    any_rank: Callable[[bool], bool],
 ) -> Iterator[list[T]]:
     """The groups in as few lists as memory allows: an engine waits for its longest completion once a list.
 
     A list ends after the group with which it takes more than `memory_gib`, unless it then has fewer than `least` items.
-    `size` is an item's, in bytes. `anyone` tells whether something is true on any rank that has to make as many lists;
+    `size` is an item's, in bytes. `any_rank` tells whether something is true on any rank that has to make as many lists;
     such ranks have as many groups, some of them empty.
     """
     held: list[T] = []
@@ -35,24 +35,24 @@ def joined(
     for group in groups:
         held += group
         held_bytes += sum(map(size, group))
-        if anyone(held_bytes > memory_gib * GIB and len(held) >= least):
+        if any_rank(held_bytes > memory_gib * GIB and len(held) >= least):
             yield held
             held, held_bytes = [], 0
-    if anyone(bool(held)):
+    if any_rank(bool(held)):
         yield held
 
 
 def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) -> list[list[int]]:
     """Prompts by their lengths in tokens, so that like ones share a batch, which spares padding.
 
-    A batch has `batch_size` prompts, or up to `MOST_ROWS` of which none makes it larger than `batch_tokens`, padding
+    A batch has `batch_size` prompts, or up to `MAX_ROWS` of which none makes it larger than `batch_tokens`, padding
     included.
 
     Example: lengths {0: 30, 1: 10, 2: 20}, batches of 1 or 40 tokens → [[1, 2], [0]].
     """
     batches: list[list[int]] = []
     for i in sorted(lengths, key=lengths.__getitem__):
-        room = max(batch_size, min(MOST_ROWS, batch_tokens // lengths[i]))
+        room = max(batch_size, min(MAX_ROWS, batch_tokens // lengths[i]))
         if not batches or len(batches[-1]) >= room:
             batches.append([])
         batches[-1].append(i)

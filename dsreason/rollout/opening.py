@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,8 @@ from dsreason.job.ranks import World
 from dsreason.models.load import model_config
 from dsreason.models.weights import find_weights
 from dsreason.rollout.protocol import RolloutEngine
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformersSettings:
-    """How many prompts the transformers engine completes together, and with which attention."""
-
-    attention: str = "auto"
-    batch_size: int = 8
-    batch_tokens: int = 0
-    """More prompts than `batch_size` share a batch where they have at most so many tokens together."""
-
 
 EngineSettings = VLLMSettings | TransformersSettings
 
@@ -50,15 +38,9 @@ def open_rollout_engine(
     Asleep and without weights, or with a `loaded_version` awake with those of the folder.
     """
     if isinstance(settings, TransformersSettings):
+        device = world.device
         engine = TransformersEngine(
-            path,
-            tokenizer,
-            dtype=dtype,
-            device=world.device,
-            attention=settings.attention,
-            batch_size=settings.batch_size,
-            batch_tokens=settings.batch_tokens,
-            trust_remote_code=trust_remote_code,
+            path, tokenizer, settings, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         if loaded_version is not None:
             load_weights(engine, path, loaded_version, trust_remote_code=trust_remote_code)

@@ -85,7 +85,7 @@ class Completion:
     version: int
 
 
-class Held(NamedTuple):
+class TensorFingerprints(NamedTuple):
     """What a rank's engine computes with: the fingerprint of each tensor, by its name."""
 
     parameters: dict[str, Tensor]
@@ -125,7 +125,7 @@ class RolloutEngine(Protocol):
         unknown, of another shape or not kept after all; the engine then holds no version.
         """
 
-    def held(self) -> Held:
+    def held(self) -> TensorFingerprints:
         """Fingerprints of this rank's tensors, while awake."""
 
     def generate(
@@ -168,7 +168,7 @@ def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[
     return sorted(vocabulary[token] for token in family.tokens.media if token in vocabulary)
 
 
-def check_drawn(
+def check_no_media_tokens(
     sample_id: str, ids: Sequence[int], banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """RolloutError where a completion holds a media token in spite of its ban."""

@@ -1,4 +1,4 @@
-"""The start-up self-test: weights are disturbed, put to sleep, woken and synced, and the log-probabilities must come back.
+"""The start-up self-test: weights are perturbed, put to sleep, woken and synced, and the log-probabilities must come back.
 
 A sync or a sleep that loses something shows here, before the first step, and not as rewards that never rise.
 """
@@ -6,22 +6,20 @@ A sync or a sleep that loses something shows here, before the first step, and no
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsreason.job.ranks import gather_objects
-from dsreason.rollout.protocol import Completion, Held, RolloutEngine, Sampling, SyncError
+from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncError, TensorFingerprints
 from dsreason.rollout.weight_sync import changed, listed
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
 
-REAL, DISTURBED = -1, -2
+REAL, PERTURBED = -1, -2
 """Versions that no step has."""
 TOLERANCES = {torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.1
@@ -29,29 +27,12 @@ COARSE_TOLERANCE = 0.1
 that is rounded otherwise moves by 1e-6 in float32 and, between 8 and 16, by 0.06 in bfloat16."""
 
 
-@dataclass(frozen=True)
-class SelfTestReport:
-    """What a sound engine did; `completions` are this rank's, one a prompt, for the trainer to compare with its own.
-
-    Example: `SelfTestReport(completions=[…], difference=0.0, disturbed_difference=3.1, num_tensors=729, seconds=14.2)`.
-    """
-
-    completions: list[Completion]
-    """Greedy, of the policy's weights."""
-    difference: float
-    """Largest |difference| of their log-probabilities from those after disturbing, sleeping, waking and syncing."""
-    disturbed_difference: float
-    """The same from those of the disturbed weights; infinite where the tokens differ."""
-    num_tensors: int
-    """Parameters and buffers of the engine on this rank that came back as they were."""
-    seconds: float
-
-
 class Round(NamedTuple):
     """What was seen while the engine was awake once."""
 
     completions: list[Completion]
-    held: Held
+    """This rank's, greedy, one a prompt."""
+    held: TensorFingerprints
 
 
 def self_test(
@@ -59,16 +40,16 @@ def self_test(
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
     prompts: Sequence[EncodedPrompt],
     *,
-    max_completion_length: int = 8,
-) -> SelfTestReport:
-    """Three rounds of wake, sync, generate and sleep: the policy's `weights`, disturbed ones, the policy's again.
+    max_completion_length: int,
+) -> Round:
+    """Three rounds of wake, sync, generate and sleep: the policy's `weights`, perturbed ones, the policy's again.
 
     Where the engine keeps its weights, a fourth round wakes and generates without a sync. Collective: every rank calls
     it, with as many prompts. Each is completed alone, for one may hide what another shows: give one with media and one
     without. The engine is left asleep with the policy's weights, under a version that no step asks for. SyncError on
-    every rank where any finds a fault; it names the tensors that did not take the disturbed values, or did not come back.
+    every rank where any finds a fault; it names the tensors that did not take the perturbed values, or did not come back.
+    Returns the first round.
     """
-    start = time.perf_counter()
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
     def run(version: int, sent: Iterator[tuple[str, Tensor]] | None) -> Round:
@@ -82,50 +63,42 @@ def self_test(
 
     tolerance = TOLERANCES.get(engine.dtype, COARSE_TOLERANCE)
     real = run(REAL, weights())
-    moved = run(DISTURBED, disturbed(weights()))
-    agree_on(unmoved(real, moved, tolerance))
-    rounds = [run(REAL, weights())]
-    agree_on(not_restored(real, rounds[0], tolerance, "after disturbing, sleeping, waking and syncing"))
+    moved = run(PERTURBED, perturbed(weights()))
+    raise_on_all_ranks(unmoved(real, moved, tolerance))
+    again = run(REAL, weights())
+    raise_on_all_ranks(not_restored(real, again, tolerance, "after perturbing, sleeping, waking and syncing"))
     if engine.keeps_weights:
-        rounds.append(run(REAL, None))
-        agree_on(not_restored(real, rounds[1], tolerance, "after sleeping and waking without a sync"))
-    return SelfTestReport(
-        completions=real.completions,
-        difference=max(largest_difference(real.completions, after.completions) for after in rounds),
-        disturbed_difference=largest_difference(real.completions, moved.completions),
-        num_tensors=len(real.held.parameters) + len(real.held.buffers),
-        seconds=time.perf_counter() - start,
-    )
+        again = run(REAL, None)
+        raise_on_all_ranks(not_restored(real, again, tolerance, "after sleeping and waking without a sync"))
+    return real
 
 
-def disturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Half of every value plus 0.01: tensors of zeros or ones change as well, and activations stay finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
 
 def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
-    """What is wrong where the disturbed weights did not make themselves felt."""
+    """What is wrong where the perturbed weights did not make themselves felt."""
     before, after = real.held.parameters, moved.held.parameters
     different = set(changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
-        return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors as they were: {listed(stuck)}"
+        return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {listed(stuck)}"
     if largest_difference(real.completions, moved.completions) <= tolerance:
-        return (
-            "every tensor took changed values, but completions stay the same: the engine computes with something else"
-        )
+        return "every tensor took changed values, but completions stay the same: the engine does not compute with them"
     return None
 
 
 def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
     """What is wrong where the policy's weights are there again, and not all is as it was."""
     if wrong := [name for before, after in zip(real.held, again.held, strict=True) for name in changed(before, after)]:
-        return f"{when}, {len(wrong)} tensors are not as they were: {listed(wrong)}"
+        return f"{when}, {len(wrong)} tensors changed: {listed(wrong)}"
     difference = largest_difference(real.completions, again.completions)
     if difference <= tolerance:
         return None
-    by = "completions are others" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
-    return f"{when}, {by}, although every parameter and buffer is as it was: the engine computes with something else"
+    by = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
+    return f"{when}, {by}, although every parameter and buffer is unchanged: the engine does not compute with them"
 
 
 def largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
@@ -137,7 +110,7 @@ def largest_difference(first: Sequence[Completion], second: Sequence[Completion]
     return max(differences, default=0.0) if not any(map(math.isnan, differences)) else math.inf
 
 
-def agree_on(problem: str | None) -> None:
+def raise_on_all_ranks(problem: str | None) -> None:
     """SyncError on every rank where any has a problem."""
     by_rank = gather_objects(problem)
     texts = {text: [rank for rank, found in enumerate(by_rank) if found == text] for text in by_rank if text}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +23,16 @@ from dsreason.models.patch import patch
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
-    Held,
     RolloutEngine,
     Sampling,
     SyncError,
-    check_drawn,
+    TensorFingerprints,
+    check_no_media_tokens,
     check_version,
     media_token_ids,
     random_streams,
 )
-from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_for
+from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_sync_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,11 +45,19 @@ PAD_ID = 0
 """Masked everywhere, so any id will do."""
 
 
-class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back).
+@dataclass(frozen=True, kw_only=True)
+class TransformersSettings:
+    """How many prompts the engine completes together, and with which attention."""
 
-    A batch has `batch_size` prompts, or more that together have at most `batch_tokens`, completions and padding included.
-    """
+    attention: str = "auto"
+    batch_size: int = 8
+    batch_tokens: int = 0
+    """More prompts than `batch_size` share a batch where they have at most so many tokens together, completions and
+    padding included."""
+
+
+class TransformersEngine(RolloutEngine):
+    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back)."""
 
     reads_pixels = True
 
@@ -56,26 +65,25 @@ class TransformersEngine(RolloutEngine):
         self,
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
+        settings: TransformersSettings = TransformersSettings(),
         *,
         dtype: torch.dtype,
         device: torch.device,
-        attention: str = "auto",
-        batch_size: int = 8,
-        batch_tokens: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
-        self.attention, self.trust_remote_code = attention, trust_remote_code
-        self.batch_size, self.batch_tokens, self.max_num_seqs = batch_size, batch_tokens, batch_size
+        self.settings, self.trust_remote_code = settings, trust_remote_code
+        self.max_num_seqs = settings.batch_size
         self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
-        family = family_of(model_config(path, trust_remote_code=trust_remote_code).model_type)
+        self.config = model_config(path, trust_remote_code=trust_remote_code)
+        family = family_of(self.config.model_type)
         self.banned_ids = torch.tensor(media_token_ids(tokenizer, family), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of what the last sync left here."""
-        self.said_what_is_lost = False
+        self.logged_lost_weights = False
         self._stats: dict[str, float] = {}
 
     @property
@@ -90,20 +98,14 @@ class TransformersEngine(RolloutEngine):
     def wake(self) -> None:
         start = time.perf_counter()
         if self.model is None:
-            self.model = build_empty_model(
-                self.path,
-                dtype=self.dtype,
-                device=self.device,
-                attention=self.attention,
-                trust_remote_code=self.trust_remote_code,
-            )
+            self.model = self._empty_model()
         self.awake = True
         self._stats["time/wake"] = time.perf_counter() - start
 
     def kept(self, names: Collection[str]) -> set[str]:
-        if names and not self.keeps_weights and not self.said_what_is_lost:
-            self.said_what_is_lost = True
-            log.info("all %d frozen tensors are sent at every sync: this engine's model is made anew", len(names))
+        if names and not self.keeps_weights and not self.logged_lost_weights:
+            self.logged_lost_weights = True
+            log.info("all %d frozen tensors are sent at every sync: this engine rebuilds its model", len(names))
         return self.sent.keys() & set(names) if self.awake else set()
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
@@ -116,9 +118,9 @@ class TransformersEngine(RolloutEngine):
         self.version = version
         self._stats["time/sync"] = time.perf_counter() - start
 
-    def held(self) -> Held:
+    def held(self) -> TensorFingerprints:
         model = self._awake_model
-        return Held(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
+        return TensorFingerprints(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
@@ -129,9 +131,9 @@ class TransformersEngine(RolloutEngine):
         for sampling in dict.fromkeys(samplings):
             asked = [i for i, own in enumerate(samplings) if own == sampling]
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
-            for indices in cut_batches(lengths, self.batch_size, self.batch_tokens):
+            for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
-                drawn = self._complete(rows, [streams[index] for index in indices], sampling, version)
+                drawn = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
                 tokens += sum(len(completion.ids) for completion in drawn)
                 yield from zip(indices, drawn, strict=True)
         seconds = time.perf_counter() - start
@@ -149,10 +151,26 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
         self._stats["time/sleep"] = time.perf_counter() - start
 
-    def _complete(
+    def _empty_model(self) -> PreTrainedModel:
+        """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
+        if is_deepspeed_zero3_enabled():
+            raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
+        attention = "sdpa" if self.settings.attention == "auto" else self.settings.attention
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), torch.device(self.device), no_init_weights():
+            model = AutoModelForImageTextToText.from_config(
+                self.config,
+                dtype=self.dtype,
+                attn_implementation=attention,
+                trust_remote_code=self.trust_remote_code,
+            )
+        model.tie_weights()
+        patch(model, family_of(self.config.model_type))
+        return model.requires_grad_(False).eval()
+
+    def _complete_batch(
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
     ) -> list[Completion]:
-        """One batch."""
         steps = draw_tokens(
             self._awake_model,
             rows,
@@ -170,7 +188,7 @@ class TransformersEngine(RolloutEngine):
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
-        check_drawn(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
+        check_no_media_tokens(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
         return Completion(
             ids=tuple(ids),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
@@ -231,24 +249,6 @@ def draw_tokens(
         ).last_hidden_state[:, -1]
 
 
-def build_empty_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, attention: str = "auto", trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
-    if is_deepspeed_zero3_enabled():
-        raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    implementation = "sdpa" if attention == "auto" else attention
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), torch.device(device), no_init_weights():
-        model = AutoModelForImageTextToText.from_config(
-            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
-        )
-    model.tie_weights()
-    patch(model, family_of(config.model_type))
-    return model.requires_grad_(False).eval()
-
-
 @torch.no_grad()
 def copy_weights(
     model: nn.Module, weights: Iterator[tuple[str, Tensor]], kept: dict[str, Tensor] | None = None
@@ -262,7 +262,7 @@ def copy_weights(
     targets = dict(model.named_parameters(remove_duplicate=False))
     missing = {id(parameter): name for name, parameter in model.named_parameters()}
     lost = changed(kept, fingerprints((name, targets[name]) for name in kept))
-    wrong = [f"{name} was not sent, and is not as it was sent before" for name in lost]
+    wrong = [f"{name} was not sent, and differs from what was sent before" for name in lost]
     held = dict(kept)
     for name, tensor in weights:
         if name not in targets:
@@ -273,7 +273,7 @@ def copy_weights(
             targets[name].copy_(tensor)
             held[name] = fingerprint(targets[name])
     arrived = {id(targets[name]) for name in held}
-    raise_for(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
+    raise_sync_error(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
     return on_cpu(held)
 
 

@@ -80,7 +80,8 @@ def check_engine_options(options: Iterable[str], key: str) -> None:
     for name in sorted(set(options) - known):
         near = nearest(name, known)
         problems.append(
-            f"{key}.{name}: is no argument of this vLLM; " + (f"did you mean {near}?" if near else "remove it")
+            f"{key}.{name}: is not an argument of the installed vLLM; "
+            + (f"did you mean {near}?" if near else "remove it")
         )
     if problems:
         raise ConfigError("\n".join(problems))

@@ -20,34 +20,40 @@ from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import model_config
 from dsreason.rollout.protocol import (
     Completion,
-    Held,
     RolloutEngine,
     RolloutError,
     Sampling,
     SyncError,
+    TensorFingerprints,
     check_version,
     media_token_ids,
 )
 from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
 from dsreason.rollout.transformers_engine import stop_token_ids
 from dsreason.rollout.vllm_arguments import VLLMSettings, engine_arguments
-from dsreason.rollout.vllm_process import own_shared_memory, release, set_environment, undisturbed, without_zero3_flag
+from dsreason.rollout.vllm_process import (
+    preserved_process_state,
+    release,
+    set_environment,
+    unique_shared_memory,
+    without_zero3_flag,
+)
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
 from dsreason.rollout.vllm_versions import keep_video_times
 from dsreason.rollout.weight_sync import (
-    Sending,
+    WeightStream,
     changed,
     check_arrival,
+    complete_layers,
+    engine_values,
     expected_shapes,
     find_different,
     find_places,
     fingerprint,
     fingerprints,
-    held_values,
     listed,
     on_cpu,
     repair_tied_output,
-    whole_layers,
 )
 
 if TYPE_CHECKING:
@@ -82,8 +88,6 @@ class VLLMEngine(RolloutEngine):
         loaded_version: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if world.size % settings.tensor_parallel_size:
-            raise ValueError(f"{world.size} ranks cannot be cut into groups of {settings.tensor_parallel_size}")
         self.tokenizer, self.world, self.dtype = tokenizer, world, dtype
         self.max_model_len, self.tensor_parallel_size = settings.max_model_len, settings.tensor_parallel_size
         self.sleep_level = settings.sleep_level
@@ -93,10 +97,10 @@ class VLLMEngine(RolloutEngine):
         """Fingerprints of what the last sync sent."""
         self.buffers: dict[str, Tensor] = {}
         """Fingerprints of the model's buffers, when it fell asleep."""
-        self.said_what_is_lost = False
+        self.logged_lost_weights = False
         self._stats: dict[str, float] = {}
         set_environment(world)
-        with undisturbed(world), without_zero3_flag(), own_shared_memory(world):
+        with preserved_process_state(world), without_zero3_flag(), unique_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
             self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
             self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
@@ -113,7 +117,10 @@ class VLLMEngine(RolloutEngine):
             self.places = find_places(self.model, list(self.expected))
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
             self.state = find_sleep_state(runner, vllm_pools())
-            log.info("asleep, vLLM loses %.2f GiB beside weights, keys and values: the host keeps it", self.state.gib)
+            log.info(
+                "%.2f GiB of vLLM's memory beside weights and KV cache are copied to the host while it sleeps",
+                self.state.gib,
+            )
             self.weights_awake = self.cache_awake = True
             if sleep_mode:
                 self._sleep()
@@ -139,22 +146,22 @@ class VLLMEngine(RolloutEngine):
             self._wake("weights")
             self.weights_awake = True
             if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
-                raise SyncError(f"{len(lost)} buffers lost their values in sleep: {listed(lost)}")
+                raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
         self._stats["time/wake"] = time.perf_counter() - start
 
     def kept(self, names: Collection[str]) -> set[str]:
-        """Looks what is there: sleep at level 2 loses it on a GPU, and not on a CPU."""
+        """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
         places = [place for place in self.places if place.name in frozen]
         lost = {place.name for place in find_different(places, self.sent, self._group)}
-        whole = whole_layers(self.places, frozen - lost)
+        whole = complete_layers(self.places, frozen - lost)
         kept = set.intersection(*gather_objects(whole))
-        if frozen - kept and not self.said_what_is_lost:
-            self.said_what_is_lost = True
+        if frozen - kept and not self.logged_lost_weights:
+            self.logged_lost_weights = True
             log.info(
-                "%d of %d frozen tensors are sent at every sync: %d are lost in sleep (rollout.sleep_level %d), and %d are "
+                "%d of %d frozen tensors are sent at every sync: %d are lost during sleep (rollout.sleep_level %d), and %d are "
                 "in one layer with such or with trained ones",
                 *(len(frozen - kept), len(frozen), len(lost), self.sleep_level, len(frozen - kept - lost)),
             )
@@ -166,8 +173,8 @@ class VLLMEngine(RolloutEngine):
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         before = {name: self.sent[name] for name in kept if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
-        sending = Sending(weights, self.expected, self.dtype, self.world.device, before)
-        with undisturbed(self.world):
+        sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
+        with preserved_process_state(self.world):
             try:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sending)})
             finally:
@@ -180,10 +187,12 @@ class VLLMEngine(RolloutEngine):
         self._stats["time/sync"] = time.perf_counter() - start
 
     @torch.no_grad()
-    def held(self) -> Held:
+    def held(self) -> TensorFingerprints:
         """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
-        parameters = {f"{place.name} ({place.engine_name})": fingerprint(*held_values(place)) for place in self.places}
-        return Held(on_cpu(parameters), fingerprints(self.model.named_buffers()))
+        parameters = {
+            f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)) for place in self.places
+        }
+        return TensorFingerprints(on_cpu(parameters), fingerprints(self.model.named_buffers()))
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
@@ -195,7 +204,7 @@ class VLLMEngine(RolloutEngine):
             self._empty_cache()
         requests = [request for share in shares for request in share]
         self._check_room(requests)
-        first = sum(len(share) for share in shares[: self._place_in_group])
+        first = sum(len(share) for share in shares[: self.world.rank % self.tensor_parallel_size])
         for number, output in self._outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
@@ -216,7 +225,7 @@ class VLLMEngine(RolloutEngine):
         try:
             while True:
                 ended: list[RequestOutput] = []
-                with undisturbed(self.world):
+                with preserved_process_state(self.world):
                     for number, (request, given) in islice(waiting, self.max_num_seqs - len(running)):
                         running[str(self.llm.request_counter.counter)] = (
                             number  # as outputs call it; enqueue returns another
@@ -240,7 +249,7 @@ class VLLMEngine(RolloutEngine):
         if self.weights_awake:
             if not self.cache_awake:  # after a failed sync: vLLM sleeps as a whole
                 self._wake("kv_cache")
-            with undisturbed(self.world):
+            with preserved_process_state(self.world):
                 self._sleep()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -263,12 +272,12 @@ class VLLMEngine(RolloutEngine):
         """vLLM only warns where it does not wake up, so its state is asked for."""
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM maps memory of its own, and has no use for what torch's cache keeps
-        with undisturbed(self.world):
+        with preserved_process_state(self.world):
             self.llm.wake_up(tags=[tag])
             self.state.write_back(tag)
         asleep = self.llm.llm_engine.is_sleeping()
         if asleep != (tag == "weights"):
-            raise RuntimeError(f"vLLM {'still sleeps' if asleep else 'is awake as a whole'} after waking its {tag}")
+            raise RuntimeError(f"vLLM {'is still asleep' if asleep else 'is fully awake'} after waking its {tag}")
 
     def _sleep(self) -> None:
         self.buffers = fingerprints(self.model.named_buffers())
@@ -286,10 +295,6 @@ class VLLMEngine(RolloutEngine):
             self.cache_awake = True
 
     # ------------------------------------------------------------ prompts and completions
-
-    @property
-    def _place_in_group(self) -> int:
-        return self.world.rank % self.tensor_parallel_size
 
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]

@@ -35,7 +35,7 @@ def set_environment(world: World) -> None:
 
 
 @contextmanager
-def undisturbed(world: World) -> Iterator[None]:
+def preserved_process_state(world: World) -> Iterator[None]:
     """Around everything that vLLM does: trainer and engine leave each other's process as it was.
 
     vLLM seeds every generator and, on a CPU, takes `torch.set_num_threads` away: both come back. DeepSpeed's ZeRO-3 has
@@ -59,7 +59,7 @@ def undisturbed(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def own_shared_memory(world: World) -> Iterator[None]:
+def unique_shared_memory(world: World) -> Iterator[None]:
     """Ranks on a CPU exchange tensors through shared memory files, which vLLM names alike in every job and leaves behind.
 
     Two jobs on one machine would meet in them, and a second one fails at its start. So they get names of this job, and

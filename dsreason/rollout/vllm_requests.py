@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.data.chat import Medium
-from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_drawn
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -84,7 +84,7 @@ def check_output(
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length"):
         raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {drawn.finish_reason!r}")
-    check_drawn(request.sample_id, drawn.token_ids, banned_ids, tokenizer)
+    check_no_media_tokens(request.sample_id, drawn.token_ids, banned_ids, tokenizer)
 
 
 def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedTokenizerBase) -> Completion:

@@ -2,7 +2,7 @@
 
 vLLM's `reload_weights` returns nothing and only warns about what it did not load, so both counts are ours:
 
-1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`Sending`); or it was sent
+1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`WeightStream`); or it was sent
    before, is frozen, and the engine kept it.
 2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
    rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or kept from before, differs.
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass
-class Sending:
+class WeightStream:
     """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
 
     Tensors are copied, to the engine's device: vLLM keeps the parts of a fused layer until all have come, when gathered
@@ -87,10 +87,10 @@ class Sending:
         """SyncError when anything was wrong or is missing."""
         self.fingerprints = on_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
-        raise_for(self.wrong)
+        raise_sync_error(self.wrong)
 
 
-def raise_for(wrong: list[str]) -> None:
+def raise_sync_error(wrong: list[str]) -> None:
     if wrong:
         raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
 
@@ -120,7 +120,7 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
         if parameter is not None
     }
     places, wrong = [], []
-    for name, engine_name in zip(names, engine_names(model, names), strict=True):
+    for name, engine_name in zip(names, model.hf_to_vllm_mapper.apply_list(names), strict=True):
         whole, part = find_part(model, engine_name, held)
         if whole is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
@@ -136,13 +136,8 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
             wrong.append(f"the engine's {engine_name} gets its values from no tensor")
         else:
             places.append(Place(twin.name, engine_name, layer, parameter, rows_of(layer, None)))
-    raise_for(wrong)
+    raise_sync_error(wrong)
     return places
-
-
-def engine_names(model: VLLMModule, names: list[str]) -> list[str]:
-    renamed: list[str] = model.hf_to_vllm_mapper.apply_list(names)
-    return renamed
 
 
 def find_part(model: VLLMModule, name: str, held: dict[str, tuple[VLLMModule, str]]) -> tuple[str | None, int | None]:
@@ -180,7 +175,7 @@ def is_output_layer(layer: VLLMModule) -> TypeGuard[ParallelLMHead]:
     return isinstance(layer, ParallelLMHead)
 
 
-def whole_layers(places: list[Place], names: Collection[str]) -> set[str]:
+def complete_layers(places: list[Place], names: Collection[str]) -> set[str]:
     """Those of `names` that fill their layers together: vLLM reloads a layer as a whole or not at all."""
     filled_by: dict[VLLMModule, set[str]] = {}
     for place in places:
@@ -193,7 +188,7 @@ def whole_layers(places: list[Place], names: Collection[str]) -> set[str]:
 
 def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Compare the engine's weights with the fingerprints of what was sent; SyncError names those that differ."""
-    raise_for(
+    raise_sync_error(
         [
             f"{place.name} was sent, but the engine's {place.engine_name} holds other values"
             for place in find_different(places, sent, group)
@@ -210,12 +205,14 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
     """
     if not places:
         return []
-    found = torch.stack([fingerprint(*held_values(place)) for place in places]).cpu()
+    found = torch.stack([fingerprint(*engine_values(place)) for place in places]).cpu()
     dist.all_reduce(found, group=group)
-    return [place for place, numbers in zip(places, found, strict=True) if not alike(numbers, sent[place.name])]
+    return [
+        place for place, numbers in zip(places, found, strict=True) if not fingerprints_match(numbers, sent[place.name])
+    ]
 
 
-def alike(found: Tensor, sent: Tensor) -> bool:
+def fingerprints_match(found: Tensor, sent: Tensor) -> bool:
     """Whether a fingerprint is that of the sent values, held once or several times."""
     (count, total, squares), (sent_count, sent_total, sent_squares) = found.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
@@ -227,7 +224,7 @@ def alike(found: Tensor, sent: Tensor) -> bool:
     )
 
 
-def held_values(place: Place) -> Iterator[Tensor]:
+def engine_values(place: Place) -> Iterator[Tensor]:
     """What the layer computes with, in blocks."""
     weight = getattr(place.layer, place.parameter)
     packed = getattr(place.layer, "cpu_linear", None)
@@ -276,10 +273,11 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Names whose fingerprints differ; a constant may well hold infinities, or values that are no number."""
+    """Names whose fingerprints differ; a constant may well hold infinities, or NaN."""
     unchanged = {
         name
         for name in before.keys() & after.keys()
-        if torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True) or alike(after[name], before[name])
+        if torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True)
+        or fingerprints_match(after[name], before[name])
     }
     return [name for name in before | after if name not in unchanged]

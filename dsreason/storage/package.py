@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, read_json
+from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, complete_checkpoints, read_json
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"
@@ -66,7 +66,7 @@ def open_package(folder: Path) -> Package:
         return open_checkpoint(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder}: is no export (config.json and *.safetensors), no checkpoint (step_N) and not the folder of a run "
+            f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
             f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
         )
     return open_export(folder)
@@ -108,7 +108,7 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
 
 
-def stamp(folder: Path) -> int:
+def written_at(folder: Path) -> int:
     """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
     found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return found[0].stat().st_mtime_ns if found else 0
@@ -120,15 +120,13 @@ def is_run(folder: Path) -> bool:
 
 def finished_folders(run: Path) -> list[Path]:
     """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
-    checkpoints = [path.parent for path in run.glob(f"{CHECKPOINTS}/step_*/{MARKER}")]
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
-    return sorted(checkpoints, key=_step) + sorted(exports, key=_step)
+    return complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_step)
 
 
 def unfinished_folders(run: Path) -> list[Path]:
     """Checkpoints of a run that are not complete, or not yet."""
-    found = [path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file()]
-    return sorted(found)
+    return sorted(path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file())
 
 
 def _step(folder: Path) -> tuple[int, str]:

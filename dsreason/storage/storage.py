@@ -44,18 +44,18 @@ def read_target(text: str, option: str) -> S3Address | HubAddress:
 
 
 def check_target(
-    target: str, option: str = "checkpoint.upload", *, create: bool = False, outage_passes: bool = False
+    target: str, option: str = "checkpoint.upload", *, create: bool = False, tolerate_outage: bool = False
 ) -> None:
     """ConfigError unless `target` can be reached and written to now.
 
     Args:
         create: make a repository that does not exist.
-        outage_passes: only log what another try may mend, such as a server that does not answer.
+        tolerate_outage: only log what may pass on another try, such as a server that does not answer.
     """
     try:
         open_storage(read_target(target, option)).check(create=create)
     except StorageError as error:
-        if not (outage_passes and error.passing):
+        if not (tolerate_outage and error.transient):
             raise ConfigError(f"{option}: {error}") from None
         log.warning("%s: %s; training goes on, and uploads are tried when there is something to upload", option, error)
 

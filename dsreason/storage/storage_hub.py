@@ -17,7 +17,7 @@ from dsreason.errors import StorageError
 from dsreason.files.address import HubAddress
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
-from dsreason.files.retries import persist
+from dsreason.files.retries import with_retries
 from dsreason.secrets import quiet_libraries
 from dsreason.storage.package import Advance, Package, Sent
 
@@ -34,7 +34,7 @@ class HubStorage:
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """The Hub tells who may not commit before anything is sent, so that no commit of a test file is needed.
+        """The Hub refuses who may not commit before anything is sent, so that no commit of a test file is needed.
 
         For a repository or branch that is yet to be created it is asked whose token this is.
         """
@@ -54,8 +54,8 @@ class HubStorage:
         owner, name = self.address.repo.partition("/")[0], account["name"]
         if owner.lower() not in {name.lower(), *(one["name"].lower() for one in account.get("orgs", []))}:
             raise StorageError(
-                f"{self.address}: the token in HF_TOKEN is that of {name}, who does not belong to {owner}; correct the name, "
-                "or take a token of that account",
+                f"{self.address}: the token in HF_TOKEN belongs to {name}, who is not a member of {owner}; correct the name, "
+                "or use a token of that account",
                 status=403,
             )
         if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -66,7 +66,7 @@ class HubStorage:
             with hub_errors(self.address):
                 self._upload(package)
 
-        persist(once, ATTEMPTS)
+        with_retries(once, ATTEMPTS)
         advance(package.num_bytes)
         return Sent(len(package.files), package.num_bytes)
 
@@ -100,7 +100,7 @@ class HubStorage:
 
     def _open(self, *, create: bool) -> HfApi:
         if get_token() is None:
-            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one that may write", status=401)
+            raise StorageError(f"{self.address}: no token; set HF_TOKEN to one with write permission", status=401)
         quiet_libraries()
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:

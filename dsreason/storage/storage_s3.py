@@ -97,7 +97,11 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
         with ThreadPool(min(PARALLEL, count)) as threads:  # its threads do not keep the process from ending
             sent = list(threads.imap(send, range(1, count + 1)))
         parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent, start=1)]
-        complete(address, upload, parts)
+        try:
+            request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
+        except StorageError as error:
+            if error.status != 404:  # else it was completed, and only the answer was lost: the object is looked at
+                raise
     except BaseException:
         with suppress(StorageError):
             request("abort_multipart_upload", address, attempts=1, **upload)
@@ -105,22 +109,10 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
     return f"{md5(b''.join(digest for _, digest in sent)).hexdigest()}-{count}"
 
 
-def complete(address: S3Address, upload: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    try:
-        request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
-    except StorageError as error:
-        if (
-            error.status != 404
-        ):  # no such upload: it was completed, and only the answer was lost; the object is looked at
-            raise
-
-
 def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
     def check(answer: Answer) -> None:
         if answer["ContentLength"] != size:
-            raise StorageError(
-                f"{address}: has {answer['ContentLength']} bytes there instead of {size}; upload it again"
-            )
+            raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
         same_etag(address, etag)(answer)
 
     return check
@@ -135,7 +127,7 @@ def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
         encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in answer
         comparable = MD5.fullmatch(etag) and ("-" in etag) == ("-" in expected)
         if comparable and not encrypted and etag != expected:
-            raise StorageError(f"{address}: damaged on the way (ETag {etag} instead of {expected})", passing=True)
+            raise StorageError(f"{address}: corrupted in transit (ETag {etag} instead of {expected})", transient=True)
 
     return check
 

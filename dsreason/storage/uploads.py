@@ -29,7 +29,7 @@ from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.atomic import write_file
 from dsreason.job.launch import is_first_rank
 from dsreason.secrets import hide_secrets
-from dsreason.storage.package import CHECKPOINTS, finished_folders, open_package, stamp
+from dsreason.storage.package import CHECKPOINTS, finished_folders, open_package, written_at
 from dsreason.storage.storage import place_in, upload
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Uploader:
             self._thread = Thread(target=self._work, name="uploads", daemon=True)  # a failed run does not wait for it
             self._thread.start()
 
-    def add_left(self, run: Path) -> None:
+    def add_not_uploaded(self, run: Path) -> None:
         """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
         if self.target is not None and self.what == "all":
             for folder in finished_folders(run):
@@ -126,7 +126,7 @@ class Uploader:
         """What is not in storage, why, and the command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
-        lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are whole on disk"]
+        lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
         for folder, why in sorted(unfinished.items()):
             command = shlex.join(["dsreason", "push", str(folder), "--to", str(self._place(folder))])
             lines += [f"  {folder}: {why}", f"    upload it with: {command}"]
@@ -144,7 +144,7 @@ class Uploader:
         if self._uploaded is None:
             run = folder.parent.parent
             self._uploaded = {run / name: when for name, when in read_record(run).get(str(self.target), {}).items()}
-        return self._uploaded.get(folder) == stamp(folder)
+        return self._uploaded.get(folder) == written_at(folder)
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
@@ -157,13 +157,13 @@ class Uploader:
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
         try:
-            when = stamp(folder)
+            when = written_at(folder)
             package = open_package(folder)
             log.info("uploading %s to %s", folder, place)
             report = Report(f"uploading {folder}", package.num_bytes, log.info)
             sent = upload(package, place, report)
-            if stamp(folder) != when:
-                raise StorageError(f"{folder} was written anew while it was uploaded")
+            if written_at(folder) != when:
+                raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
             self._failed(folder, str(error))
         except Exception as error:  # noqa: BLE001 (in a thread nobody would hear of it)
@@ -175,7 +175,7 @@ class Uploader:
     def _failed(self, folder: Path, why: str) -> None:
         with self._lock:
             self._unfinished[folder] = why
-        log.warning("%s: not uploaded: %s; it is tried again with the next upload, and at the end", folder, why)
+        log.warning("%s: not uploaded: %s; it will be retried with the next upload and at the end", folder, why)
 
 
 def read_record(run: Path) -> dict[str, dict[str, int]]:

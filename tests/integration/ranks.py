@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dsreason.errors import DataError, DsReasonError, RewardError
 from dsreason.job import launch
-from dsreason.job.failures import leave_place
+from dsreason.job.failures import record_activity
 
 
 def work(mode: str, attempt: int) -> None:
@@ -23,15 +23,15 @@ def work(mode: str, attempt: int) -> None:
         names = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM", "WORLD_SIZE", "LOCAL_RANK")
         print(" ".join(f"{name}={os.environ[name]}" for name in names), flush=True)
         print("python on PATH:", str(Path(sys.executable).parent) in os.environ["PATH"].split(os.pathsep), flush=True)
-    elif mode == "mendable":
+    elif mode == "user_fixable":
         raise DataError("rows.jsonl, row 3: video is missing; correct the path")
-    elif mode == "mendable-on-1" and rank == 1:
+    elif mode == "user_fixable-on-1" and rank == 1:
         raise DataError("rows.jsonl, row 4: video is missing; correct the path")
     elif mode == "crash-on-1" and rank == 1:
         raise ZeroDivisionError("a bug of ours")
     elif mode == "kill-1" and rank == 1:
         print("the last words\n", flush=True)
-        leave_place('in phase "step" after step 3')
+        record_activity('in phase "step" after step 3')
         os.kill(os.getpid(), signal.SIGKILL)
     elif mode == "exit-on-1" and rank == 1:
         os._exit(7)
@@ -39,7 +39,7 @@ def work(mode: str, attempt: int) -> None:
         raise RuntimeError("only the first time")
     elif mode == "error-once" and attempt == 0:
         raise RewardError("only the first time")
-    if mode in ("sleep", "mendable-on-1", "crash-on-1", "kill-1", "exit-on-1"):
+    if mode in ("sleep", "user_fixable-on-1", "crash-on-1", "kill-1", "exit-on-1"):
         Path(f"pid_{rank}").write_text(str(os.getpid()))
         time.sleep(600)
     print(f"rank {rank} done in attempt {attempt}", flush=True)

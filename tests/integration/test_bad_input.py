@@ -136,8 +136,8 @@ def file_as_folder() -> None:
         "nothing left to train",
         "sample beyond the token budget",
         "nothing to resume from",
-        "value that DeepSpeed does not take",
-        "folder that cannot be made",
+        "value that DeepSpeed rejects",
+        "folder that cannot be created",
     ],
 )
 def test_a_mistake_is_named_and_exits_with_2(project, monkeypatch, capsys, spoil, options, words):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SHUFFLED = """
 import hashlib
@@ -37,7 +37,6 @@ def test_the_warm_start_is_half_wrong(warm_start: Path) -> None:
     assert 0.4 <= metrics(warm_start)[-1]["val/accuracy"] <= 0.6
 
 
-@pytest.mark.long
 def test_the_warm_start_of_the_demo_is_half_wrong_too(demo_warm_start: Path) -> None:
     assert 0.4 <= metrics(demo_warm_start)[-1]["val/accuracy"] <= 0.6
 
@@ -54,7 +53,6 @@ def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) ->
     assert max(mismatches) <= 1e-4
 
 
-@pytest.mark.long
 def test_a_shuffled_reward_improves_nothing(demo_warm_start: Path, tmp_path: Path) -> None:
     lines = train(
         demo_warm_start,

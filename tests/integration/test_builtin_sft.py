@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import init_world
     from dsreason.monitor.memory import MemoryLedger
-    from dsreason.monitor.progress import NoProgress
-    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.monitor.progress import Progress
+    from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import Sampler
@@ -62,12 +62,12 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     rollout = TransformersEngine(
         Path(model),
         encoder.processor.tokenizer,
+        TransformersSettings(batch_size=config.validation.micro_batch_size),
         dtype=DTYPES[config.train.precision],
         device=world.device,
-        batch_size=config.validation.micro_batch_size,
     )
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
-    result = validate(sampler, held_out, encoder, config, world, version=1, progress=NoProgress())
+    result = validate(sampler, held_out, encoder, config, world, version=1, progress=Progress())
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
 
 

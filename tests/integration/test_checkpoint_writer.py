@@ -46,7 +46,8 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
     Returns what differs from a checkpoint that training waited for, and the number of values compared.
     """
     from dsreason.checkpoints.checkpoint import TrainerState
-    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, save_checkpoint
+    from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
+    from tests.engines import save_checkpoint
 
     found = []
     for stage in STAGES:
@@ -158,7 +159,7 @@ def leave_with_an_error(folder: str) -> list[str]:
             mock.patch("dsreason.checkpoints.checkpoint_writer.PATIENCE_S", 1.0),
         ):
             if world.rank in leaving:
-                writer.make_up()
+                writer.complete_pending()
         writer.close()
         barrier()
         found += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]
@@ -204,10 +205,10 @@ def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
     from dsreason.checkpoints.checkpoint import TrainerState
     from dsreason.checkpoints.checkpoint_folder import check_sizes, complete_checkpoints
-    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
     from dsreason.checkpoints.export import export_engine
     from dsreason.errors import SaveError
     from dsreason.job.ranks import barrier, on_rank_zero
+    from tests.engines import save_checkpoint
 
     engine, world = build("zero3")
     disk = Path(folder)

@@ -97,6 +97,7 @@ def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:
     run(folder, ["-m", "dsreason"], "grpo.toml", PYTHONPATH=f"{os.environ['PYTHONPATH']}:")
 
 
+@pytest.mark.long
 def test_a_rank_of_torchrun_runs_only_what_is_named(folder: Path) -> None:
     # The launcher itself is started like the installed `torchrun`, which has its own folder on the path.
     run(

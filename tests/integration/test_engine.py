@@ -96,7 +96,8 @@ Gradients = dict[str, np.ndarray]
 
 def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> Gradients:
     """The gradients of one step and, last, their norm as the engine reports it."""
-    from dsreason.engine.engine import engine_grad_norm, full_gradients
+    from dsreason.engine.engine import engine_grad_norm
+    from tests.engines import full_gradients
 
     run_step(engine, world, data, micro_batch, naive)
     found = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
@@ -135,8 +136,9 @@ def worst_difference(a: Gradients, b: Gradients) -> float:
 def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
     """bf16, 64 micro-batches: how far the accumulated gradient is from the sum of the 64 single ones."""
     from dsreason.config.schema import OptimConfig
-    from dsreason.engine.engine import build_engine, full_gradients, set_learning_rate
+    from dsreason.engine.engine import build_engine, set_learning_rate
     from dsreason.job.ranks import init_world
+    from tests.engines import full_gradients
 
     world, errors = init_world(), {}
     data = samples() * (8 * world.size)

@@ -27,7 +27,7 @@ from dsreason.data.types import EncodedSample
 from dsreason.evaluation.ask.answerers import Answering
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.questions.questions import load_questions
-from dsreason.evaluation.report.results import read_results
+from dsreason.evaluation.report.results import find_run, read_run
 from dsreason.evaluation.run import Evaluation, build_grader
 from dsreason.models.encoder import open_encoder
 from dsreason.rollout.opening import load_weights
@@ -267,13 +267,15 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
         "a server that is down": Mistake(
             [*rows, "--server", urls["down"]], [f"server.url ({urls['down']}/v1): no server answers there"]
         ),
-        "a server that wants a key": Mistake(server("401"), ["wants a key, and none is in", "OPENAI_API_KEY", "401"]),
+        "a server that requires a key": Mistake(
+            server("401"), ["requires a key, and none is in", "OPENAI_API_KEY", "401"]
+        ),
         "a server that does not chat": Mistake(
             server("404", *named), ["no model 'm', or no chat at this address (404"]
         ),
         "a server that fails": Mistake(server("500"), ["none of the first 2 questions got an answer", "500"]),
         "a server of web pages": Mistake(
-            server("page", *named), ["none of the first 2 questions", "no chat completion"]
+            server("page", *named), ["none of the first 2 questions", "not a chat completion"]
         ),
     }
 
@@ -344,9 +346,9 @@ class Counting(TransformersEngine):
         self.calls.append(len(prompts))
         return super().as_completed(prompts, *args, **kwargs)
 
-    def _complete(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
+    def _complete_batch(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
         self.rows.append(len(rows))
-        return super()._complete(rows, *args)
+        return super()._complete_batch(rows, *args)
 
 
 @pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
@@ -359,25 +361,23 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     )
     questions = load_questions(config)
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
-    engine = Counting(
-        tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
-    )
+    engine = Counting(tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     engine.calls, engine.rows = [], []
     load_weights(engine, tiny_qwen2_5_vl, VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
     with build_grader(config) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
         first = next(answers)
-        assert [result.id for result in read_results(tmp_path)] == [first.id]
+        assert [result.id for result in read_run(find_run(tmp_path))] == [first.id]
         assert engine.rows == [8]
-        assert len([first, *answers]) == len(read_results(tmp_path)) == 20
+        assert len([first, *answers]) == len(read_run(find_run(tmp_path))) == 20
     assert engine.calls == calls
 
 
 # ---------------------------------------------------------------- ranks, engines, kills
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.long), "transformers"])
 def test_ranks_and_engines_give_the_same_answers(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path, engine: str
 ) -> None:
@@ -411,6 +411,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     assert all("<think> your reasoning </think>" in item["prompt"][1] for item in found)
 
 
+@pytest.mark.long
 def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
     tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -40,12 +40,12 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
     """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
     from dsreason.checkpoints.checkpoint import TrainerState
-    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
     from dsreason.checkpoints.export import export_engine
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.models.load import load_processor
     from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import save_checkpoint
 
     world, found = init_world(), {}
     for stage in STAGES:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_report.parts import PARTS
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,6 @@ def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(
         assert not any(secret in text for secret in (str(ROOT), str(tmp_path), str(Path.home()), socket.gethostname()))
 
 
-@pytest.mark.long
 def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     ended = report("", tmp_path, minutes=60)
     records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]

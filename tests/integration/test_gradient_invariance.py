@@ -19,9 +19,9 @@ Case = tuple[str, str, dict[str, object]]
 
 def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients] | None:
     """Full gradients of the first step of each case, on rank 0; `naive` averages each micro-batch by itself."""
-    from dsreason.engine.engine import full_gradients
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
 
     world = init_world()
     found = []
@@ -131,10 +131,11 @@ def test_mean_per_micro_batch_is_not_invariant(gradients, rows, models):
 
 def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> tuple[Gradients, Gradients]:
     """64 accumulated micro-batches, and the float64 sum of the same 64 taken one by one (learning rate 0)."""
-    from dsreason.engine.engine import full_gradients, set_learning_rate
+    from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.losses.sft import sft_loss
     from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
 
     world = init_world()
     config = run_config(rows, model, {"precision": "bf16", "global_batch_size": 64, "micro_batch_size": 1})
@@ -151,6 +152,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     return {name: grad.numpy() for name, grad in full_gradients(engine).items()}, total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("deepspeed_defaults", "holds"), [(False, True), (True, False)])
 def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspeed_defaults, holds):
     rows = str(write_mixed_rows(tmp_path, 64))
@@ -160,9 +162,10 @@ def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspee
 
 def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
     """The same step twice with learning rate 0, its text-only micro-batches first."""
-    from dsreason.engine.engine import full_gradients, set_learning_rate
+    from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
 
     world = init_world()
     engine, batches = first_step(run_config(rows, model, {"micro_batch_size": 1}), Path(model), world)

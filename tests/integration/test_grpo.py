@@ -91,6 +91,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_two_and_two_steps_equal_four_rollouts_included(folder: Path) -> None:
     resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
@@ -177,6 +178,7 @@ def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path, with
     assert max(line["mismatch/max_abs_logprob"] for line in metrics(with_vllm) if "mismatch/kl" in line) <= 1e-4
 
 
+@pytest.mark.long
 def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(folder: Path, with_vllm: Path) -> None:
     """One copy of the policy over both ranks, and gradient checkpointing, as in the recipes for large models."""
     together = ("--set", "rollout.tensor_parallel_size=2", "--set", "model.gradient_checkpointing=true")
@@ -187,6 +189,7 @@ def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(fold
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_frozen_vision_tower_stays_and_is_not_sent_again(folder: Path, tiny_qwen3_vl: Path) -> None:
     run = train(folder, "frozen", "--set", 'model.freeze=["visual"]')
     initial, trained = load_file(tiny_qwen3_vl / "model.safetensors"), load_file(run / "export/final/model.safetensors")
@@ -195,6 +198,7 @@ def test_a_frozen_vision_tower_stays_and_is_not_sent_again(folder: Path, tiny_qw
     assert max(line["mismatch/max_abs_logprob"] for line in metrics(run) if "mismatch/kl" in line) <= 1e-4
 
 
+@pytest.mark.long
 def test_a_run_whose_completions_are_all_cut_off_says_so(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)

@@ -71,12 +71,13 @@ def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
 def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], Gradients] | None:
     """By variant and number of the cut, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
-    from dsreason.engine.engine import full_gradients, set_learning_rate
+    from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, cut
+    from tests.engines import full_gradients
 
     world, found = init_world(), {}
     engine = None

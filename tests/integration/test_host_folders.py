@@ -14,7 +14,7 @@ from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
 from tests.integration.test_checkpoint import STAGES, build, everything, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RUN = Path("run")
 
@@ -48,7 +48,7 @@ def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
 def save_and_resume(folder: str) -> list[list[str]]:
     """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
     from dsreason.checkpoints.checkpoint import TrainerState, load_checkpoint
-    from dsreason.checkpoints.checkpoint_writer import save_checkpoint
+    from tests.engines import save_checkpoint
 
     world, files = own_host(folder), []
     settings = {"checkpoint": {"use_node_local_storage": True}}

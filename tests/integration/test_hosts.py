@@ -81,7 +81,7 @@ def test_a_host_takes_the_variables_it_lacks_and_their_values_are_not_told(scrip
     assert ended[0].stdout == f"{first}\n"
     assert ended[1].stdout == f"{first | {'HF_HOME': '/of/second', 'CUDA_VISIBLE_DEVICES': None}}\n"
     assert ended[0].stderr == ""
-    assert ended[1].stderr.endswith(" takes from where the job was started: HF_TOKEN\n")
+    assert ended[1].stderr.endswith(" takes these variables from where the job was started: HF_TOKEN\n")
     assert "hf_secret" not in ended[1].stderr
 
 
@@ -109,15 +109,17 @@ def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path
     assert told.endswith("give all of them the same environment, code, files and options, and start again\n")
 
 
+@pytest.mark.long
 def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: Path) -> None:
     ended = run_hosts({1: [script, "meet"]}, {1: {"SECONDS": "3", "MASTER_PORT": "29411"}}, tmp_path)[1]
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 on ")
-    assert ": the ranks did not come together at 127.0.0.1:29411 within 3 s (" in line
+    assert ": the ranks did not all connect to 127.0.0.1:29411 within 3 s (" in line
     assert line.endswith("look whether all hosts have started, and whether a firewall between them closes that port")
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_restarts_find_each_other_again(script: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", script, "work"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -12,11 +12,11 @@ import typer
 
 from dsreason.cli.infer import infer as command
 from dsreason.evaluation.ask.engine import VERSION
-from dsreason.evaluation.infer import InferSettings, draw_together, infer, prompt_encoder, sample_of
+from dsreason.evaluation.infer import InferSettings, draw_batch, infer, prompt_encoder, sample_of
 from dsreason.models.load import load_processor
 from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_eval import run as evaluate
@@ -59,14 +59,18 @@ def test_answers_are_those_of_the_rollout_engine(
     prompts = ["Which way does it move?", "What colour?"]
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     engine = TransformersEngine(
-        tiny, load_processor(tiny).tokenizer, dtype=torch_dtype, device=torch.device("cpu"), batch_size=1
+        tiny,
+        load_processor(tiny).tokenizer,
+        TransformersSettings(batch_size=1),
+        dtype=torch_dtype,
+        device=torch.device("cpu"),
     )
     load_weights(engine, tiny, VERSION)
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
     with mock.patch.object(engine, "as_completed", wraps=engine.as_completed) as asked:
-        together = [tuple(ids) for _, ids in draw_together(engine, zip(encoded, [sampling] * 2, strict=True))]
+        together = [tuple(ids) for _, ids in draw_batch(engine, zip(encoded, [sampling] * 2, strict=True))]
     assert asked.call_count == 1
     assert together == [completion.ids for completion in expected]
     for answering, completion in zip(infer(settings, prompts, say=print), expected, strict=True):
@@ -130,6 +134,7 @@ def texts(file: str) -> dict[str, str]:
     return {item["id"]: item["full_response"] for item in json.loads(file)}
 
 
+@pytest.mark.long
 def test_a_run_a_checkpoint_and_an_export_answer_alike(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

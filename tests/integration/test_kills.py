@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.integration.command import COMMAND, dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 COMMON = """
 [model]
@@ -120,7 +120,7 @@ def wait_for_moment(process: subprocess.Popen[str], run: Path, moment: str, step
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.long), "grpo"])
+@pytest.mark.parametrize("command", ["sft", "grpo"])
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

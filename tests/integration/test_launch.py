@@ -74,7 +74,7 @@ def test_rank_0_has_the_terminal_and_the_others_their_files(launch: Launch, tmp_
 
 
 def test_an_error_of_all_ranks_is_told_once_and_keeps_its_exit_code(launch: Launch) -> None:
-    done = launch("mendable", restarts=2)  # not worth a restart
+    done = launch("user_fixable", restarts=2)  # not worth a restart
     assert done.returncode == 2
     assert done.stderr == "error: rows.jsonl, row 3: video is missing; correct the path\n"
     assert done.stdout == ""
@@ -82,7 +82,7 @@ def test_an_error_of_all_ranks_is_told_once_and_keeps_its_exit_code(launch: Laun
 
 def test_an_error_of_one_rank_ends_the_others(launch: Launch) -> None:
     started = time.monotonic()
-    done = launch("mendable-on-1")
+    done = launch("user_fixable-on-1")
     assert done.returncode == 2
     assert done.stderr == "error: rows.jsonl, row 4: video is missing; correct the path\n"
     assert time.monotonic() - started < 30  # rank 0 would sleep for 600 s
@@ -201,7 +201,7 @@ def test_under_torchrun_one_rank_tells_an_error_and_no_attempt_repeats_it(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     done = subprocess.run(
-        [*TORCHRUN, "--max-restarts=1", str(SCRIPT), "rank", "mendable", "0"],
+        [*TORCHRUN, "--max-restarts=1", str(SCRIPT), "rank", "user_fixable", "0"],
         check=False,
         cwd=tmp_path,
         env=environment | {"TMPDIR": str(tmp_path)},
@@ -226,17 +226,17 @@ def test_no_rank_outlives_another_launcher_that_is_killed(
     assert wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
-def failed(rank: int, at: float, mendable: bool = False) -> Failure:
-    return Failure(rank, f"text of {rank}", exit_code=2 if mendable else 1, mendable=mendable, time=at)
+def failed(rank: int, at: float, user_fixable: bool = False) -> Failure:
+    return Failure(rank, f"text of {rank}", exit_code=2 if user_fixable else 1, user_fixable=user_fixable, time=at)
 
 
 @pytest.mark.parametrize(
     ("left", "exit_codes", "rank"),
     [
         ([failed(0, 2.0), failed(1, 1.0)], {0: 1, 1: 1}, 1),  # the earliest
-        ([failed(0, 1.0), failed(1, 2.0, mendable=True)], {0: 1, 1: 2}, 1),  # a text for people wins
+        ([failed(0, 1.0), failed(1, 2.0, user_fixable=True)], {0: 1, 1: 2}, 1),  # a text for people wins
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGKILL}, 1),  # rank 0 lost its peer
-        ([failed(0, 1.0, mendable=True)], {0: 2, 1: -signal.SIGKILL}, 1),  # and took a firewall for the reason
+        ([failed(0, 1.0, user_fixable=True)], {0: 2, 1: -signal.SIGKILL}, 1),  # and took a firewall for the reason
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGTERM}, 0),  # ended by the agent
         ([failed(0, 1.0)], {1: -signal.SIGTERM}, 0),  # still on its way out when the agent looked
         ([failed(0, 1.0)], {0: 1, 1: -signal.SIGABRT}, 0),  # a communication library that gave up

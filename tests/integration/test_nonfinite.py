@@ -1,4 +1,4 @@
-"""A step whose loss is no number: the run stops with the samples saved, or goes on without the step."""
+"""A step whose loss is NaN: the run stops with the samples saved, or goes on without the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
-    """Three steps; at the second the loss of rank 1 is no number. How the run ended."""
+    """Three steps; at the second the loss of rank 1 is NaN. How the run ended."""
     from dsreason.config.schema import SFTConfig
     from dsreason.errors import DsReasonError
     from dsreason.job.ranks import init_world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             root / "small" / "letter",
             result.datasource,
             result.video_id,
-            [made(**result.as_json() | {"is_correct": False})],
+            [made(**asdict(result) | {"is_correct": False})],
         )
     (root / "big" / "letter" / "run.json").write_text('{"model": "' + LONG + '", "sampling": {"temperature": 0.6}}')
     write_reports(root / "big", baseline=root / "small")

@@ -18,7 +18,7 @@ from dsreason.data.types import EncodedSample
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, SyncError
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
 
@@ -47,7 +47,11 @@ def case(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=noise)
     engine = TransformersEngine(
-        tiny, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"), batch_size=8
+        tiny,
+        encoder.processor.tokenizer,
+        TransformersSettings(batch_size=8),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     engine.wake()
     engine.sync(iter(model.named_parameters()), version=1)
@@ -70,8 +74,8 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
     sampling = Sampling(max_completion_length=6, seed=2)
     expected = case.engine.generate(case.prompts, sampling, version=1)
     with (
-        mock.patch.multiple(case.engine, batch_size=2, batch_tokens=batch_tokens),
-        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+        mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2, batch_tokens=batch_tokens)),
+        mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
         found = case.engine.generate(case.prompts, sampling, version=1)
     assert complete.call_count == num_batches
@@ -81,8 +85,8 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
 def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case: Case) -> None:
     samplings = [GREEDY, Sampling(max_completion_length=3, seed=2)] * 4
     with (
-        mock.patch.object(case.engine, "batch_size", 2),
-        mock.patch.object(case.engine, "_complete", wraps=case.engine._complete) as complete,
+        mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2)),
+        mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
         completed = case.engine.as_completed(case.prompts, samplings, version=1, streams=range(8))
         found = [next(completed), next(completed)]
@@ -234,7 +238,7 @@ def test_frozen_tensors_are_sent_once_and_checked_after(tiny: Path, case: Case) 
     assert [c.ids for c in engine.generate(case.prompts, GREEDY, version=2)] == [c.ids for c in expected]
     norm = "model.visual.blocks.0.norm1.weight"
     engine.model.get_parameter(norm).mul_(0.5)
-    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and is not as it was sent before"):
+    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and differs from what was sent before"):
         engine.sync(iter(trained.items()), version=3, kept=tower)
     assert engine.kept(tower) == set()
     with pytest.raises(SyncError, match=rf"{len(tower)} tensors: model\.visual\..* did not arrive"):

@@ -33,7 +33,7 @@ from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.unit.media.videos import write_video
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 START_SECONDS = 600
 GREEDY = Sampling(temperature=0.0, top_k=1, max_completion_length=12)

@@ -118,7 +118,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
         yield Devices(stand_in, cpu)
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def model(request: pytest.FixtureRequest) -> str:
     """Of either family, within this file: the session's `tiny` would start the processes anew for each."""
     return str(request.getfixturevalue(f"tiny_{request.param}"))
@@ -148,7 +148,10 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devic
     assert len(found) == len(accepted) + 12
 
 
-@pytest.mark.parametrize("deepspeed", ["zero2.json", "zero3.json", "zero3_offload.json"])
+@pytest.mark.parametrize(
+    "deepspeed",
+    ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.long) for other in ("zero2", "zero3_offload"))],
+)
 def test_the_policy_in_its_engine_computes_on_the_device_alone(model: str, devices: Devices, deepspeed: str) -> None:
     expected, found = devices.on_both(scenarios.policy, model, "eager", deepspeed)
     assert found.pop("device") == "cuda" and expected.pop("device") == "cpu"
@@ -184,7 +187,7 @@ def test_every_objective_does(devices: Devices) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo"])
+@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.long), "grpo"])
 def test_whole_runs_do_with_checkpoint_and_export(
     model: str, devices: Devices, rows: Path, tmp_path: Path, command: str
 ) -> None:

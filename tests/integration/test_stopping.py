@@ -62,7 +62,7 @@ def steps_done(run: Path) -> int:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.long)],
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGINT))],
     ids=lambda number: number.name,
 )
 def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undisturbed(

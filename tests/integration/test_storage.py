@@ -197,14 +197,14 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_time(
     [
         (
             Fault("PUT", "403 AccessDenied"),
-            "the server answers 403 AccessDenied (said the test); these keys may not",
+            "the server answers 403 AccessDenied (said the test); these keys have no permission",
             0,
         ),
         (Fault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
         (Fault("PUT", "400 AuthorizationHeaderMalformed"), "set AWS_REGION to the region of the bucket", 0),
         (Fault("PUT", "503 SlowDown"), "the server answers 503 SlowDown (said the test)", 5),
         (Fault("PUT", "cut"), "Connection was closed", 5),
-        (Fault("PUT", "damage"), "damaged on the way", 5),
+        (Fault("PUT", "damage"), "corrupted in transit", 5),
     ],
     ids=lambda value: value.kind if isinstance(value, Fault) else "",
 )
@@ -274,12 +274,12 @@ def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
     server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
-    check_target("s3://bucket/run", outage_passes=True)
+    check_target("s3://bucket/run", tolerate_outage=True)
     assert "checkpoint.upload: s3://bucket/run/" in caplog.text
     assert "503 SlowDown (said the test); training goes on" in caplog.text
     proxy.faults = [Fault("PUT", "403 AccessDenied")]
     with pytest.raises(ConfigError, match="403 AccessDenied"):
-        check_target("s3://bucket/run", outage_passes=True)
+        check_target("s3://bucket/run", tolerate_outage=True)
 
 
 def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, t
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="no keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(ConfigError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         check_target("s3://bucket/run")
     s3._client.cache_clear()
 
@@ -390,7 +390,7 @@ def failing_third_get(proxy: Proxy) -> Any:
         ("s3://bucket/none.png", "s3://bucket/none.png: there is no such object"),
         ("s3://nowhere/a.png", "no bucket nowhere"),
         ("s3://bucket", "names a bucket, not a file"),
-        ("s3://key:sentinel@bucket/a.png", "keys do not belong into an address"),
+        ("s3://key:sentinel@bucket/a.png", "an address must not contain keys"),
         ("http://host/a.png", "media must be local files or s3:// addresses"),
         ("https://host/a.png", "media must be local files or s3:// addresses"),
     ],
@@ -460,7 +460,7 @@ def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> No
     [
         ("s3://bucket/none.jsonl", "there is no such object"),
         ("s3://bucket/none", "there is nothing below this address"),
-        ("s3://key:sentinel@bucket/rows.jsonl", "keys do not belong into an address"),
+        ("s3://key:sentinel@bucket/rows.jsonl", "an address must not contain keys"),
         ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is an address"),
     ],
 )
@@ -571,14 +571,14 @@ def test_a_refusal_of_the_hub_that_passes_is_waited_out(hub: Hub, tmp_path: Path
     ("refused", "status", "message"),
     [
         ("create", 401, "the token in HF_TOKEN is missing, wrong or expired"),
-        ("create", 403, "the token in HF_TOKEN may not write there"),
+        ("create", 403, "the token in HF_TOKEN has no write access there"),
         ("create", 429, "too many requests: try again later"),
         ("preupload", 401, "the token in HF_TOKEN is missing, wrong or expired"),
         ("preupload", 404, "no such repository or branch"),
-        ("preupload", 500, "it has a failure: try again later"),
-        ("commit", 403, "the token in HF_TOKEN may not write there"),
+        ("preupload", 500, "a server error: try again later"),
+        ("commit", 403, "the token in HF_TOKEN has no write access there"),
         ("commit", 429, "too many requests: try again later"),
-        ("commit", 500, "it has a failure: try again later"),
+        ("commit", 500, "a server error: try again later"),
     ],
 )
 def test_a_refusal_of_the_hub_is_named_and_the_folder_stays_as_it_was(
@@ -605,7 +605,7 @@ def test_looking_at_a_hub_target_makes_no_repository_and_no_commit(hub: Hub, tar
 
 
 def test_a_repository_of_others_is_refused_before_it_is_created(hub: Hub) -> None:
-    with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* is that of user, who"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* belongs to user, who"):
         check_target("hub:stranger/name")
 
 
@@ -687,7 +687,7 @@ every = 1
 upload = "s3://bucket/run"
 upload_what = "all"
 """
-TALKATIVE = """
+VERBOSE_LOGGERS = """
 import logging, os, threading
 from data_adapters.jsonl import to_sample as plain
 
@@ -715,7 +715,7 @@ def job(tiny_qwen2_5_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Two steps with tokens in the environment, on the command line, in a log line and in a traceback."""
     rows = write_mixed_rows(tmp_path / "data")
     (tmp_path / "run.toml").write_text(RUN.format(model=tiny_qwen2_5_vl, rows=rows))
-    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    (tmp_path / "talkative.py").write_text(VERBOSE_LOGGERS)
     for name, token in TOKENS.items():
         monkeypatch.setenv(name, token)
     command = ["sft", "--config", "run.toml", "--output-dir", "D", "--nproc", "1", "--resume", "auto"]
@@ -746,7 +746,7 @@ def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_show
     refused = second_job(first, job, tmp_path)
     stdout, stderr = first.communicate(timeout=600)
     assert first.returncode == 1, stderr
-    assert "error: 3 of this run's folders are not in s3://bucket/run; they are whole on disk" in stderr
+    assert "error: 3 of this run's folders are not in s3://bucket/run; they are complete on disk" in stderr
     assert "dsreason push D/export/final --to s3://bucket/run/export/final" in stderr
     assert (tmp_path / "D/checkpoints/step_2/COMPLETE").exists()
     assert (tmp_path / "D/export/final/model.safetensors").exists()

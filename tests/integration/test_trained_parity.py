@@ -16,19 +16,15 @@ from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup, slowed
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 TEMPERATURES = (1.0, 0.9)
 STEPS = 3
 
 
-# It trains a second model; test_vllm_engine.py compares all setups on random ones.
-LONG = {"qwen3_vl": [pytest.mark.long]}
-
-
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(setup, marks=LONG.get(setup.family, [])) for setup in SETUPS],
+    params=SETUPS,
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -216,7 +216,7 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
         told = ended.stderr
         # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
         assert [(folder / f"token_{rank}").read_text() for rank in (0, 1)] == ["hf_secret", "hf_secret"]
-        lines = [line for line in told.splitlines() if "takes from where the job was started: " in line]
+        lines = [line for line in told.splitlines() if "takes these variables from where the job was started: " in line]
         assert len(lines) == 2
         assert all("HF_TOKEN" in line for line in lines)
         assert "hf_secret" not in told + ended.stdout
@@ -294,7 +294,7 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
 @pytest.mark.parametrize(
     ("lost", "told", "advice"),
     [
-        ([PORT_OF_STORE], "the ranks did not come together at 10.77.0.1:29500 within 15 s", "closes that port"),
+        ([PORT_OF_STORE], "the ranks did not all connect to 10.77.0.1:29500 within 15 s", "closes that port"),
         (
             OTHER_PORTS,
             "the ranks met at 10.77.0.1:29500, and then could not connect to each other",

@@ -41,8 +41,8 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import gather_objects, init_world
     from dsreason.monitor.memory import MemoryLedger
-    from dsreason.monitor.progress import NoProgress
-    from dsreason.rollout.transformers_engine import TransformersEngine
+    from dsreason.monitor.progress import Progress
+    from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
     from dsreason.train.common.policy import build_policy_engine
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import validate
@@ -66,9 +66,9 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     rollout = TransformersEngine(
         Path(model),
         encoder.processor.tokenizer,
+        TransformersSettings(batch_size=config.validation.micro_batch_size),
         dtype=torch.float32,
         device=world.device,
-        batch_size=config.validation.micro_batch_size,
     )
     generate, rollout.generate = rollout.generate, counted
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
@@ -79,7 +79,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
 
     def measure(version: int, **changes: Any) -> Any:
         changed = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
-        return validate(sampler, dataset, encoder, changed, world, version=version, progress=NoProgress())
+        return validate(sampler, dataset, encoder, changed, world, version=version, progress=Progress())
 
     results = []
     for version, batches in enumerate(loader):  # validation between steps, as in training

@@ -53,7 +53,11 @@ COS_SIN = "language_model.model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "model.visual.pos_embed.weight"}
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}")
+@pytest.fixture(
+    scope="module",
+    params=[SETUPS[0], *(pytest.param(setup, marks=pytest.mark.long) for setup in SETUPS[1:3]), SETUPS[3]],
+    ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     from dsreason.models.tiny import build_tiny
@@ -430,7 +434,7 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
     ):
         from dsreason.rollout.self_test import self_test
 
-        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts))
+        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts, max_completion_length=8))
     with mock.patch.object(engine.llm, "wake_up", losing_buffer):
         found["buffer"] = failure(engine.wake)
     engine.model.get_buffer(COS_SIN).mul_(2)
@@ -717,7 +721,7 @@ def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dic
             assert state["tags"].keys() == {"weights", "kv_cache"} and min(state["tags"].values()) > 10
             assert state["deepstack"] == (rank["frozen"]["family"] == "qwen3_vl")
             assert state["planted"] and not state["weights"]
-            assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values in sleep: {COS_SIN}")
+            assert sleep["buffer"] == ("SyncError", f"1 buffers lost their values during sleep: {COS_SIN}")
             if rank["frozen"]["family"] == "qwen3_vl":
                 assert sleep["poisoned"][0] == "SyncError"
-                assert "although every parameter and buffer is as it was" in sleep["poisoned"][1]
+                assert "although every parameter and buffer is unchanged" in sleep["poisoned"][1]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.command import metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 

@@ -127,11 +127,12 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     import torch
 
     from dsreason.data.collate import collate
-    from dsreason.engine.engine import engine_grad_norm, full_gradients, full_parameters
+    from dsreason.engine.engine import engine_grad_norm, full_parameters
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.losses.sft import sft_loss
-    from dsreason.rollout.weight_sync import Sending, fingerprints
+    from dsreason.rollout.weight_sync import WeightStream, fingerprints
+    from tests.engines import full_gradients
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
     samples = [encoder.dummy("image"), encoder.dummy("video")]
@@ -163,7 +164,7 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     seen["third"] = look()
     weights = dict(full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sending = Sending(full_parameters(engine), shapes, torch.float32, engine.device)
+    sending = WeightStream(full_parameters(engine), shapes, torch.float32, engine.device)
     sending.drain()
     sending.finish()
     seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
@@ -241,7 +242,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         micro_batches = cut(rollouts, changed, encoder)
         against = reference if algorithm["kl_coef"] else None
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
-        metrics = accumulate_gradients(engine, micro_batches, changed, world, banned).metrics
+        metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
     return found
@@ -256,7 +257,7 @@ def objectives() -> list[tuple[float, ...]]:
     from dsreason.config.schema_grpo import AlgorithmConfig
     from dsreason.job.ranks import init_world
     from dsreason.losses.objective import objective_of
-    from dsreason.losses.policy import GlobalCounts
+    from dsreason.losses.policy import GlobalCounts, LossInputs
 
     device = init_world().device
     random = torch.Generator().manual_seed(0)
@@ -279,7 +280,7 @@ def objectives() -> list[tuple[float, ...]]:
         leaf = logprobs.clone().to(device).requires_grad_()
         weights = None if objective.correction is None else objective.correction(old - engines, sequence)
         penalty = objective.penalty(leaf, ref, old, entropy)
-        result = objective.loss(leaf, old, advantages, sequence, counts=counts, correction=weights, penalty=penalty)
+        result = objective.loss(LossInputs(leaf, old, advantages, sequence, counts, weights, penalty))
         result.loss.backward()
         found.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))
     return found

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = [
     {"dsreason", "errors", "imports"},  # `dsreason` itself holds only the version
-    {"problems", "secrets", "user_code", "families"},
+    {"problems", "secrets", "families"},
+    {"user_code"},
     {"files"},
     {"config", "media"},
     {"monitor", "job"},

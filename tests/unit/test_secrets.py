@@ -63,6 +63,12 @@ def test_a_secret_that_begins_like_another_is_hidden_whole(monkeypatch: pytest.M
     assert hide_secrets("sentinel-longer, sentinel") == "<B_KEY>, <A_KEY>"
 
 
+@pytest.mark.parametrize("written", ["sen/ti+nel", "sen%2Fti%2Bnel"])
+def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    monkeypatch.setenv("A_KEY", "sen/ti+nel")
+    assert hide_secrets(f"with {written} in it") == "with <A_KEY> in it"
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

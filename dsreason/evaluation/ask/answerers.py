@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +19,7 @@ from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
-from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, meant
+from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
@@ -28,9 +28,9 @@ from dsreason.job.ranks import World, first_rank_first, gather_objects, init_wor
 from dsreason.models.encoder import open_encoder
 from dsreason.models.load import model_config, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
-from dsreason.rollout.opening import EngineSettings, TransformersSettings, open_rollout_engine
+from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
-from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
 from dsreason.secrets import hidden
 
@@ -65,18 +65,18 @@ class Answering:
         """Every rank's value. Collective."""
         return gather_objects(value) if self.world else [value]
 
-    def on_first(self, call: Callable[[], None]) -> None:
+    def on_first_rank(self, call: Callable[[], None]) -> None:
         """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
         if self.world:
             on_rank_zero(call)
         else:
             call()
 
-    def anyone(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is true on any rank that has to ask as often as this one."""
         return any(self.gather(flag)) if self.together else flag
 
-    def largest(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(self.gather(count)) if self.together else count
 
     @contextmanager
@@ -99,17 +99,11 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     `on_model` is called once with the model's name and what tells it from others, before its weights are loaded.
     """
     if config.server.url is not None:
-        answerer = ServerAnswerer(config.server)
-        try:
-            model = {
-                "name": base_name(answerer.model),
-                "path": answerer.model,
-                "server": str(hidden(config.server.url)),
-            }
+        with closing(ServerAnswerer(config.server)) as answerer:
+            name, address = base_name(answerer.model), str(hidden(config.server.url))
+            model = {"name": name, "path": answerer.model, "server": address}
             on_model(model)
             yield Answering(answerer, None, model)
-        finally:
-            answerer.close()
         return
     world = init_world()
     with ExitStack() as stack:
@@ -151,18 +145,17 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         workers=config.workers(available_cores(world)),
         together=together,
     )
-    stack.callback(answerer.close)
     batch_size = config.evaluation.batch_size
     if batch_size is None and isinstance(engine, TransformersEngine):
-        batch_size = engine.batch_size
+        batch_size = engine.settings.batch_size
     return Answering(answerer, batch_size, model, world, together)
 
 
 def check_model(config: EvalConfig) -> None:
-    """Raise what is wrong with a model before ranks start; a checkpoint of ours is not exported yet."""
+    """Raise what is wrong with a model before ranks start; a checkpoint is not exported yet."""
     if config.server.url is not None:
         return
-    own = meant(str(config.model.path))
+    own = run_weights(str(config.model.path))
     if own is None or not is_checkpoint(own):
         check_folder(config, resolved(config, own))
 
@@ -175,7 +168,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
 
 
 def resolved(config: EvalConfig, own: Path | None) -> Path:
-    """The folder of a model that is no checkpoint; `own` is one of our runs'."""
+    """The folder of a model that is not a checkpoint; `own` belongs to a run of dsreason."""
     model = config.model
     path = str(own or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -194,11 +187,11 @@ def prompt_room(config: EvalConfig, length: int) -> int:
 
 
 def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path, str]:
-    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.meant`.
+    """The Hugging Face folder that `model.path` means, and the model's name in the results; see `models.run_weights`.
 
-    Of a checkpoint of ours an export, which lasts until `stack` closes. Collective.
+    A checkpoint is exported for that, to a folder that lasts until `stack` closes. Collective.
     """
-    own = on_rank_zero(lambda: meant(str(config.model.path)))
+    own = on_rank_zero(lambda: run_weights(str(config.model.path)))
     name = base_name(str(own or config.model.path))
     if own is not None and is_checkpoint(own):
         dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")

@@ -42,5 +42,3 @@ class Answerer(Protocol):
         What concerns one question (an unreadable clip, a request that fails) is a `Reply` with an `error`; what concerns
         all of them (a server that is down or refuses the key) is raised.
         """
-
-    def close(self) -> None: ...

@@ -21,7 +21,7 @@ from dsreason.job.ranks import gather_objects
 from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
-from dsreason.rollout.batches import joined
+from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
 VERSION = 0
@@ -54,12 +54,12 @@ class EngineAnswerer:
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
-            for asked in joined(
+            for asked in merged(
                 self._groups(batch, found),
                 lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
                 memory_gib=self.media_memory_gib,
                 least=self.engine.max_num_seqs,
-                anyone=self._anyone,
+                any_rank=self._any_rank,
             ):
                 self.prompts = {question.id: prompt for question, prompt in asked}
                 yield [question for question, _ in asked]
@@ -76,7 +76,7 @@ class EngineAnswerer:
         """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
         return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
 
-    def _anyone(self, flag: bool) -> bool:
+    def _any_rank(self, flag: bool) -> bool:
         return any(gather_objects(flag)) if self.together else flag
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
@@ -90,20 +90,17 @@ class EngineAnswerer:
         started = time.perf_counter()
         for number, completion in self.engine.as_completed(
             [prompt for _, prompt in asked],
-            [self._fitting(request.sampling, prompt) for request, prompt in asked],
+            [self._with_room(request.sampling, prompt) for request, prompt in asked],
             version=VERSION,
-            streams=[stream_of(request.question.id) for request, _ in asked],
+            streams=[random_stream(request.question.id) for request, _ in asked],
         ):
             seconds = time.perf_counter() - started
             request, _ = asked[number]
             yield request, Reply(completion.text, completion.finish_reason, len(completion.ids), seconds)
 
-    def _fitting(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
+    def _with_room(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
         room = self.max_length - len(prompt.encoded)
         return replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
-
-    def close(self) -> None:
-        self.prompts = {}
 
 
 def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
@@ -115,7 +112,7 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
     return prompt if with_pixels else prompt.without_pixels()
 
 
-def stream_of(question_id: str) -> int:
+def random_stream(question_id: str) -> int:
     """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")
 

@@ -1,4 +1,4 @@
-"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder or hub name, or a run or checkpoint of ours."""
+"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder, a hub name, or a run or checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dsreason.errors import CheckpointError
 from dsreason.evaluation.settings import run_record
 
 FINAL = Path("export") / "final"
-SAYS_LITTLE = re.compile(
+GENERIC_NAME = re.compile(
     r"(?i:final|latest|last|best|export|checkpoints?|model|hf|(step|checkpoint|epoch|iter)[_-]?\d+)"
 )
 """Names of folders that models of many runs have."""
 EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
-def meant(given: str) -> Path | None:
-    """The model folder or checkpoint of a run of ours that a path means, None where it is no run's.
+def run_weights(given: str) -> Path | None:
+    """The model folder or checkpoint of the run that a path belongs to; None where it is not a run of dsreason.
 
     Of a run (or its `checkpoints`) the newest weights: the final export, unless a checkpoint was completed after it, as
     where the run goes on. A checkpoint means itself.
@@ -57,9 +57,9 @@ def base_name(model: str) -> str:
     """What a model is called in the results: the last part of its path or hub name, with the run's before `final` or so."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
-    telling = next((part for part in reversed(parts) if not SAYS_LITTLE.fullmatch(part)), "/")
+    specific = next((part for part in reversed(parts) if not GENERIC_NAME.fullmatch(part)), "/")
     last = parts[-1]
-    name = last if telling in (last, "/") else f"{telling}-{last}"
+    name = last if specific in (last, "/") else f"{specific}-{last}"
     return name.replace(":", "-")
 
 

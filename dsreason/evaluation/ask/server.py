@@ -124,7 +124,7 @@ class ServerAnswerer:
             )
             answer = Answer.model_validate_json(response.http_response.text)
         except ValidationError as error:
-            return Reply(error=f"the server's response is no chat completion: {first_problem(error)}")
+            return Reply(error=f"the server's response is not a chat completion: {first_problem(error)}")
         except DataError as error:
             return Reply(error=str(error), sent=False)
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
@@ -146,10 +146,8 @@ class ServerAnswerer:
         try:
             response = client.models.with_raw_response.list().http_response.text
             return [model.id for model in ModelList.model_validate_json(response).data]
-        except ValidationError:
+        except (ValidationError, openai.NotFoundError):  # servers that only chat
             return []
-        except openai.NotFoundError:
-            return []  # servers that only chat
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:
@@ -166,21 +164,21 @@ class ServerAnswerer:
     def _only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
-        found = f"it has {shortened(self.listed)}" if self.listed else "it does not say which models it has"
-        raise ConfigError(f"server.url ({self.url}): name the model that shall answer as server.model; {found}")
+        found = f"it has {abbreviated(self.listed)}" if self.listed else "it does not say which models it has"
+        raise ConfigError(f"server.url ({self.url}): set server.model to the model that shall answer; {found}")
 
     def _refusal(self, error: openai.APIStatusError) -> ConfigError:
         where, variable = f"server.url ({self.url})", self.config.api_key_env
         text = self._without_key(f"{error.message:.300}")
         if not isinstance(error, openai.NotFoundError):
-            done = "refuses the key in" if self.key else "wants a key, and none is in"
+            done = "rejects the key in" if self.key else "requires a key, and none is in"
             return ConfigError(
                 f"{where}: the server {done} the environment variable {variable} ({error.status_code}: {text}); "
-                "set it, or name another one as server.api_key_env"
+                "set it, or set server.api_key_env to another one"
             )
-        meant = nearest(self.model, self.listed)
+        near = nearest(self.model, self.listed)
         has = (
-            f" It has {shortened(self.listed)}" + (f"; did you mean {meant}?" if meant else ".") if self.listed else ""
+            f" It has {abbreviated(self.listed)}" + (f"; did you mean {near}?" if near else ".") if self.listed else ""
         )
         return ConfigError(
             f"{where}: the server has no model {self.model!r}, or no chat at this address (404: {text}); correct "
@@ -189,7 +187,7 @@ class ServerAnswerer:
 
     def _unread_fields(self, error: openai.APIStatusError) -> ConfigError:
         return ConfigError(
-            f"server.url ({self.url}): the server cannot be told how to read a clip ({error.status_code}: "
+            f"server.url ({self.url}): the server rejects the settings for reading clips ({error.status_code}: "
             f"{self._without_key(error.message):.300}); start vLLM with --trust-request-mm-kwargs, or set "
             'server.video = "frames"'
         )
@@ -217,14 +215,14 @@ class ModelList(BaseModel):
 
 
 def base_url(url: str) -> str:
-    """The address below which the interface lies; where it has no path, `/v1` is meant."""
+    """The address below which the interface lies; `/v1` is added where it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def read_key(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the key in {variable} has characters that cannot stand in a header; set it again")
+        raise ConfigError(f"the key in {variable} has characters that an HTTP header cannot hold; set it again")
     return key or None
 
 
@@ -268,6 +266,6 @@ def first_problem(error: ValidationError) -> str:
     return f"{place}: {problem['msg']}" if place else problem["msg"]
 
 
-def shortened(names: Sequence[str]) -> str:
+def abbreviated(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more

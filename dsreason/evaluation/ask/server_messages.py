@@ -1,6 +1,6 @@
 """A sample's messages in the form that OpenAI-compatible servers take, its media inside as data URLs.
 
-With `server.video = "file"` a clip is sent as the file, and vLLM is told how many frames to take. What it cannot be told (a
+With `server.video = "file"` a clip is sent as the file, and vLLM is told how many frames to take. What it has no settings for (a
 part of the clip, sizes) or would not do (take all frames: some of its processors then sample once more) is done here, and
 the frames are sent as vLLM's video of JPEGs. With "frames" they are sent as pictures, for servers that take no videos.
 """
@@ -24,7 +24,7 @@ from dsreason.media import media, vision
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
 OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
-"""Settings of a clip that a server cannot be told."""
+"""Settings of a clip that a server has no equivalent of."""
 # Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
 FAMILY = FAMILIES["qwen2_5_vl"].vision
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
@@ -58,7 +58,7 @@ def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str
         messages.append({"role": message["role"], "content": content})
     if any(reading != readings[0] for reading in readings):
         raise DataError(
-            "the clips of this question differ in the frames to take, and the server can be told one number only; "
+            "the clips of this question differ in the frames to take, and a request has one setting for all of them; "
             'set vision.nframes, or server.video = "frames"'
         )
     return messages, {"media_io_kwargs": {"video": readings[0]}} if readings else {}
@@ -69,7 +69,7 @@ def as_pictures(part: Part) -> list[Part]:
     if part["type"] == "text":
         return [{"type": "text", "text": part["text"]}]
     if part["type"] == "image":
-        return [url_part("image", "image/png", encoded(sized_image(part), "PNG"))]
+        return [url_part("image", "image/png", as_base64(sized_image(part), "PNG"))]
     return [url_part("image", "image/jpeg", content) for content in jpegs(part)]
 
 
@@ -108,7 +108,7 @@ def jpegs(part: Part) -> list[bytes]:
     size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, FAMILY)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
     frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
-    return [encoded(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
+    return [as_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 
 
 def sized_image(part: Part) -> Image.Image:
@@ -119,8 +119,7 @@ def sized_image(part: Part) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    """As base64."""
+def as_base64(image: Image.Image, form: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return base64.b64encode(buffer.getvalue())

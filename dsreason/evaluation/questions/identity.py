@@ -29,8 +29,8 @@ REQUEST_LINES = re.compile(
 def question_key(text: str, media: Iterable[str]) -> str:
     """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of its
     media, see `medium_name`."""
-    told = "\n".join([REQUEST_LINES.sub("", text, count=1), *media])
-    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    content = "\n".join([REQUEST_LINES.sub("", text, count=1), *media])
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def medium_name(part: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
             raise DataError(f"{where}: field {error} is missing") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        yield identified(name, video_id, kind, sample, problem, seen)
+        yield to_question(name, video_id, kind, sample, problem, seen)
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
@@ -144,7 +144,7 @@ def clip_id(folder: Path, clip: Path) -> str:
 def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
     options = options_field(pair.get("index2ans"), "index2ans")
     if options is None and pair.get("index2ans") is not None:
-        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a text for each letter")
+        raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a string for each letter")
     answer = pair["correct_answer"] if pair.get("correct_answer") is not None else pair["answer"]
     if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
         raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
@@ -161,7 +161,7 @@ def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: Ev
     system = SYSTEM_PROMPT if config.evaluation.system_prompt is None else config.evaluation.system_prompt
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return replace(sample, messages=as_asked(messages, kind, config)), kind
+    return replace(sample, messages=with_format_request(messages, kind, config)), kind
 
 
 # ---------------------------------------------------------------- rows of an adapter
@@ -179,10 +179,10 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
             sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
             kind = config.kind or checked_kind(sample)
             check_reference(sample, kind)
-            sample = replace(sample, messages=as_asked(prompt_messages(sample), kind, evaluation))
+            sample = replace(sample, messages=with_format_request(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
-        yield identified(config.dataset, sample.id, kind, sample, problem, seen)
+        yield to_question(config.dataset, sample.id, kind, sample, problem, seen)
 
 
 def reference_answer(sample: Sample) -> str:
@@ -206,7 +206,7 @@ def with_checked_answer(sample: Sample) -> Sample:
     return replace(sample, answer=letter)
 
 
-def as_asked(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:
+def with_format_request(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:
     """With the request for thoughts, where the answer type is `reasoning` and no message asks for a format."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
@@ -229,7 +229,7 @@ def with_line(message: Message, line: str) -> Message:
     return {**message, "content": [*content[: texts[-1]], extended, *content[texts[-1] + 1 :]]}
 
 
-def identified(
+def to_question(
     dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""

@@ -5,12 +5,10 @@ The packages are imported by what needs them: rouge-score and sentence-transform
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsreason.errors import ConfigError
 
@@ -59,16 +57,11 @@ class Similarity:
         except Exception as error:  # whatever somebody's folder may hold
             raise ConfigError(f"{where}: cannot be loaded: {error}; {ADVICE}") from error
 
-    def cosines(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """For each (answer, reference) the cosine of the angle between their embeddings, -1 to 1; 0 for an empty text."""
-        if not pairs:
-            return []
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors = self._model.encode(texts, show_progress_bar=False, convert_to_numpy=True)
-        units = dict(zip(texts, map(_unit, vectors), strict=True))
-        return [float(units[one] @ units[other]) if one and other else 0.0 for one, other in pairs]
-
-
-def _unit(vector: NDArray[Any]) -> NDArray[Any]:
-    length = np.linalg.norm(vector.astype(np.float64))
-    return vector / length if length else vector
+    def cosine(self, answer: str, reference: str) -> float:
+        """Of the angle between the embeddings of both, -1 to 1; 0 for an empty text."""
+        if not (answer and reference):
+            return 0.0
+        texts = [answer, reference]
+        one, other = self._model.encode(texts, show_progress_bar=False, convert_to_numpy=True).astype(np.float64)
+        lengths = np.linalg.norm(one) * np.linalg.norm(other)
+        return float(one @ other / lengths) if lengths else 0.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from scipy.stats import binomtest
 
@@ -62,9 +61,6 @@ class Comparison:
             f"the runs have different questions: {self.only_in_this} are only in {self.this} and {self.only_in_baseline} "
             f"only in {self.baseline}; compared are the {common} common ones, so the accuracies differ from those of the runs"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str, str]) -> Comparison:

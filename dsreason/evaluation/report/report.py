@@ -7,8 +7,9 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = Tru
     settings = read_settings(run.folder)
     summary = score(results, run=run.name, left_out=run.left_out)
     comparison = compare(results, read_run(baseline), (run.name, baseline.name)) if baseline else None
-    document = summary.as_json() | {"comparison": comparison and comparison.as_json()}
+    document = asdict(summary) | {"comparison": comparison and asdict(comparison)}
     texts = {
         SUMMARY_FILE: json.dumps(document, indent=2, ensure_ascii=False) + "\n",
         MARKDOWN: render_markdown(results, summary, comparison, settings),
@@ -166,6 +167,7 @@ def render_html(
     """One page that needs nothing else and asks for nothing: its policy forbids every script but its own."""
     changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
     cards = [_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
+    counts = Counter(tag for card in cards for tag in card.tags)
     script = _template_text("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     without = [card for card in cards if card.sheet is None and card.result.media]
@@ -176,7 +178,7 @@ def render_html(
         settings=settings,
         cards=cards,
         anchors={card.result.id: card.anchor for card in cards},
-        filters={name: (label, count) for name, label in FILTERS.items() if (count := _count(cards, name))},
+        filters={name: (label, counts[name]) for name, label in FILTERS.items() if name in counts},
         num_without_pictures=len(without),
         wrong_without_pictures=sum(card.verdict != "right" for card in without),
         style=Markup(_template_text("report.css")),
@@ -202,10 +204,6 @@ def question_text(result: Result) -> str:
     return asked if first is None else asked.partition(f"\n({first}) ")[0]
 
 
-def _count(cards: Sequence[Card], tag: str) -> int:
-    return sum(tag in card.tags for card in cards)
-
-
 def _environment(**options: Any) -> Environment:
     environment = Environment(
         loader=PackageLoader("dsreason.evaluation.report"),
@@ -214,18 +212,10 @@ def _environment(**options: Any) -> Environment:
         lstrip_blocks=True,
         **options,
     )
-    environment.filters |= {
-        "percent": tables.percent,
-        "between": tables.between,
-        "points": tables.points,
-        "points_between": tables.points_between,
-        "p_of": tables.p_of,
-    }
-    environment.globals |= {
-        "facts": tables.facts,
-        "score_facts": tables.score_facts,
-        "accuracy_parts": tables.accuracy_parts,
-    }
+    filters = (tables.percent, tables.between, tables.points, tables.points_between, tables.p_of)
+    functions = (tables.facts, tables.score_facts, tables.accuracy_parts)
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.globals |= {function.__name__: function for function in functions}
     return environment
 
 

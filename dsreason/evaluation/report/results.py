@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def result_file(folder: Path, dataset: str, video_id: str) -> Path:
 
 def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
     """Write all results of a clip, completely or not at all, in place of those that were there."""
-    text = json.dumps([result.as_json() for result in results], indent=2, ensure_ascii=False)
+    text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     write_text(result_file(folder, dataset, video_id), text + "\n")
 
 
@@ -81,7 +81,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror}); give another results_dir") from error
+        raise DataError(f"{folder}: cannot be created ({error.strerror}); give another results_dir") from error
 
 
 def write_text(file: Path, text: str) -> None:
@@ -158,11 +158,6 @@ def _dataset_folder(file: Path) -> str:
 
 
 # ---------------------------------------------------------------- reading
-
-
-def read_results(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Result]:
-    """All results of the one run in a folder; see `find_run` and `read_run`."""
-    return read_run(find_run(results_dir, dataset))
 
 
 def read_run(run: Run) -> list[Result]:

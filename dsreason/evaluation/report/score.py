@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import sacrebleu
 from scipy.stats import binomtest, pearsonr
@@ -90,9 +90,6 @@ class Summary:
     """Question id → why there is no answer."""
     left_out: tuple[str, ...] = ()
     """Data sets of the run that were not asked for."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> Summary:
@@ -178,7 +175,7 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, b
 
     `bounds` are the lowest and the highest possible mean. Source: Miller, "Adding Error Bars to Evals"
     (arXiv:2411.00640), clustered standard errors, with the usual factor C / (C - 1) for C clusters.
-    None where it cannot be told: a single cluster, or no spread between clusters.
+    None where it is not defined: a single cluster, or no spread between clusters.
     """
     mean = sum(values) / len(values)
     residuals: dict[object, float] = {}
@@ -199,8 +196,8 @@ def letters(results: Sequence[Result]) -> Letters | None:
     if not results:
         return None
     pairs = Counter((_letter(result.correct_answer), _letter(result.answer)) for result in results)
-    rows = sorted({reference for reference, _ in pairs}, key=_last_the_rest)
-    columns = sorted({letter for pair in pairs for letter in pair}, key=_last_the_rest)
+    rows = sorted({reference for reference, _ in pairs}, key=_letters_first)
+    columns = sorted({letter for pair in pairs for letter in pair}, key=_letters_first)
     said = [column for column in columns if len(column) == 1]
     read = sum(count for (_, answer), count in pairs.items() if answer in said)
     return Letters(
@@ -215,7 +212,7 @@ def _letter(text: str) -> str:
     return text if len(text) == 1 else NOT_A_LETTER if text else NO_LETTER
 
 
-def _last_the_rest(letter: str) -> tuple[int, str]:
+def _letters_first(letter: str) -> tuple[int, str]:
     return (len(letter) > 1) + (letter == NO_LETTER), letter
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 
 from PIL import Image
 
+from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
+from dsreason.rewards.scoring import Scorer, Scores
+from dsreason.rewards.text import with_length
+from dsreason.rollout.protocol import Completion, Sampling
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,17 @@ def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
         f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
         for name in names
     }
+
+
+def score_completions(
+    scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
+) -> Scores:
+    """The rewards of each completion of its prompt; the samples say how long they are, which `overlong` reads."""
+    samples = [
+        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return scorer.score([completion.text for completion in completions], samples)
 
 
 def question_of(sample: Sample) -> str:

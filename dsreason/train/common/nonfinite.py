@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is no number: stop with the batch saved, or skip the step and count it."""
+"""What happens when a loss or gradient is NaN or infinite: stop with the batch saved, or skip the step and count it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.config.schema import RunConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
-from dsreason.job.ranks import World, agree
+from dsreason.job.ranks import World, errors_on_all_ranks
 
 log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Steps in a row that may have no number: after so many the weights, not the batches, are to blame."""
+"""Steps in a row that may have a NaN or infinite loss or gradient: after so many the weights, not the batches, are to blame."""
 
 
 def finite_check(config: RunConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
@@ -75,7 +76,8 @@ class FiniteCheck:
         if self.rule == "stop":
             saved = self.folder / f"step_{step}"
             shown = [list(batch.ids) for batch in batches] if names is None else names()
-            agree(self._save(batches, shown, saved, what))
+            with errors_on_all_ranks():
+                self._save(batches, shown, saved, what)
             raise DsReasonError(
                 f"{what}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
                 'train.on_nonfinite = "skip"'
@@ -91,26 +93,20 @@ class FiniteCheck:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
-    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> SaveError | None:
+    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> None:
+        """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
+        tensors: dict[str, Tensor] = {}
+        for i, batch in enumerate(batches):
+            found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
+            found |= {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}
+            tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in found.items()}
+        file = folder / f"rank_{self.world.rank}"
         try:
-            save_batches(batches, names, folder, self.world.rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, file.with_suffix(".safetensors"))
+            text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
+            file.with_suffix(".json").write_text(text, encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            return SaveError(f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}")
-        return None
-
-
-def save_batches(batches: Sequence[Batch], names: list[list[Any]], folder: Path, rank: int) -> None:
-    """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{i}.{name}": vars(batch)[name] for i, batch in enumerate(batches) for name in FIELDS}
-    tensors |= {f"{i}.{name}": value for i, batch in enumerate(batches) for name, value in batch.mm_kwargs.items()}
-    tensors |= {
-        f"{i}.{kind}_numbers": torch.tensor(numbers)
-        for i, batch in enumerate(batches)
-        for kind, numbers in batch.media_numbers.items()
-    }
-    save_file(
-        {name: value.contiguous().clone() for name, value in tensors.items()}, folder / f"rank_{rank}.safetensors"
-    )
-    text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
-    (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")
+            raise SaveError(
+                f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}"
+            ) from error

@@ -33,7 +33,7 @@ from dsreason.job.ranks import (
 )
 from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
-from dsreason.job.watchdog import Watchdog, cut_short
+from dsreason.job.watchdog import Watchdog, report_and_exit
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
@@ -83,7 +83,7 @@ def open_run(
         check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
     """
     world = init_world()
-    lock = stack.enter_context(FolderLock(on_lost=cut_short))
+    lock = stack.enter_context(FolderLock(on_lost=report_and_exit))
     uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
     stack.callback(shutdown)
     stop = stack.enter_context(StopRequest())
@@ -163,7 +163,7 @@ def record_run(opened: OpenedRun[C], state: TrainerState, stack: ExitStack) -> M
     model_path = str(opened.model_path.resolve())
     facts = run_facts(opened.world.size) | {"deepspeed": opened.deepspeed, "model_path": model_path}
     on_rank_zero(lambda: write_run_config(opened.output_dir, opened.config, facts))
-    opened.uploads.add_left(opened.output_dir)
+    opened.uploads.add_not_uploaded(opened.output_dir)
     metrics = open_metrics(
         opened.output_dir,
         rank=opened.world.rank,
@@ -211,10 +211,12 @@ def open_writer(opened: OpenedRun[C], engine: DeepSpeedEngine, stack: ExitStack)
     stack.callback(writer.close)
     stack.push(opened.watchdog.close_in_time)
 
-    def make_up(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def complete_pending(
+        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             with opened.watchdog.phase("checkpoint"):
-                writer.make_up()
+                writer.complete_pending()
 
-    stack.push(make_up)
+    stack.push(complete_pending)
     return writer

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage, read_state
 from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint
-from dsreason.config.deepspeed import settings_to_try, shown, zero_section
+from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import BadRow, read_row, refusal
+from dsreason.data.loader import BadRow, first_fatal, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
@@ -62,7 +62,7 @@ def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = F
     `create`: make a repository that does not exist.
     """
     if config.checkpoint.upload:
-        check_target(config.checkpoint.upload, create=create, outage_passes=checkpoint is not None)
+        check_target(config.checkpoint.upload, create=create, tolerate_outage=checkpoint is not None)
 
 
 def check_resume(config: RunConfig, resume: str | None) -> Path | None:
@@ -80,22 +80,22 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: RunConfig) -> None:
-    """ConfigError where DeepSpeed does not take the JSON: its own errors name no file, and seldom the key."""
-    name, settings = config.deepspeed, settings_to_try(config.deepspeed, config)
+    """ConfigError where DeepSpeed rejects the JSON: its own errors name no file, and seldom the key."""
+    name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
     error = deepspeed_error(settings)
     if error is None:
         return
     problems = [
-        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed does not take it ({told(cause)}); correct or remove it"
-        for path, value, cause in faults(settings)
+        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); correct or remove it"
+        for path, value, cause in rejected_parts(settings)
     ]
     raise config_error(
-        problems or [f"{name}: DeepSpeed does not take it as a whole ({told(error)}); correct it"]
+        problems or [f"{name}: DeepSpeed rejects the configuration as a whole ({error_text(error)}); correct it"]
     ) from error
 
 
-def faults(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
-    """The smallest parts of a DeepSpeed configuration that DeepSpeed refuses alone: key, value and error of each."""
+def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
+    """The smallest parts of a configuration that DeepSpeed rejects by themselves: key, value and error of each."""
     found = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
@@ -103,7 +103,7 @@ def faults(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tu
             document = {outer: document}
         error = deepspeed_error({"train_micro_batch_size_per_gpu": 1} | document)
         if error is not None:
-            inside = faults(value, (*path, key)) if isinstance(value, dict) else []
+            inside = rejected_parts(value, (*path, key)) if isinstance(value, dict) else []
             found += inside or [((*path, key), value, error)]
     return found
 
@@ -116,7 +116,7 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     return None
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"] for problem in error.errors())
     return str(error)
@@ -148,23 +148,23 @@ def check_rows(
     Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
 
     Raises:
-        DataError: the first row that is unusable, or that `check` refuses, where that is an error.
+        DataError: the first row that is unusable, or that `check` rejects, where that is an error.
     """
 
-    def look(sample: Sample) -> None:
+    def check_row(sample: Sample) -> None:
         if check is not None:
             check(sample)
         encoder.check_length(sample, encoder.measure(sample))
 
     left_out: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
-    for checked, index in enumerate(spread(len(dataset))):
+    for checked, index in enumerate(coarse_to_fine(len(dataset))):
         if time.monotonic() > deadline:
             log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
-        bad = read_row(dataset, index, look)
+        bad = read_row(dataset, index, check_row)
         if isinstance(bad, BadRow):
-            if refusal([bad], config) is not None:
+            if first_fatal([bad], config) is not None:
                 raise DataError(bad.reason)
             left_out.append(bad.reason)
     if left_out and len(left_out) == len(dataset):
@@ -172,7 +172,7 @@ def check_rows(
     return left_out
 
 
-def spread(count: int) -> list[int]:
+def coarse_to_fine(count: int) -> list[int]:
     """0 … count - 1, coarse to fine, so that a time limit still sees the whole range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)

@@ -17,11 +17,18 @@ from dsreason.config.output import check_output_dir
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
 from dsreason.files.lock import FolderLock
-from dsreason.job.ranks import World, agree, broadcast_object, gather_objects, on_rank_zero, once_a_folder
+from dsreason.job.ranks import (
+    World,
+    broadcast_object,
+    errors_on_all_ranks,
+    gather_objects,
+    on_one_rank_per_folder,
+    on_rank_zero,
+)
 
 log = logging.getLogger(__name__)
 
-SIGHT_S = 3.0
+VISIBILITY_TIMEOUT_S = 3.0
 """After which a new file of another host is not coming: network file systems may show it late."""
 
 
@@ -41,7 +48,7 @@ def open_output_dir(
         for recovered in recover(checkpoints):
             log.warning("%s was written whole before the last job ended", recovered)
 
-    once_a_folder(world, take)
+    on_one_rank_per_folder(world, take)
     if world.folder_ranks and world.is_main:
         log.warning(
             "%s is another folder on every host: each keeps the checkpoints of its own ranks, and the run can be resumed on "
@@ -64,17 +71,17 @@ def find_folders(output_dir: Path, world: World) -> World:
 
     ConfigError on every rank where a host cannot make it.
     """
-    error, token = None, broadcast_object(secrets.token_hex(4))
-    own = output_dir / f".seen_{token}_{world.rank}"
-    if world.local_rank == 0:
+    own = output_dir / f".seen_{broadcast_object(secrets.token_hex(4))}_{world.rank}"
+    with errors_on_all_ranks():
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            own.touch()
+            if world.local_rank == 0:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                own.touch()
         except OSError as cause:
-            error = ConfigError(f"{output_dir}: cannot be made on {socket.gethostname()}: {cause}; choose another")
-    agree(error)
+            host = socket.gethostname()
+            raise ConfigError(f"{output_dir}: cannot be made on {host}: {cause}; choose another") from cause
     marks = [mark for mark in gather_objects(own if world.local_rank == 0 else None) if mark is not None]
-    deadline = time.monotonic() + SIGHT_S
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
         time.sleep(0.1)
     seen = gather_objects([mark for mark in marks if mark.exists()])
@@ -94,14 +101,14 @@ def start_state(
     state = load_checkpoint(engine, checkpoint, world)
     log.info("resumed from %s", checkpoint)
     own = Path(str(config.output_dir)) / "checkpoints"
-    once_a_folder(world, lambda: leave_newer(own, checkpoint))
+    on_one_rank_per_folder(world, lambda: set_newer_aside(own, checkpoint))
     if checkpoint.resolve().parent == own.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
-def leave_newer(folder: Path, checkpoint: Path) -> None:
+def set_newer_aside(folder: Path, checkpoint: Path) -> None:
     """The folder's checkpoints after the resumed step belong to steps that are now trained again."""
     for path in set_aside_newer(folder, checkpoint):
         log.warning("training goes on from %s; a later checkpoint is now called %s", checkpoint, path)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
 from dsreason.checkpoints.export import export_engine
+from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
-from dsreason.job.stop import stopped
 from dsreason.train.common.opening import C, Run
 
 
 def poll_checkpoint(run: Run[C]) -> None:
-    """Follow up a checkpoint that has become complete since the last step."""
+    """Upload and prune where a checkpoint has become complete since the last step."""
     with run.watchdog.phase("checkpoint"):
-        follow_up(run, run.writer.poll())
+        after_checkpoint(run, run.writer.poll())
 
 
 def save(run: Run[C], *, last: bool) -> None:
@@ -23,10 +23,10 @@ def save(run: Run[C], *, last: bool) -> None:
     config, step = run.config.checkpoint, run.state.step
     started = time.perf_counter()
     with run.watchdog.phase("checkpoint"), run.progress.phase("saving checkpoint"):
-        follow_up(run, run.writer.wait())
+        after_checkpoint(run, run.writer.wait())
         run.writer.start(step, run.state)
         if last:
-            follow_up(run, run.writer.wait())
+            after_checkpoint(run, run.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
         export(run, run.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
     run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
@@ -39,16 +39,16 @@ def stop_if_asked(run: Run[C]) -> None:
         return
     checkpoint = run.checkpoints / f"step_{step}"
     with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
-        follow_up(run, run.writer.wait())
+        after_checkpoint(run, run.writer.wait())
         if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
             run.writer.start(step, run.state)
-            follow_up(run, run.writer.wait())
-    raise stopped(name, step)
+            after_checkpoint(run, run.writer.wait())
+    raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
 
-def follow_up(run: Run[C], written: Path | None) -> None:
+def after_checkpoint(run: Run[C], written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not run.world.keeps_folder:
+    if written is None or not run.world.is_first_of_folder:
         return
     config = run.config.checkpoint
     run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
@@ -59,7 +59,7 @@ def follow_up(run: Run[C], written: Path | None) -> None:
 
 
 def finish(run: Run[C]) -> None:
-    """Make up for an export or upload that a run broke off before, and say that all is done."""
+    """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
     checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
     if run.config.checkpoint.export != "none":
         if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
@@ -79,7 +79,7 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
     """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
     config = run.config.checkpoint
     dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
-    on_rank_zero(lambda: replace_folder(output))
+    on_rank_zero(lambda: delete_old_export(output))
     with run.watchdog.phase("export"), run.progress.phase("exporting"):
         export_engine(
             run.engine,
@@ -94,7 +94,6 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
     run.uploads.add(output, last=last)
 
 
-def replace_folder(output: Path) -> None:
-    """Delete an older export."""
+def delete_old_export(output: Path) -> None:
     with as_save_error(output):
         delete_folder(output)

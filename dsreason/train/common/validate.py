@@ -16,17 +16,16 @@ from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, in_workers, read_rows, refusal
+from dsreason.data.loader import BadRow, first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.job.ranks import World, agree, all_sum, gather_objects
+from dsreason.job.ranks import World, all_sum, errors_on_all_ranks, gather_objects
 from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
-from dsreason.rewards.text import with_length
-from dsreason.rollout.batches import joined
+from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.train.common.answers import (
     Answer,
@@ -36,6 +35,7 @@ from dsreason.train.common.answers import (
     mean_rewards,
     modality_of,
     question_of,
+    score_completions,
 )
 from dsreason.train.common.sampler import Sampler
 
@@ -122,8 +122,9 @@ class HeldOut:
         found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, found, strict=True):
             bad = [item for item in items if isinstance(item, BadRow)]
-            refused = refusal(bad, self.config)
-            agree(None if refused is None else DataError(refused))
+            with errors_on_all_ranks():
+                if refused := first_fatal(bad, self.config):
+                    raise DataError(refused)
             for item in bad:
                 log.warning("validation: left out: %s", item.reason)
             yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, BadRow)]
@@ -165,12 +166,12 @@ def generate_answers(
     )
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
-    for asked in joined(
+    for asked in merged(
         read_prompts(held_out, advance, with_pixels=rollout.reads_pixels),
         lambda item: item[1].media_bytes,
         memory_gib=settings.media_memory_gib,
         least=rollout.max_num_seqs,
-        anyone=lambda flag: any(gather_objects(flag)),
+        any_rank=lambda flag: any(gather_objects(flag)),
     ):
         rows, prompts = [row for row, _ in asked], [prompt for _, prompt in asked]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)
@@ -206,11 +207,7 @@ def score(
     """By completion: its reward (the weighted sum, under the name "") and that of each function; without a scorer none."""
     if scorer is None:
         return [{} for _ in completions]
-    samples = [
-        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    scores = scorer.score([completion.text for completion in completions], samples)
+    scores = score_completions(scorer, prompts, completions, sampling)
     named = {"": scores.total, **scores.by_function}
     return [{name: float(values[i]) for name, values in named.items()} for i in range(len(completions))]
 

@@ -20,8 +20,9 @@ from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
 from dsreason.rewards.scoring import Scorer, open_scorer
-from dsreason.rollout.opening import EngineSettings, TransformersSettings
+from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
+from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.opening import OpenedRun, Run, open_run, record_run, start_run
 from dsreason.train.common.policy import build_policy_engine
@@ -132,7 +133,6 @@ def check_reference_folder(config: GRPOConfig, world: World) -> None:
 
 
 def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
-    """Of what samples the completions."""
     rollout = config.rollout
     if rollout.engine == "transformers":
         return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
@@ -143,12 +143,12 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleep_level=rollout.sleep_level,
         enforce_eager=rollout.enforce_eager,
-        max_num_seqs=completions_together(config, world),
+        max_num_seqs=completions_per_engine(config, world),
         engine_options=rollout.engine_options,
     )
 
 
-def completions_together(config: GRPOConfig, world: World) -> int:
+def completions_per_engine(config: GRPOConfig, world: World) -> int:
     """What one engine is asked for in one rollout; at least what validation may ask for as well."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)

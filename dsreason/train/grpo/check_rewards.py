@@ -25,7 +25,7 @@ WITHOUT_ANSWER = {"format", "overlong"}
 
 
 def check_functions(config: GRPOConfig) -> None:
-    """ConfigError where a reward cannot be had with its options, or the reward server's settings are wrong.
+    """ConfigError where a reward cannot be loaded with its options, or the reward server's settings are wrong.
 
     Nothing is requested from the server.
     """
@@ -36,7 +36,7 @@ def check_functions(config: GRPOConfig) -> None:
         elif name == REMOTE:
             raise ConfigError(f'reward.functions: "{REMOTE}" names no score of the server; write {REMOTE}<score>')
         elif options:
-            raise ConfigError(f'reward.options."{name}": a reward of the server takes none')
+            raise ConfigError(f'reward.options."{name}": a reward of the server has no options')
     open_remote(config.reward)
     if "overlong" in config.reward.functions:
         check_overlong(config.reward.options.get("overlong", {}), config.rollout.max_completion_length)
@@ -58,7 +58,7 @@ def row_check(config: GRPOConfig) -> Check:
 
 
 def check_answer(rewards: Iterable[str], sample: Sample) -> None:
-    """DataError for a reference answer that one of these built-in rewards can do nothing with."""
+    """DataError for a reference answer that one of these built-in rewards cannot use."""
     for name in rewards:
         if name in WITHOUT_ANSWER:
             continue
@@ -98,7 +98,7 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
-    """ConfigError where what these prompts ask for is not what the reward `format` takes.
+    """ConfigError where what these prompts ask for is not what the reward `format` accepts.
 
     One prompt that asks for it is enough: in the others a question may have tags of its own.
     """
@@ -108,7 +108,9 @@ def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
     try:
         problems = [format_problem(prompt_text(sample), pattern) for sample in samples]
     except (TypeError, re.error) as error:
-        raise ConfigError(f"reward.options.format.pattern ({pattern!r}) is no regular expression: {error}") from error
+        raise ConfigError(
+            f"reward.options.format.pattern ({pattern!r}) is not a regular expression: {error}"
+        ) from error
     if problems and None not in problems:
         example = f", such as {REQUEST!r}" if format_problem(REQUEST, pattern) is None else ""
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""Before the first step: that the rollout engine takes the policy's weights, and computes with them what the trainer does."""
+"""Before the first step: do weights arrive in the rollout engine, and does it compute the trainer's log-probabilities?"""
 
 from __future__ import annotations
 
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.sources import SampleDataset
 from dsreason.engine.engine import full_parameters
 from dsreason.errors import DataError, DsReasonError
 from dsreason.job.ranks import gather_objects
@@ -13,10 +12,10 @@ from dsreason.train.common.answers import modality_of
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Rollout
-from dsreason.train.grpo.update import cut, present_logprobs
+from dsreason.train.grpo.update import current_logprobs, cut
 
 NUM_ROWS = 64
-"""Rows that are looked at for one of each modality."""
+"""Rows that are searched for a prompt of each modality."""
 
 
 class SelfTestError(DsReasonError):
@@ -31,11 +30,11 @@ def check_engine(grpo: GRPORun) -> None:
         MismatchError: the two sides are further apart than `rollout.mismatch_stop`.
     """
     config, sampler = grpo.config.rollout, grpo.sampler
-    prompts = one_of_each(grpo.training, grpo)
+    prompts = one_prompt_per_modality(grpo)
     with grpo.watchdog.phase("self_test"), grpo.progress.phase("self-test of the rollout engine"):
         sampler.offload.offload()
         try:
-            report = self_test(
+            tested = self_test(
                 sampler.rollout,
                 lambda: full_parameters(sampler.policy, sampler.bucket_mb),
                 prompts,
@@ -44,10 +43,10 @@ def check_engine(grpo: GRPORun) -> None:
         except SyncError as error:
             raise SelfTestError(str(error)) from error
         sampler.offload.reload()
-        pairs = zip(prompts, report.completions, strict=True)
+        pairs = zip(prompts, tested.completions, strict=True)
         rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
         micro_batches = cut(rollouts, grpo.config, grpo.encoder)
-        logprobs = present_logprobs(grpo.engine, micro_batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
+        logprobs = current_logprobs(grpo.engine, micro_batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
     found = [
         one
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
@@ -60,26 +59,26 @@ def check_engine(grpo: GRPORun) -> None:
         if name.startswith("mismatch/max_abs_logprob/")
     )
     grpo.progress.say(
-        f"self-test: {report.num_tensors} tensors of the engine took other weights and came back; its log-probabilities "
-        f"differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
+        f"self-test: {sum(map(len, tested.held))} tensors of the engine took perturbed values and were restored; its "
+        f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
     mismatch.check(metrics, mismatch.worst(found), config, grpo.state.step, folder=None)
 
 
-def one_of_each(dataset: SampleDataset, grpo: GRPORun) -> list[EncodedPrompt]:
+def one_prompt_per_modality(grpo: GRPORun) -> list[EncodedPrompt]:
     """The first prompt of each modality among the first rows, the same on every rank.
 
     Raises:
         DataError: none of them can be used.
     """
     found: dict[str, EncodedPrompt] = {}
-    for index in range(min(NUM_ROWS, len(dataset))):
+    for index in range(min(NUM_ROWS, len(grpo.training))):
         try:
-            sample = dataset[index]
+            sample = grpo.training[index]
             if modality_of(sample) not in found:
                 found[modality_of(sample)] = grpo.prompt_encoder.encode_prompt(sample)
         except DataError:  # the loader names it when it is met
             continue
     if not found:
-        raise DataError(f"none of the first {NUM_ROWS} rows can be asked, so the rollout engine cannot be tried")
+        raise DataError(f"none of the first {NUM_ROWS} rows is a usable prompt, so the rollout engine cannot be tested")
     return list(found.values())

@@ -16,7 +16,7 @@ from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun, build_grpo
 from dsreason.train.grpo.engine_check import check_engine
 from dsreason.train.grpo.reference import reset_reference
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, cut_steps
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, split_into_steps
 from dsreason.train.grpo.sampling import sample
 from dsreason.train.grpo.show import describe, show
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
@@ -63,7 +63,7 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
     if grpo.objective.overlong_filter:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
-    parts = cut_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
+    parts = split_into_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
     steps = [cut(part, grpo.config, grpo.encoder) for part in parts if any(gather_objects(bool(part)))]
     check_trained(grpo, steps)
     steps = steps[
@@ -88,12 +88,12 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
     engine, config, step, lr = grpo.engine, grpo.config, grpo.state.step + 1, learning_rate(grpo)
     set_learning_rate(engine, lr)
     with grpo.memory.phase("train"):
-        update = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
+        metrics, worst = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
         folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
-        if math.isfinite(update.metrics["train/loss"]):  # else it is no sign of two different policies
-            mismatch.check(update.metrics, update.worst, config.rollout, step, folder)
+        if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
+            mismatch.check(metrics, worst, config.rollout, step, folder)
         engine.step()
-    metrics = update.metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     return grpo.finite.metrics(
         metrics,
         [one.batch for one in micro_batches],

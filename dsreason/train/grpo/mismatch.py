@@ -119,7 +119,7 @@ def check(
         MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
     """
     kl = metrics["mismatch/kl"]
-    if kl <= config.mismatch_warn or not config.whole:
+    if kl <= config.mismatch_warn or not config.samples_all_tokens:
         return
     place = ""
     if folder is not None:

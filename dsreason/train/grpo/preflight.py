@@ -17,7 +17,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import objective_of
 from dsreason.rollout.vllm_arguments import check_engine_options
-from dsreason.train.common.preflight import check_dataset, check_model, spread
+from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine
 from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
 
 NUM_PROMPTS = 8
@@ -25,21 +25,21 @@ NUM_PROMPTS = 8
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise what a person can mend, as every trainer does; also rewards that cannot be had, or never be given."""
+    """Raise user-fixable errors, as every trainer does; also for rewards that cannot be loaded or can never be earned."""
     check_functions(config)
     check_engine_choice(config)
     encoder = check_model(config)
     prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
     rollout_order(training, config)
-    first = [read_row(training, index, lambda sample: sample) for index in spread(len(training))[:NUM_PROMPTS]]
+    first = [read_row(training, index, lambda sample: sample) for index in coarse_to_fine(len(training))[:NUM_PROMPTS]]
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
     check_dataset("training", training, prompts, config, row_check(config))
     check_dataset("validation", validation, encoder, config)
 
 
 def check_engine_choice(config: GRPOConfig) -> None:
-    """ConfigError where the rollout engine or the reference policy cannot be had with these settings."""
+    """ConfigError where the rollout engine or the reference policy does not work with these settings."""
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'

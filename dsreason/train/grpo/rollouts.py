@@ -16,7 +16,7 @@ from dsreason.losses.advantages import informative_groups
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
 
-Place = tuple[int, int]
+PromptPlace = tuple[int, int]
 """(Batch of prompts, number of the prompt in it over all ranks): the same on any number of ranks."""
 
 
@@ -36,7 +36,7 @@ class Rollout:
     advantage: float = 0.0
     group: int | None = 0
     """Number of the trained group, over all ranks; None where it is not trained."""
-    place: Place = (0, 0)
+    place: PromptPlace = (0, 0)
     """Of the prompt."""
 
 
@@ -76,8 +76,8 @@ class FlatRollouts:
     sequence: Tensor  # [N] int64, row of the token in the micro-batch
 
 
-def scored(
-    prompts: Sequence[EncodedPrompt], places: Sequence[Place], completions: Sequence[Completion], scores: Scores
+def make_rollouts(
+    prompts: Sequence[EncodedPrompt], places: Sequence[PromptPlace], completions: Sequence[Completion], scores: Scores
 ) -> list[Rollout]:
     """The rollouts as they are sampled: without advantages, and not chosen for training yet."""
     return [
@@ -101,7 +101,9 @@ def informative(groups: Sequence[Group], tolerance: float) -> list[bool]:
     return informative_groups(rewards, tolerance=tolerance).tolist()
 
 
-def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange) -> dict[Place, int]:
+def number_groups(
+    groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange
+) -> dict[PromptPlace, int]:
     """Numbers for the first `wanted` groups that are kept, in the order of their places over all ranks. Collective.
 
     Where none is kept none is trained.
@@ -114,7 +116,7 @@ def choose(groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange:
 
 def with_advantages(
     groups: Sequence[Group],
-    numbers: Mapping[Place, int],
+    numbers: Mapping[PromptPlace, int],
     advantages_of: Callable[[Tensor], Tensor],
     exchange: Exchange,
 ) -> list[Rollout]:
@@ -138,7 +140,7 @@ def with_advantages(
     return found
 
 
-def cut_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
+def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
     """This rank's trained rollouts by optimizer step; which step has a group does not depend on the number of ranks.
 
     Example: 10 groups over 4 steps → groups 0 to 2, 3 and 4, 5 to 7, 8 and 9.

@@ -8,10 +8,10 @@ import numpy as np
 
 from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
-from dsreason.rewards.text import with_length
 from dsreason.rollout.protocol import RolloutEngine, Sampling
+from dsreason.train.common.answers import score_completions
 from dsreason.train.grpo.build import GRPORun
-from dsreason.train.grpo.rollouts import Group, Rollout, choose, informative, scored, with_advantages
+from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, number_groups, with_advantages
 
 
 def sample(grpo: GRPORun) -> list[Rollout]:
@@ -26,7 +26,7 @@ def sample(grpo: GRPORun) -> list[Rollout]:
             kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
             if all_sum(sum(kept)) >= wanted:
                 break
-    numbers = choose(groups, kept, wanted, gather_objects)
+    numbers = number_groups(groups, kept, wanted, gather_objects)
     return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
 
 
@@ -57,14 +57,10 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
 
     started = time.perf_counter()
-    samples = [
-        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
-        for prompt, completion in zip(repeated, completions, strict=True)
-    ]
     with grpo.watchdog.phase("reward"):
-        scores = grpo.scorer.score([completion.text for completion in completions], samples)
+        scores = score_completions(grpo.scorer, repeated, completions, sampling)
     grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
     grpo.reward_sums.append(scores.metric_sums)
     places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
-    rollouts = scored(repeated, places, completions, scores)
+    rollouts = make_rollouts(repeated, places, completions, scores)
     return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]

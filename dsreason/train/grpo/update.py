@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,18 +16,9 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
-from dsreason.losses.policy import GlobalCounts
+from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
-
-
-@dataclass
-class Update:
-    """What a step found out, over all ranks."""
-
-    metrics: dict[str, float]
-    worst: list[Mismatch] = field(default_factory=list)
-    """Completions whose log-probabilities differ most between engine and trainer."""
 
 
 def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> list[MicroBatch]:
@@ -40,7 +31,7 @@ def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> li
 
 
 @torch.no_grad()
-def present_logprobs(
+def current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
     """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
@@ -57,7 +48,7 @@ def add_fixed_logprobs(
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
     def measure() -> list[list[Tensor]]:
-        return [present_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
+        return [current_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
 
     olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
     refs = olds
@@ -74,8 +65,11 @@ def add_fixed_logprobs(
 
 def accumulate_gradients(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
-) -> Update:
-    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut."""
+) -> tuple[dict[str, float], list[Mismatch]]:
+    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut.
+
+    Returns the metrics and the completions whose log-probabilities differ most between engine and trainer, over all ranks.
+    """
     objective = objective_of(config.grpo)
     lengths = [len(rollout.completion.ids) for one in micro_batches for rollout in one.rollouts]
     counts = GlobalCounts(
@@ -95,15 +89,9 @@ def accumulate_gradients(
         correction = None
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
-        result = objective.loss(
-            logprobs,
-            old,
-            flat.advantages,
-            flat.sequence,
-            counts=counts,
-            correction=correction,
-            penalty=objective.penalty(logprobs, one.ref_logprobs, old, entropy),
-        )
+        penalty = objective.penalty(logprobs, one.ref_logprobs, old, entropy)
+        inputs = LossInputs(logprobs, old, flat.advantages, flat.sequence, counts, correction, penalty)
+        result = objective.loss(inputs)
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
         engine.backward(result.loss * world.size, scale_wrt_gas=False)
@@ -119,4 +107,4 @@ def accumulate_gradients(
     totals = {name: sum(part_sums[name] for part_sums, *_ in everywhere) for name in sums}
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
     metrics = {"train/loss": totals["train/loss"], **per_token, **metrics_of([part for _, part, _ in everywhere])}
-    return Update(metrics, worst([one for *_, part in everywhere for one in part]))
+    return metrics, worst([one for *_, part in everywhere for one in part])

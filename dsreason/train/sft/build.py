@@ -15,7 +15,7 @@ from dsreason.job.ranks import World, broadcast_object, gather_objects
 from dsreason.models.load import model_config
 from dsreason.monitor.flops import ModelFlops, model_flops, peak_flops
 from dsreason.rollout.batches import tokens_that_fit
-from dsreason.rollout.opening import TransformersSettings
+from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.opening import Run, open_run, record_run, start_run
 from dsreason.train.common.policy import build_policy_engine
 from dsreason.train.common.preflight import DTYPES

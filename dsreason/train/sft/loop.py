@@ -27,7 +27,7 @@ def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = 
 
 def train(sft: SFTRun) -> None:
     before_steps(sft)
-    for batches in watched(sft):
+    for batches in step_batches(sft):
         poll_checkpoint(sft)
         started, first = time.perf_counter(), sft.state.step
         with sft.watchdog.phase("step"):
@@ -39,7 +39,7 @@ def train(sft: SFTRun) -> None:
     finish(sft)
 
 
-def watched(sft: SFTRun) -> Iterator[StepBatches]:
+def step_batches(sft: SFTRun) -> Iterator[StepBatches]:
     """The batches of each step, from the resumed one on."""
     batches = iter(sft.loader)
     while True:

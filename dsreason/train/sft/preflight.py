@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def check(config: SFTConfig) -> None:
-    """Raise what a person can mend: nothing is trained, and no weight is read.
+    """Raise user-fixable errors: nothing is trained, and no weight is read.
 
     Raises:
         DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.

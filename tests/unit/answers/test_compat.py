@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dsreason.answers.compat import extract_tagged_text
 from dsreason.evaluation import parse
 
 
@@ -62,32 +61,3 @@ def test_a_letter_is_the_first_capital_anywhere(text, answer):
 @pytest.mark.parametrize("kind", ["yes_no", "open", "free_text", "ordinal"])
 def test_every_kind_of_question_is_read_in_the_same_way(kind):
     assert parse("Yes, 3", "letter", "compat", kind=kind, options={"A": "x"}).answer == "Y"
-
-
-@pytest.mark.parametrize(
-    ("text", "blocks", "around"),
-    [
-        ("<answer>A</answer>", {"answer": ["A"]}, [""]),
-        ("<a>1</a><a>2</a>", {"a": ["1", "2"]}, ["", ""]),
-        ("<think>x<answer>B</answer>", {"answer": ["B"]}, ["", "x"]),
-        ("<a><b>x</b></a>", {"a": ["<b>x</b>"]}, [""]),
-        ("no tags", {}, ["no tags"]),
-        ("", {}, []),
-        ("<Answer>x</answer>", {}, ["", "x</answer>"]),
-        ("<a1>x</a1>", {}, ["<a1>x</a1>"]),
-        ("<a>x</a> tail", {"a": ["x"]}, ["", " tail"]),
-        ("<a>", {}, [""]),
-        ("<a><a>x</a>", {"a": ["<a>x"]}, [""]),
-        ("</a>x<b>", {}, ["</a>x"]),
-        ("<>x</>", {"": ["x"]}, [""]),
-        ("a < b <c>\n</c>\n", {"c": ["\n"]}, ["a < b ", "\n"]),
-        (
-            "Intro text\n<question>\nWhat is the capital of France?\n</question>\nMiddle text\n"
-            "<answer>\nParis\n</answer>\nEnd text\n",
-            {"question": ["\nWhat is the capital of France?\n"], "answer": ["\nParis\n"]},
-            ["Intro text\n", "\nMiddle text\n", "\nEnd text\n"],
-        ),
-    ],
-)
-def test_tagged_text_and_what_is_around_it(text, blocks, around):
-    assert extract_tagged_text(text) == (blocks, around)

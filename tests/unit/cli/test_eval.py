@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.cli.eval import RECIPE, names_datasets, questions_of
+from dsreason.cli.eval import RECIPE, names_datasets, question_overrides
 from dsreason.config.load import load_config
 from dsreason.config.schema_eval import EvalConfig
 
@@ -43,6 +43,6 @@ def test_the_command_line_says_what_is_asked_or_where_the_file_s_benchmarks_lie(
     file = None if document is None else folder / "eval.toml"
     if file is not None:
         file.write_text(str(document))
-    changes = questions_of(*options, None, named=names_datasets(file))
+    changes = question_overrides(*options, None, named=names_datasets(file))
     config = load_config(EvalConfig, file, [*changes, "model.path=m"], default_recipe=RECIPE)
     assert (list(config.names), config.data_dir) == (asked, data_dir)

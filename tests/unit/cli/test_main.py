@@ -203,7 +203,7 @@ def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monk
     assert ended.returncode == 1
     left = json.loads((tmp_path / "rank_1.json").read_text())
     assert left["text"].endswith("ZeroDivisionError: a bug of ours\n")
-    assert not left["mendable"]
+    assert not left["user_fixable"]
     assert (tmp_path / "rank_1.log").read_text().count("ZeroDivisionError: a bug of ours\n") == 1
 
 
@@ -333,7 +333,7 @@ def test_a_rank_does_the_work_itself(
 def test_under_a_launcher_its_own_options_are_refused(
     option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_is_first_to_tell", lambda text: True)
+    monkeypatch.setattr(launch, "_is_first_to_print", lambda text: True)
     assert call("sft", "--config", "run.toml", option, "2", monkeypatch=monkeypatch) == 2
     assert text in capsys.readouterr().err
 
@@ -374,7 +374,7 @@ def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
     parts = []
     for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
         monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
-        with demo.announced(number, 1000.0):
+        with demo.announce_stage(number, 1000.0):
             parts.append(part_of_environment())
     assert part_of_environment() is None
     assert capsys.readouterr().err.splitlines() == [

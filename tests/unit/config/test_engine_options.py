@@ -75,10 +75,10 @@ def test_options_that_nobody_reads_are_an_error() -> None:
         ),
     ]
     assert (
-        "engine_options ({'max_num_seqs': 8}): of vLLM, and engine is \"transformers\"; remove what is named"
+        "engine_options ({'max_num_seqs': 8}): used by vLLM only, and engine is \"transformers\"; remove them"
         in texts[0]
     )
-    assert "enforce_eager (True): of vLLM" in texts[1]
+    assert "enforce_eager (True): used by vLLM only" in texts[1]
     assert (
         "evaluation.engine_options ({'max_num_seqs': 8}) and model.engine (transformers) exclude each other" in texts[2]
     )

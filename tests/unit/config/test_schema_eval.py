@@ -152,7 +152,7 @@ def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
             ["datasets=[]"],
             "eval.toml: neither datasets nor sources name any questions; set datasets to a list such as [robovqa]",
         ),
-        (["model.path=null"], "eval.toml: neither model.path nor server.url says who answers; set one"),
+        (["model.path=null"], "eval.toml: neither model.path nor server.url is set; set one of them"),
         (
             ["server.url=http://s:1"],
             "eval.toml: server.url (http://s:1) and model.path (m) exclude each other: the server has its own model; "

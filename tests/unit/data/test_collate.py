@@ -1,10 +1,9 @@
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch
 
-from dsreason.data.collate import collate
+from dsreason.data.collate import append_dummies, collate
 from dsreason.data.types import EncodedSample
 
 
@@ -46,9 +45,8 @@ def test_media_are_joined_in_row_order():
 
 def test_dummies_follow_the_last_token_of_the_last_row():
     dummy = encoded("dummy", [50, 51], [0], 1)
-    batch = collate(
-        [encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0], 1, start=10)], pad_id=99, dummies=[dummy, dummy]
-    )
+    batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0], 1, start=10)], pad_id=99)
+    batch = append_dummies(batch, [dummy, dummy], pad_id=99)
     assert batch.ids == ("a", "b")
     assert batch.input_ids.tolist() == [[5, 6, 7, 99, 99], [8, 50, 51, 50, 51]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
@@ -61,7 +59,7 @@ def test_dummies_follow_the_last_token_of_the_last_row():
 def test_pixels_that_rows_share_are_there_once():
     first, second = encoded("a", [5, 6], [], 2), encoded("b", [7, 8], [], 1)
     rows = [first, second, replace(first, id="c"), replace(second, id="d"), replace(first, id="e")]
-    batch = collate(rows, pad_id=0, dummies=[encoded("dummy", [50, 51], [], 1)])
+    batch = append_dummies(collate(rows, pad_id=0), [encoded("dummy", [50, 51], [], 1)], pad_id=0)
     assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [5.0] * 8 + [7.0] * 4 + [50.0] * 4
     assert batch.media_numbers == {"image": (0, 1, 2, 0, 1, 2, 0, 1, 3)}
     assert batch.mm_kwargs["image_grid_thw"].shape == (9, 3)
@@ -91,20 +89,6 @@ def test_what_goes_to_a_gpu_is_pinned_first():
     assert moves == ["pin", ("cuda", True)] * 7 + [("cpu", True)] * 7
 
 
-def test_dummies_alone_make_one_row():
-    batch = collate([], pad_id=99, dummies=[encoded("dummy", [50, 51], [], 1)])
-    assert batch.ids == ()
-    assert batch.input_ids.tolist() == [[99, 50, 51]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1]]
-    assert not batch.loss_mask.any()
-    assert batch.position_ids[2].tolist() == [[0, 1, 2]]
-
-
-def test_nothing_at_all_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match="nothing to collate"):
-        collate([], pad_id=0)
-
-
 def test_dummies_change_no_logit_before_them(tiny):
     from functools import partial
 
@@ -123,7 +107,7 @@ def test_dummies_change_no_logit_before_them(tiny):
     sample = encoder.encode(Sample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
 
     def logits(dummies: list[EncodedSample]) -> torch.Tensor:
-        batch = collate([sample], pad_id=encoder.pad_id, dummies=dummies)
+        batch = append_dummies(collate([sample], pad_id=encoder.pad_id), dummies, pad_id=encoder.pad_id)
         with torch.no_grad():
             return model(
                 input_ids=batch.input_ids,

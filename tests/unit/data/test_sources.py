@@ -147,6 +147,25 @@ def test_what_goes_wrong_in_an_own_adapter_is_told_with_the_row(folder, code, wo
         open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
 
 
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages: the list is empty"),
+        ([{"role": "human", "content": "a"}], r"messages\[0\]: role must be .*'human'"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content: must be .*3"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "a part of type 'audio': must be text, image or video"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "text None is not a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "image: needs the path of a file"),
+    ],
+)
+def test_messages_of_another_form_are_told_with_the_row(folder, messages, words):
+    (folder / "own.py").write_text(
+        f"from dsreason.data.types import Sample\ndef to_sample(row): return Sample('1', {messages!r}, answer='b')"
+    )
+    with pytest.raises(DataError, match=rf"row 1.*{words}"):
+        open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
+
+
 def test_an_own_adapter_that_cannot_be_imported_is_told(folder):
     (folder / "own.py").write_text("x = y")
     with pytest.raises(ConfigError, match=r"own\.py does not import.*'y' is not defined"):

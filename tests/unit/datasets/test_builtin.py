@@ -14,7 +14,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
 from dsreason.datasets import builtin_scenes as scenes
-from dsreason.datasets.builtin import BLOCK, UNLEARNED, block, builtin_folder, mislabelled, write_builtin
+from dsreason.datasets.builtin import BLOCK, MISLABELLED, block, builtin_folder, mislabelled, write_builtin
 from dsreason.errors import DataError
 from dsreason.media.media import load_image, load_video
 
@@ -131,14 +131,18 @@ def test_a_complete_folder_is_used_again_and_a_different_one_is_refused(task: Pa
         write_builtin(task, seed=4, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION)
 
 
-def test_nothing_is_left_of_an_interrupted_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_folder_of_its_name_and_the_next_one_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dsreason.datasets.builtin.write_clip", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("dsreason.datasets.builtin.write_clip", interrupted)
         write_builtin(tmp_path / "task", num_train=BLOCK, num_validation=BLOCK)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "task").exists()
+    write_builtin(tmp_path / "task", num_train=BLOCK, num_validation=BLOCK)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"task", ".locks"}
 
 
 @pytest.mark.parametrize("num_train", [0, BLOCK + 1])
@@ -217,5 +221,5 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
 
 def test_mislabelled_questions_leave_about_half_of_the_answers_right() -> None:
     last = [item.turns[-1][0] for item in block()]
-    right = sum(question not in UNLEARNED for question in last) / len(last)
+    right = sum(question not in MISLABELLED for question in last) / len(last)
     assert right == 36 / 64

@@ -164,7 +164,7 @@ def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> Non
 def test_content_of_another_size_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
     asked = plan(tmp_path, patterns=["README.md"])
     hub.files["README.md"] = b"#"
-    with pytest.raises(DataError, match=r"README\.md: 1 bytes came, the Hub says 6"):
+    with pytest.raises(DataError, match=r"README\.md: received 1 bytes, the Hub lists 6"):
         fetch(asked)
     assert names(tmp_path) == []
 

@@ -20,7 +20,7 @@ from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.datasets.inspection import Inspection, Letter, Overlap, Spread, evenly, inspect_data, spread
 from dsreason.datasets.rendering import Rendering, render_rows
-from dsreason.datasets.row_facts import UnusableRow, normalised, told_answer
+from dsreason.datasets.row_facts import UnusableRow, normalised, short_answer
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
 
@@ -172,7 +172,7 @@ def test_short_answers_system_prompts_and_tags_are_counted(folder: Path) -> None
     ],
 )
 def test_the_answer_is_read_out_of_its_tags(text: str, answer: str | None) -> None:
-    assert told_answer(text) == answer
+    assert short_answer(text) == answer
 
 
 def test_questions_are_compared_by_their_words() -> None:

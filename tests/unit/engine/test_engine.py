@@ -11,7 +11,7 @@ from torch import nn
 
 from dsreason.config.schema import OptimConfig
 from dsreason.engine import engine as engine_module
-from dsreason.engine.engine import build_engine
+from dsreason.engine.engine import build_engine, parameter_groups
 
 
 class Rotary(nn.Module):
@@ -37,3 +37,10 @@ def test_buffers_lie_on_the_engines_device_in_their_own_types(monkeypatch: pytes
     found = {name: (buffer.device.type, buffer.dtype) for name, buffer in engine.module.named_buffers()}
     assert found == {"rotary.inv_freq": ("meta", torch.float32), "steps": ("meta", torch.int64)}
     assert list(engine.module.state_dict()) == ["steps", "layer.weight", "layer.bias"]  # not persistent stays so
+
+
+def test_matrices_decay_and_biases_do_not() -> None:
+    model = Model()
+    matrices, vectors = parameter_groups(model, weight_decay=0.1)
+    assert (matrices["params"], matrices["weight_decay"]) == ([model.layer.weight], 0.1)
+    assert (vectors["params"], vectors["weight_decay"]) == ([model.layer.bias], 0.0)

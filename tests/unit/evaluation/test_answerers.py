@@ -72,7 +72,7 @@ def test_options_of_vllm_are_an_error_where_transformers_answers(tiny_qwen3_vl: 
 
 
 def test_an_unknown_option_is_named_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answerers, "meant", lambda path: None)
+    monkeypatch.setattr(answerers, "run_weights", lambda path: None)
     monkeypatch.setattr(answerers, "resolved", lambda config, own: Path("nowhere"))
     with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq: .*did you mean max_num_seqs\?"):
         check_model(config("vllm", max_num_seq=8))

@@ -94,10 +94,8 @@ def test_what_was_read_is_part_of_the_grade():
 
 def test_each_text_is_graded_by_its_own_question():
     questions = [asks("multiple_choice", "A", OPTIONS), asks("yes_no", "no"), asks("open", "red")]
-    graded = Grader("letter").grade_all(questions, ["A", "yes", "red"])
+    graded = map(Grader("letter").grade, questions, ["A", "yes", "red"])
     assert [grade.is_correct for grade in graded] == [True, False, True]
-    with pytest.raises(ValueError, match="shorter|longer"):
-        Grader("letter").grade_all(questions, ["A"])
 
 
 # ---------------------------------------------------------------- free texts
@@ -164,7 +162,7 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
 
     pairs = [("the red car turns", "a blue arm stops"), ("a car", "a car"), ("the arm", "the red arm")]
     with Grader("letter", similarity_model=str(embedding_model)) as grader:
-        graded = grader.grade_all([asks("free_text", right) for _, right in pairs], [text for text, _ in pairs])
+        graded = [grader.grade(asks("free_text", right), text) for text, right in pairs]
     model = SentenceTransformer(str(embedding_model), device="cpu")
     for (text, right), grade in zip(pairs, graded, strict=True):
         one, other = model.encode(text), model.encode(right)
@@ -177,7 +175,7 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
 def test_only_free_texts_that_were_read_are_compared(embedding_model):
     grader = Grader("reasoning", similarity_model=str(embedding_model))
     texts = ["<answer>red</answer>", "<think>red car"]
-    open_, unread = grader.grade_all([asks("open", "red"), asks("free_text", "red car")], texts)
+    open_, unread = map(grader.grade, [asks("open", "red"), asks("free_text", "red car")], texts)
     assert "similarity" not in open_.scores
     assert unread.scores["similarity"] == 0
 
@@ -215,11 +213,11 @@ def test_without_sentence_transformers_the_error_says_how_to_install_it(tmp_path
 def judge(tmp_path: Path) -> str:
     file = tmp_path / "judge.py"
     file.write_text(
-        "def share(completion, sample, *, factor=1.0):\n"
+        "def share(completion, sample):\n"
         "    if 'bang' in completion:\n"
         "        raise KeyError('no such thing')\n"
         "    words = sample.answer.split()\n"
-        "    return factor * sum(word in completion for word in words) / len(words), {'words': len(words)}\n"
+        "    return sum(word in completion for word in words) / len(words), {'words': len(words)}\n"
     )
     return f"{file}:share"
 
@@ -228,15 +226,15 @@ def test_a_scorer_decides_what_is_right_from_a_half_on(judge):
     texts = ["red car", "red", "blue", "<think>red car</think> blue"]
     questions = [asks("open", "red car", number=i) for i in range(4)]
     with Grader("letter", scorer=judge) as grader:
-        graded = grader.grade_all(questions, texts)
+        graded = [grader.grade(question, text) for question, text in zip(questions, texts, strict=True)]
     assert [grade.scores for grade in graded] == [{"share": 1}, {"share": 0.5}, {"share": 0}, {"share": 1}]
     assert [grade.is_correct for grade in graded] == [True, True, False, True]
 
 
-def test_a_scorer_takes_options_and_leaves_the_other_scores(judge):
-    with Grader("letter", scorer=judge, scorer_options={"factor": 0.25}) as grader:
-        graded = grader.grade(asks("free_text", "red car"), "red car")
-    assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, 1, False)
+def test_a_scorer_leaves_the_other_scores(judge):
+    with Grader("letter", scorer=judge) as grader:
+        graded = grader.grade(asks("free_text", "a red car turns"), "red")
+    assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, pytest.approx(0.4), False)
 
 
 def test_compat_keeps_its_own_verdict_beside_a_scorer(judge):

@@ -18,14 +18,14 @@ from dsreason.evaluation import infer as module
 from dsreason.evaluation.infer import (
     InferSettings,
     check_length,
-    described,
     find_model,
+    media_facts,
     prompt_encoder,
     read_prompts,
     sample_of,
     save_frames,
-    shortened,
     stream,
+    with_room,
 )
 from dsreason.models.load import model_config
 from dsreason.rewards.text import REQUEST
@@ -51,7 +51,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--prompt=?",), "no medium given; give --image FILE or --video FILE"),
+        (("--prompt=?",), "no image or video given; give --image FILE or --video FILE"),
         (("--image=a.png",), "neither --prompt nor --prompt-file given; give one of them"),
         (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file given; give one of them"),
         (("--image=a.png", "--prompt= "), "--prompt: the prompt is empty"),
@@ -169,9 +169,9 @@ def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> 
 def test_an_answer_is_as_long_as_there_is_room_for() -> None:
     said: list[str] = []
     sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
-    assert shortened(sampling, 100, said.append) == sampling
+    assert with_room(sampling, 100, said.append) == sampling
     assert said == []
-    assert shortened(sampling, 40, said.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
+    assert with_room(sampling, 40, said.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
     assert said == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
 
 
@@ -179,7 +179,7 @@ def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, t
     settings = settings_for(media, tiny, timestamps=True)
     encoder, _ = prompt_encoder(settings, tiny, model_config(tiny).dtype)
     prompt = encoder.encode_prompt(sample_of(settings, 0, "Where?"))
-    still, clip = json.loads(json.dumps(described(prompt)))
+    still, clip = json.loads(json.dumps(media_facts(prompt)))
     assert still == {
         "path": media[0],
         "kind": "image",
@@ -315,7 +315,7 @@ def test_a_decoder_that_stumbles_is_replaced_and_loses_nothing(tiny, monkeypatch
 def test_thoughts_are_told_apart_however_their_tags_are_cut(text, expected, size) -> None:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     joined: list[tuple[str, bool]] = []
-    for piece, thought in cli.thoughts_apart(pieces):
+    for piece, thought in cli.split_thoughts(pieces):
         if piece and joined and joined[-1][1] == thought:
             joined[-1] = (joined[-1][0] + piece, thought)
         elif piece:

@@ -11,7 +11,7 @@ import pytest
 from dsreason.checkpoints.checkpoint_folder import MARKER
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.ask import models
-from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, meant
+from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 
 
 def checkpoint(run: Path, step: int, *, seconds: float) -> Path:
@@ -44,14 +44,14 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_that_is_done_means_its_final_export(run: Path) -> None:
     checkpoint(run, 20, seconds=100)
     final = final_export(run, seconds=200)
-    assert meant(str(run)) == final
+    assert run_weights(str(run)) == final
 
 
 def test_a_run_that_went_on_after_its_export_means_the_newer_checkpoint(run: Path) -> None:
     final_export(run, seconds=200)
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=300)
-    assert meant(str(run)) == newest
+    assert run_weights(str(run)) == newest
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_40"])
@@ -59,7 +59,7 @@ def test_a_run_without_an_export_means_its_newest_complete_checkpoint(run: Path,
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=200)
     (run / "checkpoints" / "step_60").mkdir()  # being written
-    found = meant(str(run / inside))
+    found = run_weights(str(run / inside))
     assert found == newest
     assert is_checkpoint(found)
 
@@ -68,13 +68,13 @@ def test_a_checkpoint_means_itself(run: Path) -> None:
     older = checkpoint(run, 20, seconds=100)
     checkpoint(run, 40, seconds=200)
     final_export(run, seconds=300)
-    assert meant(str(older)) == older
+    assert run_weights(str(older)) == older
 
 
 def test_a_run_without_any_weights_is_an_error_that_says_so(run: Path) -> None:
     (run / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="mine: the run has neither export/final nor a complete checkpoint yet"):
-        meant(str(run))
+        run_weights(str(run))
 
 
 @pytest.mark.parametrize("name", ["tiny:qwen3_vl", "nvidia/Cosmos-Reason2-2B", "s3://bucket/model", "hf", "nowhere"])
@@ -82,7 +82,7 @@ def test_anything_else_is_no_run_s(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # of somebody else's kind
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert meant(name) is None
+    assert run_weights(name) is None
 
 
 # ---------------------------------------------------------------- names

@@ -253,10 +253,10 @@ def test_a_clip_outside_of_its_folder_is_an_error(folder: Path, video: str) -> N
         ({"answer": None}, "field 'answer' is None; it must be a text"),
         ({"answer": True}, "field 'answer' is True; it must be a text"),
         ({"answer": " "}, "field 'answer' is ' '; it must be a text"),
-        ({"question": 3}, "field 'question' is 3; it must be a text"),
-        ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a text for each letter"),
-        ({"index2ans": {}}, "field 'index2ans' is {}; it must have a text for each letter"),
-        ({"question": "<|video_pad|>"}, "the text contains the model's own token <|video_pad|>"),
+        ({"question": 3}, "field 'question' is 3; it must be a string"),
+        ({"index2ans": ["left"]}, "field 'index2ans' is ['left']; it must have a string for each letter"),
+        ({"index2ans": {}}, "field 'index2ans' is {}; it must have a string for each letter"),
+        ({"question": "<|video_pad|>"}, "the text contains the model's special token <|video_pad|>"),
         ({"question_kind": "essay"}, "question_kind is 'essay'; it must be one of multiple_choice, yes_no, open"),
     ],
 )
@@ -464,13 +464,13 @@ def test_a_clip_that_an_adapter_looks_for_and_does_not_find_is_a_problem_too(fol
     ("changes", "text"),
     [
         ({"answer": "C"}, "row 2 (sample 'x'): the answer is 'C'; it must be one of the options A, B"),
-        ({"question": 3}, "row 2: field 'question' is 3; it must be a text"),
+        ({"question": 3}, "row 2: field 'question' is 3; it must be a string"),
         ({"options": [["left"], ["right"]]}, "row 2: field 'options' is {'A': ['left'], 'B': ['right']}; it must have"),
-        ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a text for each letter"),
+        ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
         ({"video": 3}, "row 2"),
         ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
         ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is an address"),
-        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a text"),
+        ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a string"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],
 )
@@ -484,7 +484,7 @@ def test_a_malformed_row_stops_and_is_named_also_where_its_clip_is_missing(
 
 def test_options_that_an_adapter_leaves_as_something_else_than_texts_are_an_error(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('answer="so"', 'answer="B", options={"A": 1, "B": None}'))
-    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must be a text for each letter"):
+    with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must have a string for each letter"):
         load_rows(folder, [ROW], adapter=str(folder / "own.py"))
 
 

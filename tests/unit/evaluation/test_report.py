@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def hostile(tmp_path: Path) -> Path:
     text = "\n".join(HOSTILE)
     bad = made("1", answer=text, reasoning=text, full_response=text, prompt=[text], rule=text, media=[f"/{text}.mp4"])
     fields = {"options": {"A": text, "B": "x"}, "correct_answer": text, "id": text, "datasource": text, "error": text}
-    write_results(tmp_path, "d", "1", [made(**bad.as_json() | fields | {"scores": {text: 1.0}, "kind": "open"})])
+    write_results(tmp_path, "d", "1", [made(**asdict(bad) | fields | {"scores": {text: 1.0}, "kind": "open"})])
     (tmp_path / "run.json").write_text(json.dumps({text: text}))
     score_run(tmp_path)
     return tmp_path

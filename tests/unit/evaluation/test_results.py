@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dsreason.evaluation.report.results import (
     find_run,
     find_runs,
     read_file,
-    read_results,
+    read_run,
     result_file,
     safe_name,
     write_results,
@@ -132,7 +133,7 @@ def test_different_texts_have_different_names() -> None:
 
 def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "0123.json", [COSMOS, COSMOS | {"correct_answer": "B", "is_correct": True}])
-    first, second = read_results(tmp_path)
+    first, second = read_run(find_run(tmp_path))
     key = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n0123").hexdigest()[:16]
     assert (first.id, first.kind, first.rule) == (f"robovqa/0123/{key}", "multiple_choice", "not recorded")
     assert (first.options, first.media, first.attempts, first.error, first.scores) == (None, [], 1, None, {})
@@ -167,16 +168,16 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
         ("[" * 100_000, r"1\.json: is not valid JSON"),
         ("{}", r"1\.json: holds an object, not a list"),
         ("null", r"1\.json: holds null, not a list"),
-        ([made().as_json(), 5], r"1\.json: item 2: is a number, not a result"),
-        ([made().as_json(), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
+        ([asdict(made()), 5], r"1\.json: item 2: is a number, not a result"),
+        ([asdict(made()), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
         ([{"is_correct": "false"}], r"1\.json: item 1: is_correct is 'false', not true or false"),
         ([{"is_correct": 1}], r"1\.json: item 1: is_correct is 1, not true or false"),
         ([{"is_correct": None}], r"1\.json: item 1: is_correct is None, not true or false"),
-        ([made().as_json() | {"kind": "riddle"}], r"1\.json: item 1: kind is 'riddle': input should be"),
-        ([made().as_json() | {"answer": 5}], r"1\.json: item 1: answer is 5: input should be a valid string"),
-        ([made().as_json() | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
+        ([asdict(made()) | {"kind": "riddle"}], r"1\.json: item 1: kind is 'riddle': input should be"),
+        ([asdict(made()) | {"answer": 5}], r"1\.json: item 1: answer is 5: input should be a valid string"),
+        ([asdict(made()) | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
         (
-            [made().as_json(), made().as_json()],
+            [asdict(made()), asdict(made())],
             r"1\.json: item 2: question 'robovqa/v/0' is there already \(.*item 1\)",
         ),
         ([], r"its 1 result files are empty lists"),
@@ -185,26 +186,26 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_trusted_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "robovqa" / "1.json", content)
     with pytest.raises(DataError, match=message):
-        read_results(tmp_path)
+        read_run(find_run(tmp_path))
 
 
 def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_bytes(b'["\xff"]')
     with pytest.raises(DataError, match=r"1\.json: is not valid JSON"):
-        read_results(tmp_path)
+        read_run(find_run(tmp_path))
 
 
 def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path / "robovqa" / "1.json", [made().as_json()])
-    put(tmp_path / "robovqa" / "2.json", [made().as_json()])
+    put(tmp_path / "robovqa" / "1.json", [asdict(made())])
+    put(tmp_path / "robovqa" / "2.json", [asdict(made())])
     with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' is there already .*1\.json: item 1"):
-        read_results(tmp_path)
+        read_run(find_run(tmp_path))
 
 
 def test_results_come_by_data_set_and_clip_and_else_as_they_were_written(tmp_path: Path) -> None:
     write_results(tmp_path, "b", "1", [made("1", 1, datasource="b"), made("1", 0, datasource="b")])
     write_results(tmp_path, "a", "2", [made("2", datasource="a")])
-    assert [result.id for result in read_results(tmp_path)] == ["a/2/0", "b/1/1", "b/1/0"]
+    assert [result.id for result in read_run(find_run(tmp_path))] == ["a/2/0", "b/1/1", "b/1/0"]
 
 
 # ---------------------------------------------------------------- finding
@@ -234,7 +235,7 @@ def test_runs_are_found_from_every_level(root: Path, level: str, names: list[str
 
 
 def test_a_data_sets_folder_is_read_by_itself(root: Path) -> None:
-    assert [result.id for result in read_results(root / "big" / "letter" / "agibot")] == ["agibot/1/0"]
+    assert [result.id for result in read_run(find_run(root / "big" / "letter" / "agibot"))] == ["agibot/1/0"]
 
 
 def test_the_current_folder_is_a_folder_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +246,16 @@ def test_the_current_folder_is_a_folder_too(root: Path, monkeypatch: pytest.Monk
 def test_only_the_data_sets_asked_for_are_read_and_the_others_named(root: Path) -> None:
     (run, _) = find_runs(root, ["agibot"])
     assert ([file.parent.name for file in run.files], run.left_out) == (["agibot"], ("robovqa",))
-    assert [result.datasource for result in read_results(root / "big", ["agibot", "robovqa"])] == ["agibot", "robovqa"]
+    assert [result.datasource for result in read_run(find_run(root / "big", ["agibot", "robovqa"]))] == [
+        "agibot",
+        "robovqa",
+    ]
 
 
 def test_a_clip_may_be_called_run_or_summary(tmp_path: Path) -> None:
     for name in ("run", "summary"):
         write_results(tmp_path, "d", name, [made(name)])
-    assert [result.video_id for result in read_results(tmp_path)] == ["run", "summary"]
+    assert [result.video_id for result in read_run(find_run(tmp_path))] == ["run", "summary"]
 
 
 def test_files_at_several_depths_of_a_foreign_folder_all_count(tmp_path: Path) -> None:
@@ -276,4 +280,4 @@ def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
 
 def test_one_run_is_asked_for_where_there_are_several(root: Path) -> None:
     with pytest.raises(DataError, match=r"holds 2 evaluations; give the folder of one: .*big/letter, .*small/letter"):
-        read_results(root)
+        read_run(find_run(root))

@@ -17,7 +17,7 @@ from dsreason.evaluation import run
 from dsreason.evaluation.ask.answerers import Answering, OnModel
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.report.report import write_reports
-from dsreason.evaluation.report.results import read_results, write_results
+from dsreason.evaluation.report.results import find_run, read_run, write_results
 from dsreason.evaluation.types import Question, Result
 from tests.unit.evaluation.stand_in import PROXIES, serving
 
@@ -72,7 +72,7 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
 
 def stored(tmp_path: Path) -> dict[str, Result]:
-    return {result.video_id: result for result in read_results(tmp_path / "results")}
+    return {result.video_id: result for result in read_run(find_run(tmp_path / "results"))}
 
 
 def no_engine(config: EvalConfig, on_model: OnModel) -> Any:
@@ -154,8 +154,8 @@ def test_a_folder_is_one_evaluations_at_a_time(evaluate: Any, tmp_path: Path) ->
 def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anything_is_asked(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "SIGHT_S", 0)
-    monkeypatch.setattr(run.Share, "of", lambda share, questions: questions[:3])  # the other two are another host's
+    monkeypatch.setattr(run, "VISIBILITY_TIMEOUT_S", 0)
+    monkeypatch.setattr(run, "of_rank", lambda questions, rank, size: questions[:3])  # the other two are another host's
     with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
         evaluate(ROWS, lambda question: pytest.fail("asked"))
 
@@ -171,7 +171,7 @@ def test_a_clips_file_is_written_once_before_its_questions_are_asked(
 
     monkeypatch.setattr(run, "write_results", counted)
     evaluate([ROWS[0] | {"question": f"What is {i}?"} for i in range(3)], lambda question: Reply(error=f"{written}"))
-    assert {result.error for result in read_results(tmp_path / "results")} == {"[3]", "[3, 3]", "[3, 3, 3]"}
+    assert {result.error for result in read_run(find_run(tmp_path / "results"))} == {"[3]", "[3, 3]", "[3, 3, 3]"}
 
 
 # ---------------------------------------------------------------- in which order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_r_is_open_where_it_is_not_defined(pairs: list[tuple[str, str]]) -> None
 
 def test_a_summary_is_plain_json(tmp_path: Path) -> None:
     results = several({}, WRONG, UNANSWERED, {"scores": {"x": 1.5}})
-    document = json.loads(json.dumps(score(results, run="m/letter").as_json(), allow_nan=False))
+    document = json.loads(json.dumps(asdict(score(results, run="m/letter")), allow_nan=False))
     assert document["run"] == "m/letter"
     assert document["accuracy"]["over_all"]["count"] == 2
     assert document["letters"]["confusion"]["A"] == {"A": 2, "B": 1, "none": 1}

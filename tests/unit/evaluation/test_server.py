@@ -271,11 +271,11 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
     [
         ((400, {"error": {"message": "the prompt is too long"}}), "the server answers 400: "),
         ((500, "a page"), "the server answers 500: "),
-        ((200, "{not json"), "the server's response is no chat completion: Invalid JSON"),
-        ((200, "<html>", {"content-type": "text/html"}), "the server's response is no chat completion: Invalid JSON"),
-        ((200, {"choices": []}), "the server's response is no chat completion: choices: List should have at least 1"),
-        ((200, {"object": "error"}), "the server's response is no chat completion: choices: Field required"),
-        ((200, {"choices": [{"message": {"content": 3}}]}), "the server's response is no chat completion: choices.0.m"),
+        ((200, "{not json"), "the server's response is not a chat completion: Invalid JSON"),
+        ((200, "<html>", {"content-type": "text/html"}), "the server's response is not a chat completion: Invalid JSON"),
+        ((200, {"choices": []}), "the server's response is not a chat completion: choices: List should have at least 1"),
+        ((200, {"object": "error"}), "the server's response is not a chat completion: choices: Field required"),
+        ((200, {"choices": [{"message": {"content": 3}}]}), "the server's response is not a chat completion: choices.0.m"),
         (None, "no answer from the server: "),
     ],
 )  # fmt: skip
@@ -338,21 +338,21 @@ def test_a_key_that_is_refused_is_told_once_and_never_shown(
     stand_in.respond = lambda path, body: refused
     with pytest.raises(ConfigError) as caught:
         ask(answerer(stand_in.url, api_key_env="MY_KEY"), *[text_sample()] * 3)
-    assert f"server.url ({stand_in.url}/v1): the server refuses the key in the environment variable MY_KEY" in str(
+    assert f"server.url ({stand_in.url}/v1): the server rejects the key in the environment variable MY_KEY" in str(
         caught.value
     )
     assert KEY not in str(caught.value)
     assert stand_in.headers[0]["authorization"] == f"Bearer {KEY}"
 
     stand_in.models_status, stand_in.models = refused
-    with pytest.raises(ConfigError, match="refuses the key in the environment variable MY_KEY") as caught:
+    with pytest.raises(ConfigError, match="rejects the key in the environment variable MY_KEY") as caught:
         answerer(stand_in.url, api_key_env="MY_KEY")
     assert KEY not in str(caught.value)
 
 
 def test_a_server_that_wants_a_key_says_where_it_comes_from(stand_in: StandIn) -> None:
     stand_in.models_status, stand_in.models = 401, {"error": {"message": "no key"}}
-    with pytest.raises(ConfigError, match="wants a key, and none is in the environment variable OPENAI_API_KEY"):
+    with pytest.raises(ConfigError, match="requires a key, and none is in the environment variable OPENAI_API_KEY"):
         answerer(stand_in.url)
 
 
@@ -360,7 +360,7 @@ def test_a_key_with_a_line_break_is_refused_before_it_is_sent(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nx")
-    with pytest.raises(ConfigError, match="^the key in OPENAI_API_KEY has characters that cannot stand in a header"):
+    with pytest.raises(ConfigError, match="^the key in OPENAI_API_KEY has characters that an HTTP header cannot hold"):
         answerer(stand_in.url)
 
 
@@ -375,7 +375,7 @@ def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(stand_i
 @pytest.mark.parametrize(
     ("models", "text"),
     [
-        ({"data": [{"id": "a"}, {"id": "b"}]}, "name the model that shall answer as server.model; it has a, b$"),
+        ({"data": [{"id": "a"}, {"id": "b"}]}, "set server.model to the model that shall answer; it has a, b$"),
         ({"data": []}, "it does not say which models it has$"),
         ("a page", "it does not say which models it has$"),
     ],

@@ -1,6 +1,7 @@
 """Which evaluation a folder holds, and how the model was trained."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dsreason.evaluation.settings import model_fingerprint, open_run_folder, tra
 from tests.unit.evaluation.made_results import made
 
 MODEL = {"name": "m", "fingerprint": "1"}
-ANSWERED = json.dumps([made().as_json()])
+ANSWERED = json.dumps([asdict(made())])
 
 
 def config(**changes: Any) -> EvalConfig:
@@ -28,7 +29,7 @@ def with_results(folder: Path) -> Path:
 
 def test_where_nothing_was_answered_other_settings_are_taken(tmp_path: Path) -> None:
     open_run_folder(tmp_path, config(), MODEL)
-    write_text(tmp_path / "robovqa" / "1.json", json.dumps([made(error="the server answers 500").as_json()]))
+    write_text(tmp_path / "robovqa" / "1.json", json.dumps([asdict(made(error="the server answers 500"))]))
     open_run_folder(tmp_path, config(evaluation={"seed": 2}), MODEL)
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["evaluation.seed"] == 2
 

@@ -148,7 +148,7 @@ def test_a_conversation_is_rendered_in_its_tokens_and_seen_as_it_sees(encoder: E
 
 def test_a_message_that_holds_its_tokens_is_refused(encoder: Encoder, sample: Sample) -> None:
     question = [{"role": "user", "content": "<turn>system"}, *sample.messages[1:]]
-    with pytest.raises(DataError, match="control token '<turn>'"):
+    with pytest.raises(DataError, match="special token '<turn>'"):
         encoder.encode(replace(sample, messages=question))
 
 

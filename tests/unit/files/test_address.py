@@ -37,8 +37,8 @@ def test_names_are_joined_below_an_address() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("s3://", "is no bucket name"),
-        ("s3://My_Bucket/a", "'My_Bucket' is no bucket name"),
+        ("s3://", "is not a bucket name"),
+        ("s3://My_Bucket/a", "'My_Bucket' is not a bucket name"),
         ("s3://bucket/a//b", "has an empty part"),
         ("s3://bucket/../other", "has an empty part, '.' or '..'"),
         ("s3://bucket/a?versionId=1", "has no query"),
@@ -74,7 +74,7 @@ def test_keys_in_a_target_are_refused_and_not_shown(text: str) -> None:
 
 
 def test_keys_in_an_address_to_read_are_refused_and_not_shown() -> None:
-    with pytest.raises(ValueError, match="keys do not belong into an address") as caught:
+    with pytest.raises(ValueError, match="an address must not contain keys") as caught:
         parse_s3("s3://AKIAKEY:sentinel@bucket/a")
     assert "sentinel" not in str(caught.value)
 
@@ -126,7 +126,7 @@ def test_credentials_in_addresses_are_hidden_and_nothing_else(text: str, shown: 
 
 def test_the_configuration_checks_where_to_upload() -> None:
     assert CheckpointConfig(upload="s3://bucket/run/").upload == "s3://bucket/run"
-    with pytest.raises(ValueError, match="is no place to upload to"):
+    with pytest.raises(ValueError, match="is not a place to upload to"):
         CheckpointConfig(upload="bucket/run/x")
     with pytest.raises(ValueError, match="leaves nothing to upload with export = none"):
         CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")

@@ -26,8 +26,8 @@ from dsreason.files.lock import FolderLock, Holder, start_time, this_process
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "SILENCE_S", 0.6)
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 0.6)
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) 
     file = write_lock(tmp_path, replace(this_process(), host="node-7", machine="another", pid=99))
     with FolderLock(pytest.fail) as theirs:
         theirs.content = file.read_text()
-        threading.Thread(target=theirs._beat, args=(file,), daemon=True).start()
+        threading.Thread(target=theirs._heartbeat, args=(file,), daemon=True).start()
         assert "is in use by process 99 on node-7" in refused(tmp_path)
 
 

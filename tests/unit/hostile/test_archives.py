@@ -62,26 +62,29 @@ ESCAPES = {
     "absolute hard link": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="/etc/passwd")), ["'h'", "absolute"]),
     "hard link to nothing": (
         tar_of(member("h", kind=tarfile.LNKTYPE, linkname="gone")),
-        ["'h'", "'gone'", "no file before it"],
+        ["'h'", "'gone'", "not a file before it"],
     ),
-    "hard link to itself": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="h")), ["'h'", "no file before it"]),
+    "hard link to itself": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="h")), ["'h'", "not a file before it"]),
     "hard links in a cycle": (
         tar_of(member("h", kind=tarfile.LNKTYPE, linkname="g"), member("g", kind=tarfile.LNKTYPE, linkname="h")),
-        ["'h'", "'g'", "no file before it"],
+        ["'h'", "'g'", "not a file before it"],
     ),
     "hard link to a later member": (
         tar_of(member("h", kind=tarfile.LNKTYPE, linkname="a"), member("a", b"x")),
-        ["'h'", "'a'", "no file before it"],
+        ["'h'", "'a'", "not a file before it"],
     ),
     "hard link by a detour": (  # tarfile would copy the file
         tar_of(member("a", b"x"), member("h", kind=tarfile.LNKTYPE, linkname="b/../a")),
-        ["'h'", "no file before it"],
+        ["'h'", "not a file before it"],
     ),
     "hard link to a name of 5000 characters": (
         tar_of(member("h", kind=tarfile.LNKTYPE, linkname="n" * 5000)),
-        ["'h'", "nnn", "no file before it"],
+        ["'h'", "nnn", "not a file before it"],
     ),
-    "hard link to the folder": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname=".")), ["'h'", "no file before it"]),
+    "hard link to the folder": (
+        tar_of(member("h", kind=tarfile.LNKTYPE, linkname=".")),
+        ["'h'", "not a file before it"],
+    ),
     "FIFO": (tar_of(member("f", kind=tarfile.FIFOTYPE)), ["'f'", "special file"]),
     "device": (tar_of(member("zero", kind=tarfile.CHRTYPE, devmajor=1, devminor=5)), ["'zero'", "special file"]),
 }
@@ -223,7 +226,7 @@ def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
         if trouble == "read-only":
             set_read_only(disk)
         with pytest.raises(
-            StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be kept: .*{reason}.*COSMOS_CACHE"
+            StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be written: .*{reason}.*COSMOS_CACHE"
         ):
             embedded_file(bytes(2_000_000), ".png")
         assert listing(disk) == {}

@@ -122,24 +122,24 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a folder": (lambda folder: ((folder / RANK1).unlink(), (folder / RANK1).mkdir()), [RANK1, "cannot be read"]),
     "a list": (write(RANK1, [1]), [RANK1, "holds a list"]),
     "a tensor": (write(RANK1, torch.zeros(3)), [RANK1, "holds a Tensor"]),
-    "nothing in it": (write(RANK1, {}), ["step_1", "do not fit together (KeyError: 'optimizer_state_dict')"]),
+    "nothing in it": (write(RANK1, {}), ["step_1", "are inconsistent (KeyError: 'optimizer_state_dict')"]),
     "no groups": (
         write(RANK1, {"optimizer_state_dict": {"fp32_flat_groups": []}}),
-        ["do not fit together (IndexError"],
+        ["are inconsistent (IndexError"],
     ),
-    "shorter groups": (write(RANK1, LARGER), ["do not fit together (RuntimeError"]),
+    "shorter groups": (write(RANK1, LARGER), ["are inconsistent (RuntimeError"]),
     "groups of another kind": (
         write(RANK1, {"optimizer_state_dict": {"fp32_flat_groups": "x"}}),
-        ["do not fit together"],
+        ["are inconsistent"],
     ),
     "other parameters": (
         write(MODEL0, {**model_state(), "param_shapes": [{"other": torch.Size([3, 2])}]}),
         ["layer.weight is not in the checkpoint"],
     ),
-    "shapes of another kind": (write(MODEL0, {**model_state(), "param_shapes": 3}), ["do not fit together"]),
+    "shapes of another kind": (write(MODEL0, {**model_state(), "param_shapes": 3}), ["are inconsistent"]),
     "shapes of another run": (
         write(MODEL0, {**model_state(), "param_shapes": [{name: torch.Size([9, 9]) for name in NAMES}]}),
-        ["do not fit together (RuntimeError"],
+        ["are inconsistent (RuntimeError"],
     ),
 }
 
@@ -236,7 +236,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(STATES[name](saved)))
     mark(checkpoint)
-    words = ["trainer_state.json: is not what a checkpoint holds"]
+    words = ["trainer_state.json: is not the state of a checkpoint"]
     refused(lambda: read_state(checkpoint), CheckpointError, *words)
     refused(lambda: export_checkpoint(checkpoint, checkpoint.parent / "out"), CheckpointError, *words)
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from dsreason.config.schema import DataConfig, SourceConfig
-from dsreason.data.sources import may_leave, open_datasets
+from dsreason.data.sources import absolute_paths_allowed, open_datasets
 from dsreason.errors import DataError
 from tests.unit.hostile.guard import guarded, refused
 
@@ -52,7 +52,7 @@ FILES: dict[str, tuple[str, str | bytes, str]] = {
     "lines, no bytes": ("a.jsonl", "", "a.jsonl (split train): the data set is empty"),
     "rubbish named .parquet": ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", "a.parquet: cannot be read"),
     "rubbish named .arrow": ("a.arrow", b"ARROW1" + bytes(99), "a.arrow"),
-    "pickle named .pkl": ("a.pkl", pickle.dumps([ROW]), "the ending '.pkl' is not one that is read"),
+    "pickle named .pkl": ("a.pkl", pickle.dumps([ROW]), "files with the suffix '.pkl' are not supported"),
 }
 
 
@@ -72,8 +72,8 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "text": ("text", []),
     "null": (None, []),
     "no fields": ({}, ["'question'"]),
-    "question that is a list": ({**ROW, "question": ["a"]}, ["question", "must be a text"]),
-    "answer that is a number": ({**ROW, "answer": 3}, ["answer", "must be a text"]),
+    "question that is a list": ({**ROW, "question": ["a"]}, ["question", "must be a string"]),
+    "answer that is a number": ({**ROW, "answer": 3}, ["answer", "must be a string"]),
     "image that is a number": ({**ROW, "image": 3}, []),
     "image that is a list of lists": ({**ROW, "image": [["a.png"]]}, ["needs the path of a file"]),
     "image of 5000 characters": ({**ROW, "image": "x" * 5000}, ["no file"]),
@@ -171,7 +171,7 @@ def test_rows_of_the_hub_may_not_name_files_of_this_machine(
 ) -> None:
     monkeypatch.chdir(here)
     (here / "rows.jsonl").write_text(GOOD)
-    assert may_leave(SourceConfig(path=path, allow_absolute_paths=given)) is allowed
+    assert absolute_paths_allowed(SourceConfig(path=path, allow_absolute_paths=given)) is allowed
 
 
 SETTINGS = """

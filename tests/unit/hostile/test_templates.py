@@ -98,7 +98,7 @@ def test_roles_that_a_template_refuses_are_told_with_the_sample(model: Path) -> 
     (model / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     processor = load_processor(model)
     refused(
-        lambda: render_prompt(processor, TOKENS, SAMPLE), DataError, "'7'", "refuses the roles user", "no users here"
+        lambda: render_prompt(processor, TOKENS, SAMPLE), DataError, "'7'", "rejects the roles user", "no users here"
     )
 
 

@@ -50,7 +50,7 @@ CLAIMS: dict[str, tuple[Any, list[str]]] = {
         lambda mp4: edited(edited(mp4, SIZES, 12, ">II", 1, 150 * 10**6), CHUNKS, 16, ">III", 1, 2**31 - 1, 1),
         [],
     ),
-    "no time between frames": (lambda mp4: edited(mp4, TIMES, 16, ">II", 12, 0), ["frame rate cannot be told"]),
+    "no time between frames": (lambda mp4: edited(mp4, TIMES, 16, ">II", 12, 0), ["frame rate cannot be determined"]),
     "no index": (lambda mp4: mp4[: box_start(mp4, [b"moov"])], []),
     "index only": (lambda mp4: mp4[box_start(mp4, [b"moov"]) :], ["truncated"]),
     "another codec's name": (lambda mp4: mp4.replace(b"avc1", b"zzzz"), ["no decoder"]),

@@ -28,7 +28,7 @@ class Ranks:
         self.lines = [Lifeline(rank, 3, store) for rank in range(3)]
         for line, log, heard in zip(self.lines, self.logs, self.heard, strict=True):
             line.open(heard.put)
-            line.say_log(str(log))
+            line.report_log(str(log))
 
     def kill(self, rank: int) -> None:
         """As the kernel does it."""
@@ -52,16 +52,18 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(tmp_path)
 
 
-def failure(rank: int, mendable: bool = False) -> Failure:
-    return Failure(rank, f"Traceback of {rank}", exit_code=2 if mendable else 1, mendable=mendable, time=1.0)
+def failure(rank: int, user_fixable: bool = False) -> Failure:
+    return Failure(
+        rank, f"Traceback of {rank}", exit_code=2 if user_fixable else 1, user_fixable=user_fixable, time=1.0
+    )
 
 
 @pytest.mark.parametrize("end", ["", "; its last log line: out of words"])
 def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(ranks: Ranks, end: str) -> None:
     if end:
         ranks.logs[2].write_text("first\n  out of words\n\n")
-    ranks.lines[2].say_place('in phase "data"')
-    ranks.lines[2].say_place('in phase "step" after step 11')
+    ranks.lines[2].report_activity('in phase "data"')
+    ranks.lines[2].report_activity('in phase "step" after step 11')
     ranks.kill(2)
     found = ranks.all_hear(0, 1)
     place = f'rank 2 on {HOST} died in phase "step" after step 11 (killed, or its host is gone)'
@@ -101,12 +103,12 @@ def test_of_two_tracebacks_the_first_is_told_with_rank_host_and_log(ranks: Ranks
 
 def test_a_text_for_people_wins_over_an_earlier_traceback(ranks: Ranks) -> None:
     ranks.lines[1]._send({"failure": failure(1).__dict__})
-    assert ranks.lines[2].fail(failure(2, mendable=True)) == failure(2, mendable=True) == ranks.all_hear(0, 1)
+    assert ranks.lines[2].fail(failure(2, user_fixable=True)) == failure(2, user_fixable=True) == ranks.all_hear(0, 1)
 
 
 def test_a_rank_that_was_killed_wins_over_what_others_say_of_the_lost_connection(ranks: Ranks) -> None:
     ranks.kill(2)
-    assert ranks.lines[1].fail(failure(1, mendable=True)).rank == 2
+    assert ranks.lines[1].fail(failure(1, user_fixable=True)).rank == 2
     assert ranks.all_hear(0, 1).silent
 
 
@@ -118,7 +120,7 @@ def test_a_rank_that_was_killed_wins_over_a_traceback_that_was_heard_of_earlier(
 
 
 def test_a_death_before_there_is_a_log_is_told_without_one(ranks: Ranks) -> None:
-    ranks.lines[2].say_log("")
+    ranks.lines[2].report_log("")
     ranks.kill(2)
     assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died at its start (killed, or its host is gone)"
 

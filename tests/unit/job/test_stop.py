@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsreason.job import launch
+from dsreason.job import launch, stop
 from dsreason.job.stop import StopRequest
 
 
@@ -43,3 +43,12 @@ def test_warnings_may_be_repeated(ended: list[int], monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             signal.raise_signal(signal.SIGUSR1)
     assert request.name == "SIGUSR1"
+
+
+def test_a_signal_to_any_rank_stops_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "gather_objects", lambda own: [own, "SIGTERM", ""])
+    with StopRequest() as request:
+        assert request.asked() == "SIGTERM"
+    monkeypatch.setattr(stop, "gather_objects", lambda own: [own, "", ""])
+    with StopRequest() as request:
+        assert request.asked() == ""

@@ -162,12 +162,18 @@ def test_the_timer_is_set_anew_at_every_look(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("step", 'in phase "step" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+        (
+            "step",
+            'in phase "step" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+        ),
         (
             "export",
-            'in phase "export" for 120 s, out of time; raise monitor.phase_time_limits (100) if it may take longer',
+            'in phase "export" for 120 s, time limit exceeded; raise monitor.phase_time_limits (100) if it may take longer',
         ),
-        ("", 'in phase "other" for 80 s, out of time; raise monitor.phase_time_limit (60) if it may take longer'),
+        (
+            "",
+            'in phase "other" for 80 s, time limit exceeded; raise monitor.phase_time_limit (60) if it may take longer',
+        ),
     ],
 )
 def test_a_phase_may_have_a_time_limit_of_its_own(
@@ -195,7 +201,7 @@ def test_every_phase_of_the_trainers_can_be_given_a_time_limit() -> None:
 
 
 def late(rank: int, at: float) -> Failure:
-    return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, mendable=False, time=at)
+    return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=at)
 
 
 def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:

@@ -7,15 +7,16 @@ import torch
 
 from dsreason.config.schema_grpo import AlgorithmConfig
 from dsreason.losses.objective import objective_of
-from dsreason.losses.policy import GlobalCounts
+from dsreason.losses.policy import GlobalCounts, LossInputs
 
 RATIO = torch.tensor([1.5, 0.5, 1.0]).log()
 ADVANTAGES, SEQUENCE = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
 COUNTS = GlobalCounts(num_tokens=3, num_sequences=2, max_length=4)
+INPUTS = LossInputs(RATIO, torch.zeros(3), ADVANTAGES, SEQUENCE, COUNTS)
 
 
 def loss(config: AlgorithmConfig) -> float:
-    return objective_of(config).loss(RATIO, torch.zeros(3), ADVANTAGES, SEQUENCE, counts=COUNTS).loss.item()
+    return objective_of(config).loss(INPUTS).loss.item()
 
 
 @pytest.mark.parametrize(
@@ -34,13 +35,9 @@ def test_what_is_unset_is_the_presets(settings: dict[str, object], expected: flo
 
 def test_a_dual_clip_bounds_the_ratio_of_a_negative_advantage() -> None:
     objective = objective_of(AlgorithmConfig(preset="dapo", dual_clip=3.0))
-    found = objective.loss(
-        torch.tensor([8.0]).log(),
-        torch.zeros(1),
-        torch.tensor([-1.0]),
-        torch.tensor([0]),
-        counts=GlobalCounts(num_tokens=1, num_sequences=1, max_length=4),
-    )
+    counts = GlobalCounts(num_tokens=1, num_sequences=1, max_length=4)
+    logprobs, advantages, sequence = torch.tensor([8.0]).log(), torch.tensor([-1.0]), torch.tensor([0])
+    found = objective.loss(LossInputs(logprobs, torch.zeros(1), advantages, sequence, counts))
     assert found.loss.item() == pytest.approx(3.0)
 
 

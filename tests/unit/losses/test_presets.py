@@ -10,7 +10,7 @@ import torch
 from dsreason.losses import policy
 from dsreason.losses.advantages import ADVANTAGES
 from dsreason.losses.kl import bias_corrected_k3
-from dsreason.losses.policy import GlobalCounts
+from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.losses.presets import PRESETS
 
 LENGTHS = [1, 12, 3, 5, 7, 2, 9, 4]
@@ -99,17 +99,10 @@ def gradient(name: str, cut: list[list[list[int]]], dtype: torch.dtype, *, naive
             counts = replace(counts, num_tokens=len(part.sequence), num_sequences=len(sequences))
         logprobs = torch.nn.functional.logsigmoid(part.features @ weight)
         kl = bias_corrected_k3(logprobs, part.ref_logprobs, part.old_logprobs)
-        loss = preset.loss(
-            logprobs,
-            part.old_logprobs,
-            part.advantages,
-            part.sequence,
-            counts=counts,
-            clip_low=preset.clip_low,
-            clip_high=preset.clip_high,
-            correction=part.correction,
-            penalty=0.1 * kl,
-        ).loss
+        inputs = LossInputs(
+            logprobs, part.old_logprobs, part.advantages, part.sequence, counts, part.correction, 0.1 * kl
+        )
+        loss = preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high).loss
         (loss / len(micro_batches) if naive else loss).backward()
     return weight.grad
 

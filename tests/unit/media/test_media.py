@@ -255,9 +255,10 @@ def test_no_file_stays_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_unknown_backend_is_a_config_error(tmp_path):
+def test_an_unknown_backend_is_a_config_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("DSREASON_VIDEO_BACKEND", "opencv")
     with pytest.raises(ConfigError, match="'opencv' is unknown"):
-        load_video(write_video(tmp_path / "a.mp4", 2), [0], backend="opencv")
+        load_video(write_video(tmp_path / "a.mp4", 2), [0])
 
 
 @needs_shared

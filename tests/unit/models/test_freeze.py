@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from dsreason.errors import ConfigError
-from dsreason.models.freeze import freeze, match_patterns
+from dsreason.models.freeze import check_freeze, freeze
 
 NAMES = [
     "visual.patch_embed.proj.weight",
@@ -34,7 +34,7 @@ def matching(*parts: str) -> set[str]:
     ],
 )
 def test_patterns_are_searched_in_names(patterns: list[str], expected: set[str]) -> None:
-    assert match_patterns(NAMES, patterns) == expected
+    assert check_freeze(NAMES, patterns) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,17 @@ def test_patterns_are_searched_in_names(patterns: list[str], expected: set[str])
         (r"vision\..*", r"'vision\\\.\.\*' matches none of 28 parameters; near: .*visual"),
         ("self_atn", "matches none.*self_attn"),
         ("model.layer.0", r"near: .*model\.layers\.0"),
-        ("[", r"'\[' is not a regular expression: unterminated"),
         ("", "empty pattern"),
     ],
 )
 def test_bad_pattern_is_an_error_with_what_may_be_meant(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        match_patterns(NAMES, ["visual", pattern])
+        check_freeze(NAMES, ["visual", pattern])
 
 
 def test_all_bad_patterns_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)'nowhere'.*'\('"):
-        match_patterns(NAMES, ["nowhere", "("])
+    with pytest.raises(ConfigError, match="(?s)'nowhere'.*'elsewhere'"):
+        check_freeze(NAMES, ["nowhere", "elsewhere"])
 
 
 def small_model() -> nn.ModuleDict:

@@ -7,7 +7,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsreason.config.schema import MonitorConfig
-from dsreason.monitor.metrics import Metrics, NoMetrics, open_metrics
+from dsreason.monitor.metrics import Metrics, open_metrics
 
 
 def open_in(folder: Path, *, resume_step: int | None = None, **monitor: object) -> Metrics:
@@ -110,7 +110,7 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, rank=1, resume_step=None, config=MonitorConfig(), run_config={})
-    assert isinstance(metrics, NoMetrics)
+    assert type(metrics) is Metrics
     with metrics:
         metrics.scalars(1, {"train/loss": 1})
         metrics.text(1, "a", "b")

@@ -7,8 +7,8 @@ from dsreason.monitor.progress import (
     PART,
     BarProgress,
     LineProgress,
-    NoProgress,
     Part,
+    Progress,
     Rate,
     duration,
     open_progress,
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 def lines_after(clock: Clock, seconds: list[float], total: int, interval: float = 10.0) -> list[str]:
     stream = io.StringIO()
-    progress = LineProgress(Rate(total, 0, clock), stream, interval, clock)
+    progress = LineProgress(Rate(total, 0, clock), stream, interval)
     for step, duration_s in enumerate(seconds, start=1):
         clock.now += duration_s
         progress.step(step, {"loss": 1.5}, samples=8, tokens=1000)
@@ -62,7 +62,7 @@ def test_a_slow_first_step_does_not_spoil_the_time_left(clock: Clock) -> None:
 
 def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = LineProgress(Rate(10, 0, clock), stream, 10.0, clock)
+    progress = LineProgress(Rate(10, 0, clock), stream, 10.0)
     clock.now += 1
     progress.step(1, {"loss": 1}, samples=1, tokens=1)
     with progress.phase("validating", 4, "samples") as advance:
@@ -80,7 +80,7 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
 
 def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_still_take(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = LineProgress(Rate(11, 0, clock, part=Part(2, 4, after=1.5)), stream, 10.0, clock)
+    progress = LineProgress(Rate(11, 0, clock, part=Part(2, 4, after=1.5)), stream, 10.0)
     clock.now += 2
     progress.step(1, {"loss": 1}, samples=1, tokens=1)
     with progress.phase("validating", 4, "samples"):
@@ -125,7 +125,7 @@ def test_in_a_narrow_terminal_the_part_and_the_time_left_stay_on_one_line_with_t
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with open_progress(rank=1, total_steps=4) as progress:
-        assert isinstance(progress, NoProgress)
+        assert type(progress) is Progress
         progress.step(1, {"loss": 1}, samples=1, tokens=1)
         with progress.phase("loading") as advance:
             advance(1)

@@ -76,7 +76,7 @@ def test_importing_rewards_brings_neither_torch_nor_sympy():
         ("/no/such/file.py", "no file /no/such/file.py"),
         ("{file}", "long, judge"),
         ("{file}:lonk", 'did you mean "long"'),
-        ("{file}:NUMBER", "no function but int"),
+        ("{file}:NUMBER", "not a function but of type int"),
         ("{file}:_helper", "cannot be called as fn(completion, sample)"),
         ("dsreason.rewards.text:formal", 'dsreason.rewards.text has no "formal"; did you mean "format"'),
     ],

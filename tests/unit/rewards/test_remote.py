@@ -136,18 +136,18 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"<html>", "no JSON: <html>"),
+        (b"<html>", "not JSON: <html>"),
         ([1], 'no {"scores"'),
         ({"scores": [1, 2]}, 'no {"scores"'),
         ({"scores": {}}, 'no {"scores"'),
         ({"uuid": "1"}, "cosmos-rl's queue"),
         ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
-        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is no finite number'),
+        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is not a finite number'),
         ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
-        ({"scores": {"a": [True, 1]}}, "True is no finite number"),
+        ({"scores": {"a": [True, 1]}}, "True is not a finite number"),
         ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
-        ({"scores": {"a": [1, TOKEN]}}, "'***' is no finite number"),
+        ({"scores": {"a": [1, TOKEN]}}, "'***' is not a finite number"),
         ({TOKEN: TOKEN}, 'no {"scores"'),
     ],
 )
@@ -203,9 +203,10 @@ def test_what_is_no_json_is_named(server):
 
 @pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
 @pytest.mark.parametrize("address", ["URL", "ENQUEUE_URL"])
-def test_both_families_of_environment_names_are_read(prefix, address):
-    names = {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}
-    found = RemoteReward.from_environment({prefix + name: value for name, value in names.items()})
+def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
+    for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
+        monkeypatch.setenv(prefix + name, value)
+    found = RemoteReward.from_environment()
     assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
 
 
@@ -220,9 +221,11 @@ def test_both_families_of_environment_names_are_read(prefix, address):
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),
     ],
 )
-def test_a_wrong_environment_is_explained(environment, text):
+def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:
-        RemoteReward.from_environment(environment)
+        RemoteReward.from_environment()
     assert text in str(error.value)
     assert TOKEN not in str(error.value)
 

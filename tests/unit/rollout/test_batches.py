@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig
 
-from dsreason.rollout.batches import cut_batches, joined, tokens_that_fit
+from dsreason.rollout.batches import cut_batches, merged, tokens_that_fit
 
 KIB = 2**-20
 """In GiB."""
@@ -29,16 +29,16 @@ ROWS = [[300, 300], [100, 600], [10], [], [10]]
 def test_groups_are_joined_as_long_as_memory_or_the_engine_has_room(
     memory_gib: float, least: int, lists: list[list[int]]
 ) -> None:
-    assert list(joined(ROWS, int, memory_gib=memory_gib, least=least, anyone=bool)) == lists
+    assert list(merged(ROWS, int, memory_gib=memory_gib, least=least, any_rank=bool)) == lists
 
 
 def test_ranks_that_ask_together_make_as_many_lists() -> None:
     """What the other rank says decides: it is full after its first group, and has rows at the end."""
     other = iter([True, False, True])
-    lists = joined([[1], [2]], int, memory_gib=1, least=1, anyone=lambda own: own or next(other))
+    lists = merged([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
     assert list(lists) == [[1], [2]]
     other = iter([False, True])
-    assert list(joined([[]], int, memory_gib=1, least=1, anyone=lambda own: own or next(other))) == [[]]
+    assert list(merged([[]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))) == [[]]
 
 
 def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
@@ -49,7 +49,7 @@ def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
             read.append(i)
             yield [1024]
 
-    lists = joined(groups(), int, memory_gib=KIB / 2, least=1, anyone=bool)
+    lists = merged(groups(), int, memory_gib=KIB / 2, least=1, any_rank=bool)
     next(lists)
     assert read == [0]
 

@@ -14,7 +14,7 @@ from dsreason.errors import ConfigError
 from dsreason.job.ranks import World
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options, engine_arguments, known_arguments
 from dsreason.rollout.vllm_engine import VLLMEngine
-from dsreason.train.grpo.build import completions_together
+from dsreason.train.grpo.build import completions_per_engine
 
 
 def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
@@ -64,7 +64,7 @@ def test_an_engine_has_room_for_its_share_of_a_rollout(
             "reward": {"functions": {"exact_match": 1}},
         }
     )
-    assert completions_together(config, world(size=ranks, rank=0)) == expected
+    assert completions_per_engine(config, world(size=ranks, rank=0)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_an_engine_has_room_for_its_share_of_a_rollout(
     [
         (
             {"max_num_seq": 8},
-            "rollout.engine_options.max_num_seq: is no argument of this vLLM; did you mean max_num_seqs?",
+            "rollout.engine_options.max_num_seq: is not an argument of the installed vLLM; did you mean max_num_seqs?",
         ),
         (
             {"qqqqqqqq": 8, "_api_process_rank": 0},
-            "rollout.engine_options.qqqqqqqq: is no argument of this vLLM; remove it",
+            "rollout.engine_options.qqqqqqqq: is not an argument of the installed vLLM; remove it",
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_torchs_cache_is_given_back_before_vllm_maps_memory(tag: str) -> None:
     engine.llm = SimpleNamespace(wake_up=calls.wake_up, llm_engine=SimpleNamespace(is_sleeping=calls.is_sleeping))
     with (
         mock.patch("torch.cuda.empty_cache", calls.empty_cache),
-        mock.patch("dsreason.rollout.vllm_engine.undisturbed"),
+        mock.patch("dsreason.rollout.vllm_engine.preserved_process_state"),
     ):
         engine._wake(tag)
     assert calls.mock_calls == [

@@ -9,18 +9,26 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsreason.rollout.weight_sync import Place, Sending, alike, changed, fingerprint, fingerprints, whole_layers
+from dsreason.rollout.weight_sync import (
+    Place,
+    WeightStream,
+    changed,
+    complete_layers,
+    fingerprint,
+    fingerprints,
+    fingerprints_match,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_step_of_one_value_shows_in_the_fingerprint(dtype: torch.dtype) -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = fingerprint(values)
-    assert alike(fingerprint(*values.chunk(7)), before)  # added up in another order
-    assert alike(fingerprint(values, values), before)  # held twice
-    assert not alike(before, fingerprint(values, values))
+    assert fingerprints_match(fingerprint(*values.chunk(7)), before)  # added up in another order
+    assert fingerprints_match(fingerprint(values, values), before)  # held twice
+    assert not fingerprints_match(before, fingerprint(values, values))
     values[17] = torch.nextafter(values[17], torch.tensor(9.0, dtype=dtype))
-    assert not alike(fingerprint(values), before)
+    assert not fingerprints_match(fingerprint(values), before)
 
 
 class Transfers(TorchDispatchMode):
@@ -51,12 +59,12 @@ def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
     weights = {"a": torch.ones(2, 3), "b": torch.full((4,), 2.0)}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     kept = {"c": torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)}
-    sending = Sending(iter(weights.items()), shapes, torch.bfloat16, torch.device("meta"), dict(kept))
+    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("meta"), dict(kept))
     assert {name: (copy.device.type, copy.dtype) for name, copy in sending} == dict.fromkeys(
         "ab", ("meta", torch.bfloat16)
     )
     assert [sending.fingerprints[name].device.type for name in "cab"] == ["cpu", "meta", "meta"]
-    sending = Sending(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(kept))
+    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(kept))
     sending.drain()
     sending.finish()
     assert {name: numbers.tolist() for name, numbers in sending.fingerprints.items()} == {
@@ -77,9 +85,9 @@ def test_a_layer_is_left_out_as_a_whole_or_not_at_all() -> None:
     qkv, norm, embed, head = (nn.Module() for _ in range(4))
     filled = [(qkv, "q"), (qkv, "k"), (qkv, "v"), (norm, "norm"), (embed, "embed"), (head, "embed")]
     places = [Place(name, "", layer, "weight", slice(None)) for layer, name in filled]
-    assert whole_layers(places, {"q", "v", "norm", "embed"}) == {"norm", "embed"}
-    assert whole_layers(places, {"q", "k", "v"}) == {"q", "k", "v"}
-    assert whole_layers(places, set()) == set()
+    assert complete_layers(places, {"q", "v", "norm", "embed"}) == {"norm", "embed"}
+    assert complete_layers(places, {"q", "k", "v"}) == {"q", "k", "v"}
+    assert complete_layers(places, set()) == set()
 
 
 def test_a_tensor_is_sent_where_any_of_its_layers_is_not_whole() -> None:
@@ -88,7 +96,7 @@ def test_a_tensor_is_sent_where_any_of_its_layers_is_not_whole() -> None:
         Place(name, "", layer, "weight", slice(None)) for layer, name in ((shared, "a"), (shared, "b"), (other, "b"))
     ]
     places.append(Place("trained", "", other, "bias", slice(None)))
-    assert whole_layers(places, {"a", "b"}) == set()
+    assert complete_layers(places, {"a", "b"}) == set()
 
 
 def test_an_empty_share_is_like_itself() -> None:

@@ -17,7 +17,7 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
-from dsreason.files.retries import persist
+from dsreason.files.retries import with_retries
 from dsreason.storage import uploads
 from dsreason.storage.package import (
     Advance,
@@ -164,7 +164,7 @@ def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no export"):
+    with pytest.raises(ConfigError, match="is neither an export"):
         open_package(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         open_package(tmp_path / "nothing")
@@ -194,7 +194,7 @@ def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() 
 
 
 def test_a_wrong_target_names_the_option() -> None:
-    with pytest.raises(ConfigError, match="^--to: 'folder' is no place to upload to"):
+    with pytest.raises(ConfigError, match="^--to: 'folder' is not a place to upload to"):
         read_target("folder", "--to")
 
 
@@ -214,9 +214,9 @@ def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str
 
 
 def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
-    with pytest.raises(StorageError, match="damaged on the way") as caught:
+    with pytest.raises(StorageError, match="corrupted in transit") as caught:
         same_etag(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
-    assert caught.value.passing
+    assert caught.value.transient
 
 
 # Trying again
@@ -241,19 +241,19 @@ def failing(times: int, error: StorageError) -> Callable[[], str]:
 
 
 def test_what_may_pass_is_tried_again_after_doubling_random_waits(waits: list[float]) -> None:
-    assert persist(failing(5, StorageError("busy", passing=True))) == "done"
+    assert with_retries(failing(5, StorageError("busy", transient=True))) == "done"
     assert all(top / 2 <= wait <= top for wait, top in zip(waits, [1, 2, 4, 8, 16], strict=True))
 
 
 def test_what_does_not_pass_in_the_end_is_raised(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="busy"):
-        persist(failing(6, StorageError("busy", passing=True)))
+        with_retries(failing(6, StorageError("busy", transient=True)))
     assert len(waits) == 5
 
 
 def test_what_will_not_pass_is_raised_at_once(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="denied"):
-        persist(failing(1, StorageError("denied")))
+        with_retries(failing(1, StorageError("denied")))
     assert waits == []
 
 
@@ -339,7 +339,7 @@ def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
     uploader.add(run / "checkpoints" / "step_2", last=False)
     uploader.finish()
     assert storage.sent == [f"{TARGET}/checkpoints/step_2", f"{TARGET}/checkpoints/step_1"]
-    assert "step_1: not uploaded: s3://bucket: the server answers 503; it is tried again" in caplog.text
+    assert "step_1: not uploaded: s3://bucket: the server answers 503; it will be retried" in caplog.text
 
 
 def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeStorage) -> None:
@@ -395,7 +395,7 @@ def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: 
     for what, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
         storage.sent.clear()
         resumed = Uploader(TARGET, what=what, include=("checkpoint",))
-        resumed.add_left(run)
+        resumed.add_not_uploaded(run)
         resumed.finish()
         assert storage.sent == expected
 
@@ -413,7 +413,7 @@ def test_what_cannot_be_uploaded_is_an_error_with_the_command_that_does_it_later
     with pytest.raises(StorageError) as caught:
         uploader.finish()
     assert str(caught.value).splitlines() == [
-        "2 of this run's folders are not in s3://bucket/run; they are whole on disk",
+        "2 of this run's folders are not in s3://bucket/run; they are complete on disk",
         f"  {checkpoint_folder}: denied",
         f"    upload it with: dsreason push {checkpoint_folder} --to s3://bucket/run/checkpoints/step_2",
         f"  {export}: RuntimeError: a bug",

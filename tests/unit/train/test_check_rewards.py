@@ -49,7 +49,7 @@ def test_functions_that_can_be_had_pass(own, monkeypatch):
         (["overlong"], {"options": {"overlong": {"buffer": 4096}}}, r"overlong.buffer \(4096\): .*1024"),
         (["overlong"], {"options": {"overlong": {"buffer": "long"}}}, r"overlong.buffer \('long'\)"),
         (["remote:"], {"remote": {"url": "http://host"}}, "remote:<score>"),
-        (["remote:a"], {"remote": {"url": "http://host"}, "options": {"remote:a": {"b": 1}}}, "takes none"),
+        (["remote:a"], {"remote": {"url": "http://host"}, "options": {"remote:a": {"b": 1}}}, "has no options"),
         (["remote:a"], {}, "REMOTE_REWARD_URL.*reward.remote.url"),
         (["remote:a"], {"remote": {"url": "host/score"}}, "http://"),
         (["remote:a"], {"remote": {"url": "http:///score"}}, "http://host"),

@@ -28,7 +28,6 @@ from dsreason.train.common import nonfinite
 from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
 from dsreason.train.grpo import loop as grpo
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
-from dsreason.train.grpo.update import Update
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 INF, NAN = math.inf, math.nan
@@ -36,11 +35,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def agree(error: DsReasonError | None) -> None:
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(nonfinite, "agree", agree)
+    monkeypatch.setattr(nonfinite, "errors_on_all_ranks", nullcontext)
 
 
 def numbers(loss: float, norm: float) -> dict[str, float]:
@@ -83,6 +78,14 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         resumed.metrics(numbers(NAN, NAN), [], 3)
 
 
+def test_skipped_steps_with_good_ones_between_them_do_not_end_a_run(tmp_path: Path) -> None:
+    check = FiniteCheck("skip", tmp_path, WORLD)
+    for _ in range(MAX_SKIPPED):
+        check.metrics(numbers(NAN, NAN), [], 3)
+        check.metrics(numbers(1.0, 2.0), [], 4)
+    assert check.skipped == MAX_SKIPPED
+
+
 def test_samples_that_cannot_be_saved_are_told_with_the_step(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").write_text("in the way")
     check = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
@@ -111,7 +114,7 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     batches = [collate([training_sample(one)], pad_id=0) for one in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
     micro_batches = [MicroBatch(batch, [one]) for batch, one in zip(batches, rollouts, strict=True)]
-    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: Update({"train/loss": NAN}))
+    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: ({"train/loss": NAN}, []))
     monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
     run: Any = SimpleNamespace(

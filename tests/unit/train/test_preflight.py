@@ -90,7 +90,7 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
     check_upload(settings, Path("step_4"))
     check_upload(settings, None, create=True)
     check_upload(SFTConfig(), None)
-    assert [(how["create"], how["outage_passes"]) for how in asked] == [(False, False), (False, True), (True, False)]
+    assert [(how["create"], how["tolerate_outage"]) for how in asked] == [(False, False), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ def test_a_fault_of_the_whole_that_no_key_has_alone_is_told(tmp_path, monkeypatc
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "compile": {}, "timers": {}}))
     with pytest.raises(
-        ConfigError, match="ds.json: DeepSpeed does not take it as a whole .*exclude each other.*; correct it"
+        ConfigError, match="ds.json: DeepSpeed rejects the configuration as a whole .*exclude each other.*; correct it"
     ):
         check_deepspeed(SFTConfig(deepspeed=str(file)))

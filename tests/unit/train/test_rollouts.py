@@ -18,11 +18,11 @@ from dsreason.rollout.protocol import Completion
 from dsreason.train.grpo.rollouts import (
     Group,
     Rollout,
-    choose,
-    cut_steps,
     flatten,
     informative,
-    scored,
+    make_rollouts,
+    number_groups,
+    split_into_steps,
     training_sample,
     with_advantages,
 )
@@ -72,7 +72,7 @@ def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
 def group(place: tuple[int, int], rewards: list[float]) -> Group:
     completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
     scores = Scores(np.array(rewards), {"right": np.array(rewards)})
-    return scored([prompt([1], 0)] * len(rewards), [place] * len(rewards), completions, scores)
+    return make_rollouts([prompt([1], 0)] * len(rewards), [place] * len(rewards), completions, scores)
 
 
 def with_others(*others: object) -> Callable[[object], list[object]]:
@@ -81,7 +81,7 @@ def with_others(*others: object) -> Callable[[object], list[object]]:
 
 
 def test_a_rank_without_prompts_has_no_rollouts() -> None:
-    assert scored([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
+    assert make_rollouts([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
     assert informative([], 0.0) == []
     assert with_advantages([], {}, group_centered, with_others()) == []
 
@@ -89,7 +89,7 @@ def test_a_rank_without_prompts_has_no_rollouts() -> None:
 def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
     completions = [Completion((i,), "", (-1.0,), "stop", 0) for i in range(2)]
     scores = Scores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
-    found = scored([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
+    found = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
     assert [(one.place, one.completion.ids, one.reward, one.rewards, one.advantage, one.group) for one in found] == [
         ((7, 0), (0,), 1.0, {"right": 0.0}, 0.0, None),
         ((7, 2), (1,), 3.0, {"right": 1.0}, 0.0, None),
@@ -117,9 +117,9 @@ def test_the_first_informative_groups_of_all_ranks_are_chosen() -> None:
     kept = informative(own, 0.0)
     assert kept == [True, False, True]
     other = [((4, 1), True), ((4, 3), False), ((5, 1), True)]
-    assert choose(own, kept, 2, with_others(other)) == {(4, 0): 0, (4, 1): 1}
-    assert choose(own, kept, 3, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
-    assert choose(own, kept, 9, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2, (5, 1): 3}
+    assert number_groups(own, kept, 2, with_others(other)) == {(4, 0): 0, (4, 1): 1}
+    assert number_groups(own, kept, 3, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
+    assert number_groups(own, kept, 9, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2, (5, 1): 3}
 
 
 def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
@@ -128,14 +128,14 @@ def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
 
 def test_without_any_informative_group_none_is_trained() -> None:
     own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    numbers = choose(own, [False, False], 3, with_others([((4, 1), False)]))
+    numbers = number_groups(own, [False, False], 3, with_others([((4, 1), False)]))
     assert numbers == {}
     assert [one.advantage for one in with_advantages(own, numbers, group_centered, with_others({}))] == [0.0] * 4
 
 
 def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
     rollouts = [replace(rollout((8,), (-1.0,), 0.5), group=number) for number in (0, 2, 4, 5, None, 9)]
-    steps = cut_steps(rollouts, num_groups=10, num_steps=4)
+    steps = split_into_steps(rollouts, num_groups=10, num_steps=4)
     assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
-    alone = cut_steps([replace(rollouts[0], group=number) for number in range(10)], num_groups=10, num_steps=4)
+    alone = split_into_steps([replace(rollouts[0], group=number) for number in range(10)], num_groups=10, num_steps=4)
     assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]

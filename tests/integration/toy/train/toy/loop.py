@@ -13,7 +13,7 @@ from dsreason.data.micro_batches import align_micro_batches
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
-from dsreason.rollout.opening import TransformersSettings
+from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.opening import Run, open_run, record_run, start_run
 from dsreason.train.common.policy import build_policy_engine
 from dsreason.train.common.run_folder import start_state

@@ -9,8 +9,8 @@ from transformers import AutoModelForImageTextToText
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
-from dsreason.models import media_once
 from dsreason.models.policy import Policy
+from dsreason.models.shared_media import SharedMediaForward, shared_media
 
 GRIDS = [[1, 4, 4], [1, 4, 8], [1, 4, 4], [2, 4, 4]]
 
@@ -29,7 +29,7 @@ def media_of(model: torch.nn.Module, places: tuple[int, ...]) -> Tensor:
 
 def outputs(model: torch.nn.Module, pixels: Tensor, numbers: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """Features of every medium, deepstack's included, and the gradients of a sum that weighs each differently."""
-    with media_once.showing(model.model.visual, {"image": numbers}):
+    with shared_media(model.model.visual, {"image": numbers}):
         found = model.model.get_image_features(pixels, torch.tensor([GRIDS[number] for number in NUMBERS]))
     features = [torch.cat(found.pooler_output)]
     deepstack = getattr(found, "deepstack_features", None) or []
@@ -41,7 +41,7 @@ def outputs(model: torch.nn.Module, pixels: Tensor, numbers: tuple[int, ...]) ->
 
 def test_features_and_gradients_are_those_of_all_media_and_each_is_computed_once(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny)
-    media_once.install(model.model.visual)
+    model.model.visual.forward = SharedMediaForward(model.model.visual.forward)
     patches: list[int] = []
     model.model.visual.patch_embed.register_forward_hook(lambda module, args, output: patches.append(len(args[0])))
     expected_features, expected_gradients = outputs(model, media_of(model, NUMBERS), ALL)
@@ -55,11 +55,11 @@ def test_features_and_gradients_are_those_of_all_media_and_each_is_computed_once
 
 def test_numbers_are_those_of_one_forward_and_of_as_many_media(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny)
-    media_once.install(model.model.visual)
+    model.model.visual.forward = SharedMediaForward(model.model.visual.forward)
     pixels = media_of(model, (0, 0))
     grids = torch.tensor([GRIDS[0]] * 2)
     with (
-        media_once.showing(model.model.visual, {"video": (0, 0, 1)}),
+        shared_media(model.model.visual, {"video": (0, 0, 1)}),
         pytest.raises(ValueError, match="2 grids for 3 media"),
     ):
         model.model.get_video_features(pixels, grids)
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_one_forward_and_of_as_many_media(tiny: Path) -> No
 
 def test_a_batch_that_shares_pixels_gives_the_log_probabilities_of_one_that_repeats_them(tiny: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32).eval()
-    media_once.install(model.model.visual)
+    model.model.visual.forward = SharedMediaForward(model.model.visual.forward)
     policy, pixels, token = Policy(model), media_of(model, (0,)), model.config.image_token_id
     grids = torch.tensor([GRIDS[0]])
 

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class OnceForward:
-    """The `forward` of a vision tower. Inside `showing` it takes patches of the distinct media, and grids of all."""
+class SharedMediaForward:
+    """The `forward` of a vision tower. Inside `shared_media` it takes patches of the distinct media, and grids of all."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        self.coming: list[Sequence[int]] = []
+        self.pending: list[Sequence[int]] = []
         """For each of the next calls, the number of every medium among the distinct ones."""
 
     def __call__(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
         """Patches `[N, dim]` and grids `[media, 3]` in; the output has whole rows for all media, in their order."""
-        numbers = self.coming.pop(0) if self.coming else range(len(grid_thw))
+        numbers = self.pending.pop(0) if self.pending else range(len(grid_thw))
         if len(numbers) != len(grid_thw):
             raise ValueError(f"{len(grid_thw)} grids for {len(numbers)} media")
         firsts = [numbers.index(number) for number in range(max(numbers) + 1)]
@@ -41,17 +41,12 @@ class OnceForward:
         return output
 
 
-def install(vision_tower: PreTrainedModel) -> None:
-    """For this one vision tower, let a batch name the media that it shows again."""
-    vision_tower.forward = OnceForward(vision_tower.forward)
-
-
 @contextmanager
-def showing(vision_tower: PreTrainedModel, media_numbers: Mapping[str, Sequence[int]]) -> Iterator[None]:
+def shared_media(vision_tower: PreTrainedModel, media_numbers: Mapping[str, Sequence[int]]) -> Iterator[None]:
     """Around a model's forward: `Batch.media_numbers` of its batch. A model embeds its images before its videos."""
-    once: OnceForward = vision_tower.forward
-    once.coming = [media_numbers[kind] for kind in ("image", "video") if kind in media_numbers]
+    forward: SharedMediaForward = vision_tower.forward
+    forward.pending = [media_numbers[kind] for kind in ("image", "video") if kind in media_numbers]
     try:
         yield
     finally:
-        once.coming = []
+        forward.pending = []

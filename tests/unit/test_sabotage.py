@@ -1,0 +1,48 @@
+"""The table of deliberate faults fits the code as it is now; whether tests see them is asked by `python -m tests.sabotage`."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.sabotage import ROOT, Fault, read_faults
+
+FAULTS = read_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_can_be_planted_and_leaves_code_that_runs(fault: Fault) -> None:
+    source = (ROOT / fault.file).read_text()
+    planted = fault.planted_in(source)
+    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_tests_of_a_fault_exist(fault: Fault) -> None:
+    assert fault.tests
+    assert [name for name in fault.tests if not (ROOT / name).is_file()] == []
+
+
+def test_names_and_texts_are_unique() -> None:
+    for values in ([fault.name for fault in FAULTS], [fault.what for fault in FAULTS]):
+        assert [value for value, count in Counter(values).items() if count > 1] == []
+
+
+def test_every_room_has_a_fault() -> None:
+    rooms = {folder.name for folder in (ROOT / "dsreason").iterdir() if (folder / "__init__.py").exists()}
+    assert rooms - {fault.file.split("/")[1] for fault in FAULTS} == set()
+
+
+def test_there_are_enough_for_unit_tests_and_for_real_ranks() -> None:
+    for_unit_tests = [fault for fault in FAULTS if fault.is_for_unit_tests]
+    assert len(FAULTS) >= 30
+    assert 24 <= len(for_unit_tests) < len(FAULTS)
+
+
+@pytest.mark.parametrize(("source", "count"), [("a = 1\n", 0), ("b = 1\nb = 1\n", 2)])
+def test_a_fault_whose_text_has_moved_on_is_named(source: str, count: int) -> None:
+    fault = Fault("name", "what", "dsreason/x.py", old="b = 1", new="b = 2", tests=[])
+    with pytest.raises(ValueError, match=f"name: dsreason/x.py has its text {count} times"):
+        fault.planted_in(source)
