@@ -21,7 +21,7 @@ from dsreason.files.atomic import build_once
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
-from dsreason.models.patch import patch
+from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 from dsreason.secrets import without_credentials
@@ -221,7 +221,7 @@ def load_model(
             parameter.data = parameter.data.to(dtype, copy=True)
     if (path / "generation_config.json").is_file():
         model.generation_config = generation_config(path)
-    patch(model, family)
+    share_media(model, family)
     return model.train()
 
 
@@ -325,10 +325,10 @@ def map_parameters(model: nn.Module, weights: Weights) -> None:
     weights.read(list(empty), place)
 
 
-def fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no file holds (rotary frequencies), by transformers' own initialisation."""
+def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
+    """Compute the buffers, which no file holds (rotary frequencies), by transformers' own initialisation."""
     for module in model.modules():
-        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:
             buffer = module.get_buffer(name)
             if buffer.numel() > MAX_BUFFER:
@@ -336,7 +336,7 @@ def fill_buffers(model: PreTrainedModel) -> None:
                     f"{model.name_or_path}: config.json asks for {buffer.numel()} values in {type(module).__name__}.{name}, "
                     f"more than {MAX_BUFFER}; take the original model's"
                 )
-            module.register_buffer(name, torch.full_like(buffer, torch.nan, device="cpu"), persistent=False)
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
         if names:
             model._init_weights(module)
         if unfilled := [name for name in names if module.get_buffer(name).isnan().any()]:

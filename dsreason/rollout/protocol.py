@@ -101,8 +101,6 @@ class RolloutEngine(Protocol):
     """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
     reads_pixels: bool
     """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
-    _stats: dict[str, float]
-    """Of the last wake, sync, generate and sleep."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -156,10 +154,6 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Gives the memory back. The weights count as lost, unless the engine `keeps_weights`."""
-
-    def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
-        return dict(self._stats)
 
 
 def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:

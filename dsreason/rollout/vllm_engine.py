@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -36,7 +35,6 @@ from dsreason.rollout.vllm_process import (
     release,
     set_environment,
     unique_shared_memory,
-    without_zero3_flag,
 )
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
 from dsreason.rollout.vllm_versions import keep_video_times
@@ -98,9 +96,8 @@ class VLLMEngine(RolloutEngine):
         self.buffers: dict[str, Tensor] = {}
         """Fingerprints of the model's buffers, when it fell asleep."""
         self.logged_lost_weights = False
-        self._stats: dict[str, float] = {}
         set_environment(world)
-        with preserved_process_state(world), without_zero3_flag(), unique_shared_memory(world):
+        with preserved_process_state(world), unique_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
             self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
             self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
@@ -141,13 +138,11 @@ class VLLMEngine(RolloutEngine):
 
     def wake(self) -> None:
         """Memory for the weights; that for keys and values follows at the end of `sync`, when gathers are over."""
-        start = time.perf_counter()
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
             if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
-        self._stats["time/wake"] = time.perf_counter() - start
 
     def kept(self, names: Collection[str]) -> set[str]:
         """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
@@ -168,7 +163,6 @@ class VLLMEngine(RolloutEngine):
         return kept
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
-        start = time.perf_counter()
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         before = {name: self.sent[name] for name in kept if name in self.sent}
@@ -184,7 +178,6 @@ class VLLMEngine(RolloutEngine):
         check_arrival(self.places, sending.fingerprints, self._group)
         self._empty_cache()
         self.version, self.sent = version, sending.fingerprints
-        self._stats["time/sync"] = time.perf_counter() - start
 
     @torch.no_grad()
     def held(self) -> TensorFingerprints:
@@ -198,7 +191,6 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
         """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
-        start, tokens = time.perf_counter(), 0
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
             self._empty_cache()
@@ -208,15 +200,7 @@ class VLLMEngine(RolloutEngine):
         for number, output in self._outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
-                completion = to_completion(output, version, self.tokenizer)
-                tokens += len(completion.ids)
-                yield number - first, completion
-        seconds = time.perf_counter() - start
-        self._stats |= {
-            "time/generate": seconds,
-            "rollout/tokens": tokens,
-            "rollout/tokens_per_second": tokens / seconds,
-        }
+                yield number - first, to_completion(output, version, self.tokenizer)
 
     def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
         """The number of each request and its output, as they end. vLLM holds the pixels of those that it has begun."""
@@ -243,7 +227,6 @@ class VLLMEngine(RolloutEngine):
                 self.llm.llm_engine.abort_request(list(running))
 
     def sleep(self) -> None:
-        start = time.perf_counter()
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
@@ -253,7 +236,6 @@ class VLLMEngine(RolloutEngine):
                 self._sleep()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._stats["time/sleep"] = time.perf_counter() - start
 
     def shutdown(self) -> None:
         """Ends the engine and its process groups, and leaves the trainer's. Safe to call twice."""

@@ -21,6 +21,7 @@ from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleW
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
+from tests.positions import patch_positions
 
 pytestmark = pytest.mark.integration
 
@@ -99,6 +100,7 @@ def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case
 
 
 def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: Case) -> None:
+    patch_positions(case.model)
     for prompt, completion in zip(case.prompts, case.engine.generate(case.prompts, GREEDY, version=1), strict=True):
         ids = prompt.encoded.input_ids[None]
         case.model.model.rope_deltas = None

@@ -17,7 +17,7 @@ from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollo
 def sample(grpo: GRPORun) -> list[Rollout]:
     """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after."""
     config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
-    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/reward"), 0.0)
+    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     dynamic = grpo.objective.dynamic_sampling
     groups: list[Group] = []
     with grpo.sampler.awake(version=grpo.state.step) as engine:
@@ -26,6 +26,9 @@ def sample(grpo: GRPORun) -> list[Rollout]:
             kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
             if all_sum(sum(kept)) >= wanted:
                 break
+    metrics = grpo.rollout_metrics | grpo.sampler.times
+    metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
+    grpo.rollout_metrics = metrics
     numbers = number_groups(groups, kept, wanted, gather_objects)
     return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
 
@@ -54,7 +57,10 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     )
     repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
     streams = [number * size + i for number in prompts.numbers for i in range(size)]  # the same on any number of ranks
+    started = time.perf_counter()
     completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
+    grpo.rollout_metrics["time/generate"] += time.perf_counter() - started
+    grpo.rollout_metrics["rollout/tokens"] += sum(len(completion.ids) for completion in completions)
 
     started = time.perf_counter()
     with grpo.watchdog.phase("reward"):
