@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
 from dsreason.config.schema import ModelConfig
+from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
 from dsreason.files.address import is_s3
@@ -21,6 +22,7 @@ from dsreason.files.atomic import build_once
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
+from dsreason.models.mrope import position_ids
 from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
@@ -150,6 +152,22 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     return processor
 
 
+def open_encoder(
+    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
+) -> Encoder:
+    """The encoder of a Hugging Face folder.
+
+    Args:
+        dtype: of the engine that serves the model: it rounds video times to it.
+        max_length_key: the setting that `max_length` comes from, for messages.
+    """
+    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    return Encoder(processor, family, positions, max_length, max_length_key)
+
+
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
     """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
     expected = {
@@ -169,12 +187,8 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
                 raise CheckpointError(
                     f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
                 )
-        if not {"shortest_edge", "longest_edge"} <= dict(media.size).keys():
-            raise CheckpointError(
-                f"{path}: {type(media).__name__} has size {dict(media.size)}; it must have shortest_edge and longest_edge"
-            )
         for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
-            value = media.size[name]
+            value = dict(media.size).get(name)
             if not isinstance(value, int | float) or not 1 <= value <= most:
                 raise CheckpointError(
                     f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "

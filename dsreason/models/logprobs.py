@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,10 +41,8 @@ def token_logprobs(
         and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or max(1, default_chunk(weight) // (2 if with_entropy else 1))
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden, weight, targets, temperature, chunk, banned_ids, with_entropy
-    )
-    return found
+    compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+    return compute(hidden, weight, targets, temperature, chunk, banned_ids, with_entropy)
 
 
 def default_chunk(weight: Tensor) -> int:

@@ -13,12 +13,12 @@ import os
 from copy import deepcopy
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from tokenizers import Regex as TokenizerRegex
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
@@ -51,12 +51,6 @@ CORPUS = (
     "Answer with the letter of the option. Answer with one word. Answer yes or no.",
     "Describe what you see in this video. Describe the image. Is it a triangle?",
     "Think step by step, and answer the question: <think> </think> <answer> </answer> 0.5 seconds",
-)
-
-# Splits as Qwen's tokenizers do: contractions, words with their leading space, single digits, punctuation, white space.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # In the templates `$name` is a token of the family.
@@ -119,7 +113,7 @@ def build_tiny(
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.video_processor.save_pretrained(folder)
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
@@ -169,14 +163,8 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
     """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
     special = special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
-    learner.normalizer = normalizers.NFC()
-    learner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(TokenizerRegex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    learner.decoder = decoders.ByteLevel()
+    splits = Qwen2Tokenizer().backend_tokenizer
+    learner.normalizer, learner.pre_tokenizer = splits.normalizer, splits.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE - len(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

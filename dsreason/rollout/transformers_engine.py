@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
@@ -298,22 +298,14 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     if sampling.temperature == 0:
         token = logits.argmax(dim=-1)
         return token, logits.log_softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
-    logprobs = keep_most_probable(logits / sampling.temperature, sampling).log_softmax(dim=-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k > 0:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    logprobs = logits.log_softmax(dim=-1)
     cumulated = logprobs.double().exp().cumsum(dim=-1)
     # Scaled by the last value, which rounding leaves beside 1; `right` skips tokens of probability 0.
     threshold = uniform[:, None].double() * cumulated[:, -1:]
     token = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), logprobs.gather(1, token).squeeze(1)
-
-
-def keep_most_probable(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits `[B, V]` with those outside of top_k and top_p (nucleus sampling, arXiv:1904.09751) at -inf."""
-    if sampling.top_k > 0:
-        smallest = logits.topk(min(sampling.top_k, logits.shape[1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        outside = probs.cumsum(dim=-1) - probs >= sampling.top_p  # what comes before the token reaches top_p already
-        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    return logits

@@ -27,7 +27,7 @@ from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.models.encoder import open_encoder
+from dsreason.models.load import open_encoder
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.unit.media.videos import write_video

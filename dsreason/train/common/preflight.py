@@ -22,9 +22,8 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.files.cache import cache_dir
-from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import parameter_names, resolve_model
+from dsreason.models.load import open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
 from dsreason.problems import config_error
 from dsreason.storage.storage import check_target

@@ -11,7 +11,7 @@ from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
 from dsreason.train.grpo.build import GRPORun
-from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, number_groups, with_advantages
+from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, with_advantages
 
 
 def sample(grpo: GRPORun) -> list[Rollout]:
@@ -23,14 +23,13 @@ def sample(grpo: GRPORun) -> list[Rollout]:
     with grpo.sampler.awake(version=grpo.state.step) as engine:
         for _ in range(1 + config.max_refills if dynamic else 1):
             groups += sample_groups(grpo, engine, next_prompts(grpo))
-            kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
+            kept = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
             if all_sum(sum(kept)) >= wanted:
                 break
     metrics = grpo.rollout_metrics | grpo.sampler.times
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
     grpo.rollout_metrics = metrics
-    numbers = number_groups(groups, kept, wanted, gather_objects)
-    return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
+    return with_advantages(groups, kept, wanted, grpo.objective.advantages, gather_objects)
 
 
 def next_prompts(grpo: GRPORun) -> Prompts:
