@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +30,12 @@ from dsreason.rollout.protocol import (
     media_token_ids,
     random_streams,
 )
-from dsreason.rollout.weight_sync import WeightStream, changed, fingerprints
+from dsreason.rollout.weight_sync import WeightStream, fingerprints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dsreason.data.chat import EncodedPrompt
-
-log = logging.getLogger(__name__)
 
 PAD_ID = 0
 """Masked everywhere, so any id will do."""
@@ -80,9 +77,6 @@ class TransformersEngine(RolloutEngine):
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
-        self.sent: dict[str, Tensor] = {}
-        """Fingerprints of what the last sync left here."""
-        self.logged_lost_weights = False
 
     @property
     def keeps_weights(self) -> bool:
@@ -110,21 +104,17 @@ class TransformersEngine(RolloutEngine):
         self.awake, self.version = True, version
 
     def kept(self, names: Collection[str]) -> set[str]:
-        if names and not self.keeps_weights and not self.logged_lost_weights:
-            self.logged_lost_weights = True
-            log.info("all %d frozen tensors are sent at every sync: this engine rebuilds its model", len(names))
-        return self.sent.keys() & set(names) if self.awake else set()
+        """None: all are sent, however often."""
+        return set()
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
         if not self.awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        before = {name: self.sent[name] for name in kept if name in self.sent}
-        self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
+        self.version = None  # a sync that fails half-way leaves no usable weights
         model = self._awake_model
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-        sending = WeightStream(weights, expected, self.dtype, self.device, before)
-        copy_weights(model, sending)
-        self.version, self.sent = version, sending.fingerprints
+        copy_weights(model, WeightStream(weights, expected, self.dtype, self.device))
+        self.version = version
 
     def held(self) -> TensorFingerprints:
         model = self._awake_model
@@ -146,7 +136,7 @@ class TransformersEngine(RolloutEngine):
     def sleep(self) -> None:
         self.awake = False
         if not self.keeps_weights:
-            self.model, self.version, self.sent = None, None, {}
+            self.model, self.version = None, None
             torch.cuda.empty_cache()
 
     def _empty_model(self) -> PreTrainedModel:
@@ -243,13 +233,11 @@ def draw_tokens(
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
     """Copy each tensor into the parameter of its name, tied ones under the first of their names.
 
-    SyncError where one is missing or wrong, or where one that is not sent again has other values than before.
+    SyncError where one is missing or wrong.
     """
-    before, parameters = dict(sending.fingerprints), dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, tensor in sending:
         parameters[name].copy_(tensor)
-    lost = changed(before, fingerprints((name, parameters[name]) for name in before))
-    sending.wrong += [f"{name} was not sent, and differs from what was sent before" for name in lost]
     sending.finish()
 
 

@@ -223,30 +223,6 @@ def test_a_stream_draws_the_same_wherever_it_stands(case: Case) -> None:
     assert beside[2].ids == alone[0].ids != beside[1].ids
 
 
-def test_frozen_tensors_are_sent_once_and_checked_after(tiny: Path, case: Case) -> None:
-    engine = TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
-    weights = dict(case.model.named_parameters())
-    tower = {name for name in weights if ".visual." in name}
-    engine.wake()
-    assert engine.kept(tower) == set()
-    engine.sync(iter(weights.items()), version=1)
-    expected = engine.generate(case.prompts, GREEDY, version=1)
-    engine.sleep()
-    assert engine.kept(tower) == set()
-    engine.wake()
-    assert engine.kept(tower) == tower
-    trained = {name: tensor for name, tensor in weights.items() if name not in tower}
-    engine.sync(iter(trained.items()), version=2, kept=tower)
-    assert [c.ids for c in engine.generate(case.prompts, GREEDY, version=2)] == [c.ids for c in expected]
-    norm = "model.visual.blocks.0.norm1.weight"
-    engine.model.get_parameter(norm).mul_(0.5)
-    with pytest.raises(SyncError, match=f"1 tensors: {norm} was not sent, and differs from what was sent before"):
-        engine.sync(iter(trained.items()), version=3, kept=tower)
-    assert engine.kept(tower) == set()
-    with pytest.raises(SyncError, match=rf"{len(tower)} tensors: model\.visual\..* did not arrive"):
-        engine.sync(iter(trained.items()), version=3, kept=tower)
-
-
 def test_a_drawn_media_token_names_it_and_the_sample(case: Case) -> None:
     pad = int(case.engine.banned_ids[0])
     drawn = torch.tensor([pad]), torch.tensor([-1.0])
