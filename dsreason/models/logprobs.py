@@ -33,7 +33,7 @@ def token_logprobs(
         targets: `[N]` token ids.
         chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them, or half as many with
             the entropy, for which a token takes twice the memory.
-        banned_ids: `[K]` token ids of probability 0, which a rollout engine was kept from drawing.
+        banned_ids: `[K]` token ids of probability 0, which the rollout engine never draws.
 
     Returns:
         `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` where it is not asked for. The backward pass

@@ -103,11 +103,11 @@ class TransformersEngine(RolloutEngine):
         self.model = model.to(self.device).requires_grad_(False).eval()
         self.awake, self.version = True, version
 
-    def kept(self, names: Collection[str]) -> set[str]:
+    def retained(self, names: Collection[str]) -> set[str]:
         """None: all are sent, however often."""
         return set()
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         self.version = None  # a sync that fails half-way leaves no usable weights
@@ -116,7 +116,7 @@ class TransformersEngine(RolloutEngine):
         copy_weights(model, WeightStream(weights, expected, self.dtype, self.device))
         self.version = version
 
-    def held(self) -> TensorFingerprints:
+    def fingerprints(self) -> TensorFingerprints:
         model = self._awake_model
         return TensorFingerprints(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 

@@ -143,7 +143,7 @@ class VLLMEngine(RolloutEngine):
             if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
 
-    def kept(self, names: Collection[str]) -> set[str]:
+    def retained(self, names: Collection[str]) -> set[str]:
         """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
         if not self.weights_awake:
             return set()
@@ -151,20 +151,20 @@ class VLLMEngine(RolloutEngine):
         places = [place for place in self.places if place.name in frozen]
         lost = {place.name for place in find_different(places, self.sent, self._group)}
         whole = complete_layers(self.places, frozen - lost)
-        kept = set.intersection(*gather_objects(whole))
-        if frozen - kept and not self.logged_lost_weights:
+        retained = set.intersection(*gather_objects(whole))
+        if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
             log.info(
                 "%d of %d frozen tensors are sent at every sync: %d are lost during sleep (rollout.sleep_level %d), and %d are "
                 "in one layer with such or with trained ones",
-                *(len(frozen - kept), len(frozen), len(lost), self.sleep_level, len(frozen - kept - lost)),
+                *(len(frozen - retained), len(frozen), len(lost), self.sleep_level, len(frozen - retained - lost)),
             )
-        return kept
+        return retained
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        before = {name: self.sent[name] for name in kept if name in self.sent}
+        before = {name: self.sent[name] for name in retained if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserved_process_state(self.world):
@@ -179,7 +179,7 @@ class VLLMEngine(RolloutEngine):
         self.version, self.sent = version, sending.fingerprints
 
     @torch.no_grad()
-    def held(self) -> TensorFingerprints:
+    def fingerprints(self) -> TensorFingerprints:
         """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
         parameters = {
             f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)).cpu() for place in self.places
@@ -297,8 +297,8 @@ class VLLMEngine(RolloutEngine):
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size
             dist.all_gather_object(shares, share, group=self._group)
-        for _, asked, held in shares:
-            check_version(asked, held)
+        for _, asked, current in shares:
+            check_version(asked, current)
         return [requests for requests, *_ in shares]
 
     def _check_room(self, requests: list[Request]) -> None:

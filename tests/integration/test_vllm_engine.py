@@ -352,29 +352,29 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
     log.setLevel(logging.INFO)
 
     engine.sleep()
-    found: dict[str, Any] = {"asleep": engine.kept(tower)}
+    found: dict[str, Any] = {"asleep": engine.retained(tower)}
     engine.wake()
-    kept = engine.kept(tower)
+    kept = engine.retained(tower)
     found["tower"] = kept == tower
     explorer.disturb(30, frozen=tower)
     engine.sync(explorer.weights(without=kept), 5, kept)
     found["differences"] = explorer.differences(version=5)
     found["lines of a frozen tower"] = list(lines)
     torn = {KEY, f"{layer}q_proj.weight", NORM, TOWER["qwen2_5_vl"], "model.visual.merger.mlp.0.weight"}
-    found["torn"] = engine.kept(torn & engine.expected.keys())
-    found["whole"] = engine.kept(qkv) == qkv
+    found["torn"] = engine.retained(torn & engine.expected.keys())
+    found["whole"] = engine.retained(qkv) == qkv
     explorer.disturb(31, frozen=qkv)
     engine.sync(explorer.weights(without=qkv), 6, qkv)
     found["differences of a frozen layer"] = explorer.differences(version=6)
     with torch.no_grad():
         engine.model.get_parameter(norm1.removeprefix("model.")).mul_(0.5)
-    found["lost"] = tower - engine.kept(tower)
+    found["lost"] = tower - engine.retained(tower)
     found["lines"] = lines
     found["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
     found["sent twice"] = failure(
         lambda: engine.sync(explorer.weights(), 7, ()) or engine.sync(explorer.weights(), 8, {KEY})
     )
-    found["after a failure"] = engine.kept(tower)
+    found["after a failure"] = engine.retained(tower)
     found["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
     engine.sync(explorer.weights(), 7)
     found["differences in the end"] = explorer.differences(version=7)

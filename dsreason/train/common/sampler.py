@@ -51,8 +51,8 @@ class Sampler:
         with self._timed("wake"):
             self.rollout.wake()
         with self.watch("weight_sync"), self._timed("sync"):
-            kept = self.rollout.kept(frozen_names(self.policy))
-            self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=kept), version, kept)
+            retained = self.rollout.retained(frozen_names(self.policy))
+            self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
         with self.memory.phase("generate"):
             yield self.rollout
         with self._timed("sleep"):

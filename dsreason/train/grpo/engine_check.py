@@ -60,7 +60,7 @@ def check_engine(grpo: GRPORun) -> None:
         if name.startswith("mismatch/max_abs_logprob/")
     )
     grpo.progress.say(
-        f"self-test: {sum(map(len, tested.held))} tensors of the engine took perturbed values and were restored; its "
+        f"self-test: {sum(map(len, tested.tensors))} tensors of the engine took perturbed values and were restored; its "
         f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
     mismatch.check(metrics, found, config, grpo.state.step, folder=None)

@@ -92,7 +92,7 @@ def check(
 ) -> None:
     """Warn or stop on the mean over tokens, and write the worst completions of `found` to `folder/step_N.jsonl`.
 
-    Not with top_p or top_k: the engine's probabilities are then those of the tokens that were kept.
+    Not with top_p or top_k: the engine's probabilities are then renormalised over the tokens that remain.
 
     Raises:
         MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.

@@ -103,27 +103,29 @@ def informative(group: Group, tolerance: float) -> bool:
 
 def with_advantages(
     groups: Sequence[Group],
-    kept: Sequence[bool],
+    usable: Sequence[bool],
     wanted: int,
     advantages_of: Callable[[Tensor], Tensor],
     exchange: Exchange,
 ) -> list[Rollout]:
-    """The rollouts, those of the first `wanted` kept groups of all ranks with their numbers and advantages. Collective.
+    """The rollouts, those of the first `wanted` usable groups of all ranks with their numbers and advantages. Collective.
 
     The groups are numbered in the order of their places, and `advantages_of` (`[P, G]` → `[P, G]`) gets all of them. The
     rollouts of the others are not trained and have advantage 0.
     """
     own = [
         (group[0].place, [rollout.reward for rollout in group])
-        for group, keep in zip(groups, kept, strict=True)
+        for group, keep in zip(groups, usable, strict=True)
         if keep
     ]
     trained = sorted(item for part in exchange(own) for item in part)[:wanted]
-    table = advantages_of(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64)) if trained else []
-    chosen = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
+    chosen: dict[PromptPlace, tuple[int, list[float]]] = {}
+    if trained:
+        table = advantages_of(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))
+        chosen = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
     found = []
     for group in groups:
-        number, advantages = chosen.get(group[0].place, (None, [0.0] * len(group)))
+        number, advantages = chosen.get(group[0].place) or (None, [0.0] * len(group))
         found += [replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)]
     return found
 

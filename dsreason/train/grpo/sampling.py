@@ -23,13 +23,13 @@ def sample(grpo: GRPORun) -> list[Rollout]:
     with grpo.sampler.awake(version=grpo.state.step) as engine:
         for _ in range(1 + config.max_refills if dynamic else 1):
             groups += sample_groups(grpo, engine, next_prompts(grpo))
-            kept = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
-            if all_sum(sum(kept)) >= wanted:
+            usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
+            if all_sum(sum(usable)) >= wanted:
                 break
     metrics = grpo.rollout_metrics | grpo.sampler.times
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
     grpo.rollout_metrics = metrics
-    return with_advantages(groups, kept, wanted, grpo.objective.advantages, gather_objects)
+    return with_advantages(groups, usable, wanted, grpo.objective.advantages, gather_objects)
 
 
 def next_prompts(grpo: GRPORun) -> Prompts:
