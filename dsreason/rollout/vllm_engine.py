@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import family_of
 from dsreason.job.ranks import World, gather_objects
-from dsreason.models.load import model_config
+from dsreason.models.load import empty_model, model_config
 from dsreason.rollout.protocol import (
     Completion,
     RolloutEngine,
@@ -44,7 +44,6 @@ from dsreason.rollout.weight_sync import (
     check_arrival,
     complete_layers,
     engine_values,
-    expected_shapes,
     find_different,
     find_places,
     fingerprint,
@@ -99,7 +98,8 @@ class VLLMEngine(RolloutEngine):
         with preserved_process_state(world), unique_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
             self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
-            self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
+            hf_model = empty_model(config, dtype, "auto", trust_remote_code)
+            self.expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}  # tied ones once
             from vllm import LLM
 
             keep_video_times()

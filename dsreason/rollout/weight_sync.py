@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from dsreason.rollout.protocol import SyncError
 
@@ -97,14 +96,6 @@ def raise_sync_error(wrong: list[str]) -> None:
 
 def listed(wrong: list[str]) -> str:
     return "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-
-
-def expected_shapes(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
-    """Every parameter of the Hugging Face model by its name in memory; tied ones once."""
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def find_places(model: VLLMModule, names: list[str]) -> list[Place]:

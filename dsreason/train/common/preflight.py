@@ -45,16 +45,6 @@ def check_model(config: RunConfig) -> Encoder:
     return build_encoder(config, model_path)
 
 
-def check_dataset(
-    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
-) -> None:
-    """DataError for a row that may not be left out; names those that are."""
-    left_out = check_rows(dataset, encoder, config, name, check)
-    if left_out:
-        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
-        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
-
-
 def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
     """ConfigError where nothing can be uploaded. A run that has a checkpoint to go on from does so through an outage.
 
@@ -139,12 +129,12 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     )
 
 
-def check_rows(
-    dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str, check: Check | None = None
+def check_dataset(
+    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
 ) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
-    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
+    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each, and logs it.
 
     Raises:
         DataError: the first row that is unusable, or that `check` rejects, where that is an error.
@@ -168,6 +158,9 @@ def check_rows(
             left_out.append(bad.reason)
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
+    if left_out:
+        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
+        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
     return left_out
 
 

@@ -47,20 +47,19 @@ def add_fixed_logprobs(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
-    def measure() -> list[list[Tensor]]:
-        return [current_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
+    def measured(name: str) -> list[list[MicroBatch]]:
+        found = []
+        for step in steps:
+            logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
+            found.append([replace(one, **{name: values}) for one, values in zip(step, logprobs, strict=True)])
+        return found
 
-    olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
-    refs = olds
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
-        olds = measure()
+        steps = measured("old_logprobs")
     if reference is not None:
         with reference.in_place():
-            refs = measure()
-    return [
-        [replace(one, old_logprobs=old, ref_logprobs=ref) for one, old, ref in zip(*parts, strict=True)]
-        for parts in zip(steps, olds, refs, strict=True)
-    ]
+            steps = measured("ref_logprobs")
+    return list(steps)
 
 
 def accumulate_gradients(
