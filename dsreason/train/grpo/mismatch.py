@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.errors import DsReasonError
 from dsreason.losses.kl import k3
-from dsreason.train.common.answers import modality_of
+from dsreason.train.common.answers import modality_of, write_rows
 from dsreason.train.grpo.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -102,9 +101,7 @@ def check(
         return
     worst_ones, place = worst(found), ""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in worst_ones)
-        (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(folder / f"step_{step}.jsonl", map(vars, worst_ones))
         place = f"; the worst are in {folder / f'step_{step}.jsonl'}"
     names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
     text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
