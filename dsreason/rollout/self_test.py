@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dsreason.job.ranks import gather_objects
+from dsreason.problems import listed
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncError, TensorFingerprints
-from dsreason.rollout.weight_sync import changed, listed
+from dsreason.rollout.weight_sync import changed
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt

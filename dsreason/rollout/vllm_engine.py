@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dsreason.families import family_of
 from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import empty_model, model_config
+from dsreason.problems import listed
 from dsreason.rollout.protocol import (
     Completion,
     RolloutEngine,
@@ -48,7 +49,6 @@ from dsreason.rollout.weight_sync import (
     find_places,
     fingerprint,
     fingerprints,
-    listed,
     repair_tied_output,
 )
 

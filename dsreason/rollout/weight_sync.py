@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsreason.problems import listed
 from dsreason.rollout.protocol import SyncError
 
 if TYPE_CHECKING:
@@ -92,10 +93,6 @@ class WeightStream:
 def raise_sync_error(wrong: list[str]) -> None:
     if wrong:
         raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
-
-
-def listed(wrong: list[str]) -> str:
-    return "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
 
 
 def find_places(model: VLLMModule, names: list[str]) -> list[Place]:

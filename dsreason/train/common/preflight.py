@@ -25,7 +25,7 @@ from dsreason.files.cache import cache_dir
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
-from dsreason.problems import config_error
+from dsreason.problems import config_error, listed
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -159,8 +159,7 @@ def check_dataset(
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
     if left_out:
-        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
-        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
+        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), listed(left_out, separator="\n  "))
     return left_out
 
 
