@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -49,7 +50,6 @@ from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import DTYPES, build_encoder, check_upload, find_model
 from dsreason.train.common.run_folder import open_output_dir
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
-from dsreason.train.common.skipped import SkippedRows
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,8 @@ class Run(OpenedRun[C]):
     finite: FiniteCheck
     total_steps: int
     state: TrainerState
-    skipped: SkippedRows = field(default_factory=SkippedRows)
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Rows that training has left out since this process started, one text each, and how often."""
 
     @property
     def checkpoints(self) -> Path:

@@ -10,6 +10,7 @@ from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
+from dsreason.train.common.steps import count_skipped
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, with_advantages
 
@@ -38,7 +39,7 @@ def next_prompts(grpo: GRPORun) -> Prompts:
     with grpo.watchdog.phase("data"):
         prompts = next(grpo.prompts)
     grpo.rollout_metrics["time/data"] += time.perf_counter() - started
-    grpo.skipped.add(prompts.skipped)
+    count_skipped(grpo, prompts.skipped)
     grpo.next_batch = prompts.batch + 1
     return prompts
 
