@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,18 +47,18 @@ def add_fixed_logprobs(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
-    def measured(name: str) -> list[list[MicroBatch]]:
+    def measured(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
         found = []
         for step in steps:
             logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
-            found.append([replace(one, **{name: values}) for one, values in zip(step, logprobs, strict=True)])
+            found.append([add(one, values) for one, values in zip(step, logprobs, strict=True)])
         return found
 
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
-        steps = measured("old_logprobs")
+        steps = measured(lambda one, values: replace(one, old_logprobs=values))
     if reference is not None:
         with reference.in_place():
-            steps = measured("ref_logprobs")
+            steps = measured(lambda one, values: replace(one, ref_logprobs=values))
     return list(steps)
 
 
