@@ -49,6 +49,7 @@ from dsreason.rollout.weight_sync import (
     find_places,
     fingerprint,
     fingerprints,
+    on_cpu,
     repair_tied_output,
 )
 
@@ -182,9 +183,9 @@ class VLLMEngine(RolloutEngine):
     def fingerprints(self) -> TensorFingerprints:
         """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
         parameters = {
-            f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)).cpu() for place in self.places
+            f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)) for place in self.places
         }
-        return TensorFingerprints(parameters, fingerprints(self.model.named_buffers()))
+        return TensorFingerprints(on_cpu(parameters), fingerprints(self.model.named_buffers()))
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]

@@ -85,7 +85,7 @@ class WeightStream:
 
     def finish(self) -> None:
         """SyncError when anything was wrong or is missing."""
-        self.fingerprints = {name: numbers.cpu() for name, numbers in self.fingerprints.items()}
+        self.fingerprints = on_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
         raise_sync_error(self.wrong)
 
@@ -243,10 +243,23 @@ def fingerprint(*blocks: Tensor) -> Tensor:
     return numbers
 
 
+def on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fingerprints, those of one device moved together."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, found in numbers.items():
+        by_device.setdefault(found.device, []).append(name)
+    moved = {
+        name: found
+        for names in by_device.values()
+        for name, found in zip(names, torch.stack([numbers[name] for name in names]).cpu(), strict=True)
+    }
+    return {name: moved[name] for name in numbers}
+
+
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """By name, on the CPU."""
-    return {name: fingerprint(tensor).cpu() for name, tensor in tensors}
+    return on_cpu({name: fingerprint(tensor) for name, tensor in tensors})
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
