@@ -1,4 +1,4 @@
-"""Several problems as one error, and the nearest word to a misspelt one."""
+"""Several problems as one error, the first of many, and the nearest word to a misspelt one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def config_error(problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
+
+
+def listed(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
+    """The first of them, and how many more there are: `a; b; and 3 more`."""
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *more])
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -42,7 +42,7 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.engine.engine import engine_grad_norm
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     model = tiny_model(setting, family)

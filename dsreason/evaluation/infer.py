@@ -34,8 +34,7 @@ from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.media import probe_image, probe_video
-from dsreason.models.encoder import open_encoder
-from dsreason.models.load import load_model, model_config, resolve_model
+from dsreason.models.load import load_model, model_config, open_encoder, resolve_model
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids

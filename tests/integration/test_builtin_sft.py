@@ -47,7 +47,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.monitor.memory import MemoryLedger
     from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import validate

@@ -29,8 +29,7 @@ from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import find_run, read_run
 from dsreason.evaluation.run import Evaluation, build_grader
-from dsreason.models.encoder import open_encoder
-from dsreason.rollout.opening import load_weights
+from dsreason.models.load import open_encoder
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.distributed import run_on_ranks
@@ -363,7 +362,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
     engine = Counting(tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     engine.calls, engine.rows = [], []
-    load_weights(engine, tiny_qwen2_5_vl, VERSION)
+    engine.load(VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
     with build_grader(config) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)

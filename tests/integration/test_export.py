@@ -74,12 +74,11 @@ def reopen(folder: str) -> dict[str, Any]:
     )
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from dsreason.families import family_of
-    from dsreason.models.patch import patch
+    from tests.positions import patch_positions
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
     assert model.dtype == torch.float32
-    patch(model, family_of(model.config.model_type))
+    patch_positions(model)
     processor = AutoProcessor.from_pretrained(folder)
     with torch.no_grad():
         logits = {name: model(**encode(processor, name)).logits.numpy() for name in CASES}

@@ -74,7 +74,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.rollout.protocol import media_token_ids
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients

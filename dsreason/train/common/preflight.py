@@ -22,11 +22,10 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.files.cache import cache_dir
-from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import parameter_names, resolve_model
+from dsreason.models.load import open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
-from dsreason.problems import config_error
+from dsreason.problems import config_error, listed
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -44,16 +43,6 @@ def check_model(config: RunConfig) -> Encoder:
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
     return build_encoder(config, model_path)
-
-
-def check_dataset(
-    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
-) -> None:
-    """DataError for a row that may not be left out; names those that are."""
-    left_out = check_rows(dataset, encoder, config, name, check)
-    if left_out:
-        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
-        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
 
 
 def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
@@ -140,12 +129,12 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     )
 
 
-def check_rows(
-    dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str, check: Check | None = None
+def check_dataset(
+    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
 ) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
-    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
+    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each, and logs it.
 
     Raises:
         DataError: the first row that is unusable, or that `check` rejects, where that is an error.
@@ -169,6 +158,8 @@ def check_rows(
             left_out.append(bad.reason)
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
+    if left_out:
+        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), listed(left_out, separator="\n  "))
     return left_out
 
 

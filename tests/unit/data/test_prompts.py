@@ -18,7 +18,7 @@ from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.train.common.preflight import build_encoder, check_rows
+from dsreason.train.common.preflight import build_encoder, check_dataset
 from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
 from tests.integration.rows import write_mixed_rows
 from tests.unit.data.test_loader import gathering
@@ -167,7 +167,7 @@ def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
     training, _ = open_datasets(settings.data)
     encoder = build_encoder(settings, tiny_qwen3_vl)
     with pytest.raises(DataError, match=r"rows\.jsonl, row \d: not \d"):
-        check_rows(training, encoder, settings, "training", check)
+        check_dataset("training", training, encoder, settings, check)
     lenient = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"})
-    left_out = check_rows(training, encoder, lenient, "training", check)
+    left_out = check_dataset("training", training, encoder, lenient, check)
     assert sorted(text.split(", ")[1] for text in left_out) == ["row 3: not 2", "row 6: not 5"]
