@@ -16,14 +16,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dsreason.checkpoints.state import SavedRun, read_state
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
 
 MARKER = "COMPLETE"
-STATE_FILE = "trainer_state.json"
 SAVING, DELETING = ".saving_", ".deleting_"
-MAX_RANKS = 100_000
-"""No run has more; the files of every rank are looked for one by one."""
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
@@ -42,7 +40,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
         if found is None:
             raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
         path = found
-    read_checkpoint(path)
+    check_complete(path)
     return path
 
 
@@ -70,23 +68,17 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """trainer_state.json of a complete checkpoint."""
+def check_complete(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint folder")
     if not (path / MARKER).is_file():
         raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
-    return read_json(path / STATE_FILE)
 
 
-def check_ranks(path: Path, saved: dict[str, Any]) -> None:
-    """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
-    where, advice = f"{path / STATE_FILE}: is not the state of a checkpoint", "choose another one"
-    size, ranks = saved.get("world_size"), saved.get("ranks", [])
-    if type(size) is not int or not 1 <= size <= MAX_RANKS:
-        raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
-    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
-        raise CheckpointError(f"{where}: ranks is {ranks!r:.100}, not a list of numbers below {size}; {advice}")
+def read_checkpoint(path: Path) -> SavedRun:
+    """What a complete checkpoint says of its run."""
+    check_complete(path)
+    return read_state(path)
 
 
 def check_sizes(path: Path) -> dict[str, int]:
@@ -135,12 +127,12 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
     return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
 
 
-def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], advice: str) -> None:
+def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
     """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
     if missing := unwritten(folder, ranks):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{folder}: has no {', '.join(missing[:3])}{more}: the {saved['world_size']} ranks of this run wrote to folders of "
+            f"{folder}: has no {', '.join(missing[:3])}{more}: the {world_size} ranks of this run wrote to folders of "
             f"several hosts; {advice}"
         )
 
@@ -160,9 +152,7 @@ def recover(folder: Path) -> list[Path]:
         with contextlib.suppress(CheckpointError):
             if (partial / MARKER).is_file():
                 check_sizes(partial)
-            saved = read_json(partial / STATE_FILE)
-            check_ranks(partial, saved)
-            finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
+            finish(partial, final, read_state(partial).ranks_here)
             recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):

@@ -23,8 +23,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writer
+from dsreason.checkpoints.checkpoint import make_partial_folder, state_writer
 from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
+from dsreason.checkpoints.state import TrainerState
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush

@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import read_state
-from dsreason.checkpoints.checkpoint_folder import check_sizes
+from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
 from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.engine import full_parameters
@@ -208,16 +207,16 @@ def export_checkpoint(
         source: folder of the base model, where it is no longer the one that the checkpoint names.
         scores: of evaluations, for the model card.
     """
-    saved = read_state(checkpoint)
+    saved = read_checkpoint(checkpoint)
     check_sizes(checkpoint)
-    dtype = saved["precision"] if dtype == "auto" else dtype
+    dtype = saved.precision if dtype == "auto" else dtype
     run = checkpoint.absolute().parent.parent
     return write_model_folder(
         checkpoint_tensors(checkpoint, saved),
-        source or Path(saved["state"]["model_path"]),
+        source or Path(saved.state.model_path),
         output,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        card=model_card(run, saved["state"]["step"], dtype=dtype, scores=scores),
+        card=model_card(run, saved.state.step, dtype=dtype, scores=scores),
         on_tensor=on_tensor,
     )
