@@ -8,8 +8,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
-from dsreason.checkpoints.state import TrainerState
 from dsreason.job.ranks import World
 
 

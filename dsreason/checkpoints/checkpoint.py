@@ -21,6 +21,10 @@ from deepspeed.checkpoint import ds_to_universal
 
 from dsreason.checkpoints.checkpoint_folder import (
     SAVING,
+    STATE_FILE,
+    Parameter,
+    SavedRun,
+    TrainerState,
     as_save_error,
     check_sizes,
     check_written,
@@ -34,7 +38,6 @@ from dsreason.checkpoints.checkpoint_folder import (
 )
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
-from dsreason.checkpoints.state import STATE_FILE, Parameter, SavedRun, TrainerState
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
@@ -62,19 +65,7 @@ def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, wo
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
     write_rng_state = take_rng_state(world.device)
-    described = asdict(describe(engine, state, world))
-
-    def write() -> None:
-        if world.is_first_of_folder:
-            write_json(partial / STATE_FILE, described)
-        with draft_of(partial / rng_file(world.rank), durable=True) as draft:
-            write_rng_state(draft)
-
-    return write
-
-
-def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> SavedRun:
-    return SavedRun(
+    saved = SavedRun(
         state=state,
         world_size=world.size,
         ranks=list(world.ranks_here),
@@ -83,6 +74,15 @@ def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> Save
         versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
         parameters=describe_parameters(engine),
     )
+    described = asdict(saved)  # now: the state goes on changing
+
+    def write() -> None:
+        if world.is_first_of_folder:
+            write_json(partial / STATE_FILE, described)
+        with draft_of(partial / rng_file(world.rank), durable=True) as draft:
+            write_rng_state(draft)
+
+    return write
 
 
 def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:

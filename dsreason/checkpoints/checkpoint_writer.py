@@ -24,8 +24,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import make_partial_folder, state_writer
-from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
-from dsreason.checkpoints.state import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush

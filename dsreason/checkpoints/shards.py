@@ -16,8 +16,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import check_written
-from dsreason.checkpoints.state import SavedRun
+from dsreason.checkpoints.checkpoint_folder import SavedRun, check_written
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
 from dsreason.job.launch import environment

@@ -39,8 +39,8 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
     """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
-    from dsreason.checkpoints.state import TrainerState
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
     from dsreason.models.load import load_processor

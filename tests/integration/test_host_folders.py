@@ -48,7 +48,7 @@ def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
 def save_and_resume(folder: str) -> list[list[str]]:
     """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
-    from dsreason.checkpoints.state import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
 
     world, files = own_host(folder), []

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
-from dsreason.checkpoints.state import TrainerState
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import default_output_dir, write_run_config

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder
+from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, read_state
 from dsreason.checkpoints.export import export_engine
-from dsreason.checkpoints.state import read_state
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
 from dsreason.train.common.opening import C, Run

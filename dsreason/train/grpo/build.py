@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.state import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from dsreason.checkpoints.checkpoint_folder import (
+    SavedRun,
+    TrainerState,
     check_sizes,
     check_written,
     choose_checkpoint,
@@ -31,7 +33,6 @@ from dsreason.checkpoints.checkpoint_folder import (
 from dsreason.checkpoints.export import parse_size, with_dtype, write_model_folder
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import checkpoint_tensors
-from dsreason.checkpoints.state import SavedRun, TrainerState
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from tests.disks import set_read_only, small_disk
 from tests.unit.checkpoints.made_folders import make_export

@@ -14,11 +14,17 @@ import pytest
 import torch
 
 from dsreason.checkpoints.checkpoint import make_universal
-from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint, recover
+from dsreason.checkpoints.checkpoint_folder import (
+    TrainerState,
+    check_sizes,
+    choose_checkpoint,
+    read_checkpoint,
+    read_state,
+    recover,
+)
 from dsreason.checkpoints.export import export_checkpoint
 from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
-from dsreason.checkpoints.state import TrainerState, read_state
 from dsreason.errors import CheckpointError
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
