@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,10 +12,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dsreason
-from dsreason.config.output import CONFIG_FILE
+from dsreason.config.output import run_record
 from dsreason.monitor.metrics import read_lines
-
-log = logging.getLogger(__name__)
 
 CARD = "README.md"
 TAG = "dsreason"
@@ -46,7 +42,7 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
     A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
     the card of that export.
     """
-    record = read_record(run)
+    record = run_record(run) or {}
     config = record.get("config", {})
     bases, datasets = origins(config)
     validated = validation_metrics(run / "metrics.jsonl", step)
@@ -91,19 +87,6 @@ def body(name: str, facts: dict[str, str], validated: dict[str, float], scores: 
 
 def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def read_record(run: Path) -> dict[str, Any]:
-    """`config.json` of a run; empty where it has none."""
-    file = run / CONFIG_FILE
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # weights are worth more than their card
-        log.warning("%s: cannot be read (%s); the model card leaves it out", file, error)
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else {}
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
