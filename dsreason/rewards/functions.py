@@ -26,16 +26,6 @@ REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 
 
-def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Marks a plain reward for which a call beyond the time limit is worth this much, instead of an end to the run."""
-
-    def mark(function: Callable[..., float]) -> Callable[..., float]:
-        vars(function)["score_on_timeout"] = score
-        return function
-
-    return mark
-
-
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
     """The reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
@@ -46,8 +36,8 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     target, _, attribute = name.partition(":")
     what = f'reward "{name}"'
     if name in BUILT_IN:
-        module, attribute = import_module(f"dsreason.rewards.{BUILT_IN[name]}", what, [*BUILT_IN], ADVICE), name
-    elif target.endswith(".py") or "/" in target:
+        return _with_options(BUILT_IN[name], dict(options or {}), name)
+    if target.endswith(".py") or "/" in target:
         module = import_file(Path(target).expanduser(), what)
     else:
         module = import_module(target, what, [*BUILT_IN], ADVICE)

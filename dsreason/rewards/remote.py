@@ -18,14 +18,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationError
 
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.problems import first_problem
 from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
 PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
 """cosmos-rl's names of the environment variables, the new and the old ones."""
+
+
+class Answer(BaseModel):
+    scores: dict[str, list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]] = Field(min_length=1)
 
 
 class _Retry(Exception):
@@ -186,35 +192,24 @@ class RemoteReward:
 
     def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
         try:
-            found = json.loads(answer)
-        except ValueError:
-            self._fail(ids, f"the response is not JSON: {self._quoted(answer.decode(errors='replace'))}")
-        scores = found.get("scores") if isinstance(found, dict) else None
-        if not isinstance(scores, dict) or not scores:
-            queue = ""
-            if isinstance(found, dict) and "uuid" in found:
-                queue = (
-                    " (a uuid: cosmos-rl's queue for generated media, where scores are fetched later, is not supported)"
-                )
+            scores = Answer.model_validate_json(answer).scores
+        except ValidationError as error:
+            place = error.errors()[0]["loc"]
+            if len(place) == 3 and int(place[2]) < len(ids):  # scores, name, number
+                ids = [ids[int(place[2])]]
+            queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"
             self._fail(
-                ids, f'the response has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
+                ids,
+                f'the response is not {{"scores": {{name: [number]}}}}: {self._quoted(first_problem(error))} in '
+                f"{self._quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
             )
         missing = [name for name in names if name not in scores]
         if missing:
             self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
         for name, values in scores.items():
-            self._check(name, values, ids)
-        return {name: [float(value) for value in values] for name, values in scores.items()}
-
-    def _check(self, name: str, values: Any, ids: Sequence[str]) -> None:
-        if not isinstance(values, list) or len(values) != len(ids):
-            got = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
-            self._fail(ids, f'score "{self._quoted(name)}": {got} for {len(ids)} completions')
-        for value, sample_id in zip(values, ids, strict=True):
-            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                self._fail(
-                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is not a finite number'
-                )
+            if len(values) != len(ids):
+                self._fail(ids, f'score "{self._quoted(name)}": {len(values)} numbers for {len(ids)} completions')
+        return scores
 
     def _listed(self, names: Iterable[str]) -> str:
         return self._quoted(", ".join(sorted(names)))

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_grpo import GRPOConfig, RewardConfig
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError
 from dsreason.rewards.functions import REMOTE, reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.remote import RemoteReward
@@ -64,10 +63,6 @@ class Scorer:
         self.names, self.weights = list(functions), list(functions.values())
         self.labels = reward_labels(self.names)
         options = options or {}
-        if not self.names:
-            raise ConfigError("reward.functions is empty: name at least one reward")
-        if unknown := options.keys() - set(self.names):
-            raise ConfigError(f"options for {', '.join(sorted(unknown))}, which reward.functions does not name")
         labelled = list(zip(self.names, self.labels, strict=True))
         self._local = [(name, label) for name, label in labelled if not name.startswith(REMOTE)]
         self._served = {name.removeprefix(REMOTE): label for name, label in labelled if name.startswith(REMOTE)}

@@ -136,19 +136,25 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"<html>", "not JSON: <html>"),
-        ([1], 'no {"scores"'),
-        ({"scores": [1, 2]}, 'no {"scores"'),
-        ({"scores": {}}, 'no {"scores"'),
+        (b"<html>", "in <html>"),
+        ([1], 'not {"scores"'),
+        ({"scores": [1, 2]}, "scores is [1, 2]: "),
+        ({"scores": {}}, "at least 1 item"),
         ({"uuid": "1"}, "cosmos-rl's queue"),
-        ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
+        ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid array"),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
-        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is not a finite number'),
-        ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
-        ({"scores": {"a": [True, 1]}}, "True is not a finite number"),
+        (
+            {"scores": {"a": [1, None]}},
+            'sample "1": the response is not {"scores": {name: [number]}}: scores.a.1 is None',
+        ),
+        (
+            {"scores": {"a": [float("nan"), 1]}},
+            'sample "0": the response is not {"scores": {name: [number]}}: scores.a.0 is nan',
+        ),
+        ({"scores": {"a": [True, 1]}}, "scores.a.0 is True: input should be a valid number"),
         ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
-        ({"scores": {"a": [1, TOKEN]}}, "'***' is not a finite number"),
-        ({TOKEN: TOKEN}, 'no {"scores"'),
+        ({"scores": {"a": [1, TOKEN]}}, "scores.a.1 is '***': input should be a valid number"),
+        ({TOKEN: TOKEN}, 'scores is missing in {"***": "***"}'),
     ],
 )
 def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answer, text):

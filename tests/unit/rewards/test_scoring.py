@@ -262,13 +262,6 @@ def test_an_import_that_takes_too_long_or_dies_is_an_error(tmp_path):
         score({str(tmp_path / "dead.py"): 1.0}, workers=1)
 
 
-def test_no_function_and_options_for_no_function_are_config_errors():
-    with pytest.raises(ConfigError, match="empty"):
-        Scorer({})
-    with pytest.raises(ConfigError, match="options for format"):
-        Scorer({"gsm8k": 1.0}, options={"format": {"pattern": "x"}})
-
-
 def test_a_sample_that_cannot_be_sent_is_named(file):
     with pytest.raises(RewardError, match='sample "9"'):
         score({f"{file}:length": 1.0}, completions=["a"], samples=[Sample("9", [], meta={"f": lambda: 0})])
