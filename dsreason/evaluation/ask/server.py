@@ -20,7 +20,7 @@ from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.problems import nearest
+from dsreason.problems import first_problem, nearest
 from dsreason.rollout.protocol import Sampling
 
 CHECK_SECONDS = 20.0
@@ -258,12 +258,6 @@ def reason(error: openai.APIConnectionError) -> str:
     if isinstance(error, openai.APITimeoutError):
         return "it takes too long; see server.time_limit"
     return f"{error.__cause__ or error}" or type(error.__cause__).__name__
-
-
-def first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
 
 
 def abbreviated(names: Sequence[str]) -> str:

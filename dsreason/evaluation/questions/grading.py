@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 from dsreason.answers.correct import is_same
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.text import split_response
 from dsreason.answers.types import AnswerType, Parsed
-from dsreason.evaluation.questions.similarity import Overlap, Similarity
+from dsreason.evaluation.questions.similarity import Similarity, overlap
 from dsreason.evaluation.types import Question
 from dsreason.rewards.scoring import Scorer
 
@@ -81,7 +80,7 @@ class Grader:
         scores: dict[str, float] = {}
         if kind == "free_text" and not compat:
             reference = split_response(question.answer).answer
-            scores = self._overlap.scores(parsed.answer, reference)
+            scores = overlap(parsed.answer, reference)
             if self._similarity is not None:
                 scores["similarity"] = self._similarity.cosine(parsed.answer, reference)
         if self._scorer is not None:
@@ -90,7 +89,3 @@ class Grader:
             scores[self._scorer.labels[0]] = value
             is_correct = is_correct if compat else value >= PASS
         return Graded(parsed, is_correct, scores)
-
-    @cached_property
-    def _overlap(self) -> Overlap:
-        return Overlap()
