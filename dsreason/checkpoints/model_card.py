@@ -20,9 +20,7 @@ TAG = "dsreason"
 TASK = "image-text-to-text"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".toml", ".yaml")
-LICENSE = """\
-This card names no license. That is for the owner to decide, and to add here and in the header as `license:`; the licenses of
-the base model and of the data sets bind as well."""
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
 @dataclass(frozen=True)
@@ -68,25 +66,8 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body(name, facts, validated, scores)}"))
-
-
-def body(name: str, facts: dict[str, str], validated: dict[str, float], scores: Sequence[Score]) -> str:
-    lines = [f"# {name}", "", "A vision-language model that was trained with dsreason.", "", "## Training", ""]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {cell(value)} |" for key, value in facts.items())]
-    rows = [f"| {key} | {value:.4g} |" for key, value in validated.items()]
-    rows += [
-        f"| accuracy, {cell(one.dataset)} ({one.answer_type}), {one.count} questions | {one.value:.4g} |"
-        for one in scores
-    ]
-    if rows:
-        lines += ["", "## Scores", "", "`val/…` are measured during training on rows that were held out of it.", ""]
-        lines += ["| | |", "|---|---|", *rows]
-    return "\n".join([*lines, "", "## License", "", LICENSE, ""])
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    card = ModelCard.from_template(data, str(TEMPLATE), name=name, facts=facts, validated=validated, scores=scores)
+    return f"{card}\n"
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:

@@ -208,11 +208,11 @@ class Evaluation:
         size = self.answering.batch_size
         if size is None:
             asked = [question for question in questions if not question.problem and question.id not in kept]
-            return [asked] if self.answering.any_rank(bool(asked)) else []
+            return [asked] if any(self.answering.in_step(bool(asked))) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
         missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
-        return missing + [[]] * (self.answering.max_over_ranks(len(missing)) - len(missing))
+        return missing + [[]] * (max(self.answering.in_step(len(missing))) - len(missing))
 
     def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
         """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
@@ -220,7 +220,7 @@ class Evaluation:
         place = {question.id: i for i, question in enumerate(batch)}
         pending = list(batch)
         for attempt in range(last + 1):
-            if not self.answering.any_rank(bool(pending)):
+            if not any(self.answering.in_step(bool(pending))):
                 return
             unread = []
             requests = [
@@ -278,21 +278,20 @@ def check_server_answers(
 
     Questions that were not sent to it say nothing about it.
     """
-    failed: list[tuple[Request, Reply]] = []
+    num_failed, last = 0, ""
     for request, reply in replies:
         yield request, reply
         if reply.error is None:
             yield from replies
             return
         if reply.sent:
-            failed.append((request, reply))
+            num_failed, last = num_failed + 1, f"{request.question.id}: {reply.error}"
         else:
             num_asked -= 1
-        if failed and len(failed) >= min(num_asked, MIN_FAILURES):
-            request, reply = failed[-1]
+        if num_failed and num_failed >= min(num_asked, MIN_FAILURES):
             raise ConfigError(
-                f"server.url ({url}): none of the first {len(failed)} questions got an answer, such as "
-                f"{request.question.id}: {reply.error}; correct the server or its address, and the same command asks again"
+                f"server.url ({url}): none of the first {num_failed} questions got an answer, such as "
+                f"{last}; correct the server or its address, and the same command asks again"
             )
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import httpx2
 
 LONGEST_PAUSE = 30.0
-MAX_ANSWER_BYTES = 64 * 2**20
 PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
 """cosmos-rl's names of the environment variables, the new and the old ones."""
 
@@ -169,8 +168,6 @@ class RemoteReward:
         answer = bytearray()
         for part in response.iter_bytes():
             answer += part
-            if len(answer) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
         return bytes(answer)
