@@ -32,3 +32,9 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """The candidate most like `word`, or None where none is alike: `nearest("temprature", ["temperature"])`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 5 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

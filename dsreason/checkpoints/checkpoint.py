@@ -1,8 +1,6 @@
 """Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
 
-<folder>/step_N/    DeepSpeed's files (one set a rank), trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
-<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
-<folder>/step_N/universal/  made when first resumed on another number of ranks
+Their folder is described in `checkpoint_folder`; `step_N/universal/` is made when first resumed on another number of ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
+from dsreason.problems import shortened
 
 UNIVERSAL = "universal"
 
@@ -155,7 +154,7 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
         "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
         "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
     }
-    found = [f"{what}: {shorten(names)}" for what, names in differences.items() if names]
+    found = [f"{what}: {shortened(sorted(names))}" for what, names in differences.items() if names]
     if found:
         raise CheckpointError(
             f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
@@ -168,11 +167,6 @@ def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
         raise CheckpointError(
             f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON it had"
         )
-
-
-def shorten(names: set[str], most: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:

@@ -1,6 +1,6 @@
 """The folders of checkpoints: which are complete, and how they get and lose their names. Nothing here needs torch.
 
-<folder>/step_N/            a checkpoint
+<folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
 <folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
 <folder>/.saving_step_N/    one that is being written; `recover` looks at what a killed run left
 """
@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
-from dsreason.problems import first_problem
+from dsreason.problems import first_problem, shortened
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
@@ -193,9 +193,8 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
     """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
     if missing := unwritten(folder, ranks):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{folder}: has no {', '.join(missing[:3])}{more}: the {world_size} ranks of this run wrote to folders of "
+            f"{folder}: has no {shortened(missing)}: the {world_size} ranks of this run wrote to folders of "
             f"several hosts; {advice}"
         )
 

@@ -78,7 +78,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
             *(absent[0].id, absent[0].problem),
         )
     with (
-        build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
+        Grader(config.evaluation) as grader,  # before the engine, whose start takes longer than to find a mistake in it
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
@@ -144,11 +144,6 @@ def check_stored(folder: Path, questions: Sequence[Question]) -> None:
 def stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
     files = [result_file(folder, dataset, video_id) for dataset, video_id in clips]
     return {result.id for file in files if file.exists() for result in read_file(file)}
-
-
-def build_grader(config: EvalConfig) -> Grader:
-    given = config.evaluation
-    return Grader(given.answer_type, given.parser, similarity_model=given.similarity_model, scorer=given.scorer)
 
 
 def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
 
+from dsreason.config.schema_grpo import RemoteRewardConfig
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
@@ -50,20 +50,24 @@ class _Retry(Exception):
         self.wait = wait
 
 
-@dataclass(frozen=True)
 class RemoteReward:
-    """A reward server. `time_limit` is for one request of at most `batch_size` completions, `retries` come on top."""
+    """A reward server. What the configuration does not say comes from the environment, the token from there alone.
 
-    url: str = field(repr=False)
-    token: str | None = field(default=None, repr=False)
-    batch_size: int = 64
-    concurrency: int = 4
-    time_limit: float = 60.0
-    retries: int = 4
-    pause: float = 1.0
-    """Seconds before the first retry; doubled for every further one."""
+    Read are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same with `WFM_REWARD_`.
 
-    def __post_init__(self) -> None:
+    Args:
+        pause: seconds before the first retry; doubled for every further one.
+    """
+
+    def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
+        self.config, self.pause = config, pause
+        self.url, self.token = config.url or _variable("URL") or _variable("ENQUEUE_URL") or "", _variable("TOKEN")
+        self.time_limit = config.time_limit or _seconds(_variable("ENQUEUE_TIMEOUT_S") or "60")
+        if not self.url:
+            raise ConfigError(
+                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
+                "or reward.remote.url"
+            )
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
             raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
         if "@" in urlsplit(self.url).netloc:
@@ -72,24 +76,6 @@ class RemoteReward:
             raise ConfigError(
                 "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
             )
-
-    @classmethod
-    def from_environment(cls, **settings: Any) -> RemoteReward:
-        """Address, token and time limit from `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`.
-
-        The same with `WFM_REWARD_` is read too. `settings` win.
-        """
-        url = _variable("URL") or _variable("ENQUEUE_URL")
-        settings = {"url": url, "token": _variable("TOKEN"), **settings}
-        if not settings["url"]:
-            raise ConfigError(
-                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
-                "or reward.remote.url"
-            )
-        seconds = _variable("ENQUEUE_TIMEOUT_S")
-        if seconds is not None:
-            settings.setdefault("time_limit", _seconds(seconds))
-        return cls(**settings)
 
     @property
     def place(self) -> str:
@@ -102,9 +88,11 @@ class RemoteReward:
     ) -> dict[str, list[float]]:
         """Every score that the server gives, `names` at least, for `completions[i]` as an answer to `samples[i]`."""
         pairs = list(zip(completions, samples, strict=True))
-        batches = [pairs[first : first + self.batch_size] for first in range(0, len(pairs), self.batch_size)]
+        batches = [
+            pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)
+        ]
         stop = threading.Event()
-        with ThreadPoolExecutor(self.concurrency) as executor:
+        with ThreadPoolExecutor(self.config.concurrency) as executor:
             running = [executor.submit(self._score_batch, batch, names, stop) for batch in batches]
             try:
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -138,12 +126,12 @@ class RemoteReward:
     ) -> dict[str, list[float]]:
         ids = [sample.id for _, sample in batch]
         body = _body(batch)
-        for attempt in range(self.retries + 1):
+        for attempt in range(self.config.retries + 1):
             try:
                 return self._parsed(self._post(body, ids), ids, names)
             except _Retry as error:
                 pause = min(max(self.pause * 2**attempt, error.wait), LONGEST_PAUSE)
-                if attempt == self.retries:
+                if attempt == self.config.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
                 if stop.wait(pause):
                     self._fail(ids, "cancelled, since another request failed", cause=error)

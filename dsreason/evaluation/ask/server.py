@@ -20,7 +20,7 @@ from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.problems import first_problem, nearest
+from dsreason.problems import first_problem, nearest, shortened
 from dsreason.rollout.protocol import Sampling
 
 CHECK_SECONDS = 20.0
@@ -158,7 +158,7 @@ class ServerAnswerer:
     def _only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
-        found = f"it has {abbreviated(self.listed)}" if self.listed else "it does not say which models it has"
+        found = f"it has {shortened(self.listed, LISTED)}" if self.listed else "it does not say which models it has"
         raise self._failed(f"set server.model to the model that shall answer; {found}")
 
     def _refusal(self, error: openai.APIStatusError) -> ConfigError:
@@ -171,7 +171,9 @@ class ServerAnswerer:
             )
         near = nearest(self.model, self.listed)
         has = (
-            f" It has {abbreviated(self.listed)}" + (f"; did you mean {near}?" if near else ".") if self.listed else ""
+            f" It has {shortened(self.listed, LISTED)}" + (f"; did you mean {near}?" if near else ".")
+            if self.listed
+            else ""
         )
         return self._failed(
             f"the server has no model {self.model!r}, or no chat at this address ({said}); correct server.model or "
@@ -253,8 +255,3 @@ def reason(error: openai.APIConnectionError) -> str:
     if isinstance(error, openai.APITimeoutError):
         return "it takes too long; see server.time_limit"
     return f"{error.__cause__ or error}" or type(error.__cause__).__name__
-
-
-def abbreviated(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -19,7 +19,7 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
-from dsreason.rewards.scoring import Scorer, open_scorer
+from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
@@ -81,7 +81,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             stack,
             engine=engine,
             sampler=sampler,
-            scorer=stack.enter_context(open_scorer(config)),
+            scorer=stack.enter_context(Scorer(config.reward)),
             metrics=metrics,
             state=state,
             total_steps=order.num_steps * config.grpo.optimizer_steps_per_rollout,
