@@ -125,7 +125,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
 
 
 def check_files(path: Path, world: World) -> None:
-    """Sizes of all files, that none is missing which other hosts have kept, and that this rank can read its own."""
+    """Sizes of all files, that none is missing which was written on other hosts, and that this rank can read its own."""
     with errors_on_all_ranks():
         check_sizes(path)
         saved = read_checkpoint(path)
@@ -136,7 +136,7 @@ def check_files(path: Path, world: World) -> None:
 
 
 def check_parts(path: Path, size: int, world: World) -> None:
-    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
+    """Refuse a folder that lacks what was written on other hosts: this rank's own files, or any on another number of ranks."""
     needed = [world.rank] if size == world.size else range(size)
     advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
     check_written(path, size, needed, advice)

@@ -191,7 +191,7 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
 
 
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
-    """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
+    """CheckpointError with `advice` where the folder lacks what these ranks have written on other hosts."""
     if missing := unwritten(folder, ranks):
         raise CheckpointError(
             f"{folder}: has no {shortened(missing)}: the {world_size} ranks of this run wrote to folders of "

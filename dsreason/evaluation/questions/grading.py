@@ -48,7 +48,7 @@ class Grader:
 
     Raises:
         ConfigError: the similarity model or, on entering, the scorer cannot be loaded.
-        RewardError: when the scorer raises or returns no number; the text names it and the sample.
+        RewardError: when the scorer raises or returns something else than a number; the text names it and the sample.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:
