@@ -121,16 +121,15 @@ def write_weights(
         save_file(shard, unnamed, metadata={"format": "pt"})
         shutil.copymode(output / "config.json", unnamed)  # of safetensors' files only their owner may read
         shard.clear()  # or it would live on while the next one fills
-    if len(shards) == 1:
-        (output / "shard_1").rename(output / "model.safetensors")
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{part}.safetensors"
         (output / f"shard_{number}").rename(output / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def cut_shards(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -70,29 +71,24 @@ class Scorer:
         calls = [Call(number, *pair) for number in range(len(self._local)) for pair in pairs]
         results = self._pool.run(calls)
         values = {label: np.zeros(len(pairs)) for label in self.labels}
-        sums: dict[str, tuple[float, int]] = {}
+        metrics: dict[str, list[float]] = defaultdict(list)
         for position, (call, result) in enumerate(zip(calls, results, strict=True)):
             _, label = self._local[call.function]
             values[label][position % len(pairs)] = result.score
             for name, value in result.metrics.items():
-                _add(sums, f"{label}/{name}", [value])
+                metrics[f"{label}/{name}"].append(value)
         if self._remote is not None:
             for name, scores in self._remote.score(completions, samples, list(self._served)).items():
                 if name in self._served:
                     values[self._served[name]][:] = scores
                 else:  # scores that no function is named after are metrics
-                    _add(sums, f"remote/{name}", scores)
+                    metrics[f"remote/{name}"] += scores
         total = sum(
             (w * values[label] for w, label in zip(self.weights, self.labels, strict=True)), np.zeros(len(pairs))
         )
-        return Scores(total, values, sums)
+        return Scores(total, values, {name: (sum(found), len(found)) for name, found in metrics.items()})
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:
     """The server of the rewards named `remote:…`, where there are any. No request is made."""
     return RemoteReward(config.remote) if any(name.startswith(REMOTE) for name in config.functions) else None
-
-
-def _add(sums: dict[str, tuple[float, int]], name: str, values: Sequence[float]) -> None:
-    total, count = sums.get(name, (0.0, 0))
-    sums[name] = (total + sum(values), count + len(values))
