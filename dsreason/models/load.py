@@ -24,6 +24,7 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.patch import patch
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
+from dsreason.problems import shortened
 from dsreason.secrets import without_credentials
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }
-    lines = [f"  {len(names)} {kind}: {shorten(names)}" for kind, names in problems.items() if names]
+    lines = [f"  {len(names)} {kind}: {shortened(names, 8)}" for kind, names in problems.items() if names]
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in found})
@@ -302,11 +303,6 @@ def check_tied(weights: Weights, stored: dict[str, str]) -> None:
                 f"{weights.folder}: config.json says tie_word_embeddings = true, but {name} differs from {embedding}; "
                 "set it to false to keep both"
             )
-
-
-def shorten(names: list[str], count: int = 8) -> str:
-    more = f", … ({len(names) - count} more)" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def map_parameters(model: nn.Module, weights: Weights) -> None:
