@@ -170,11 +170,11 @@ def check(config: EvalConfig) -> None:
     """Raise user-fixable errors before ranks start."""
     with quick_imports():
         from dsreason.evaluation.ask.answerers import check_model
+        from dsreason.evaluation.questions.grading import Grader
         from dsreason.evaluation.questions.questions import load_questions
-        from dsreason.evaluation.run import build_grader
 
     load_questions(config)
-    with build_grader(config):
+    with Grader(config.evaluation):
         check_model(config)
 
 

@@ -26,9 +26,10 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample
 from dsreason.evaluation.ask.answerers import Answering
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
+from dsreason.evaluation.questions.grading import Grader
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import find_run, read_run
-from dsreason.evaluation.run import Evaluation, build_grader
+from dsreason.evaluation.run import Evaluation
 from dsreason.models.load import open_encoder
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine
@@ -364,7 +365,7 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     engine.calls, engine.rows = [], []
     engine.load(VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
-    with build_grader(config) as grader:
+    with Grader(config.evaluation) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
         first = next(answers)
         assert [result.id for result in read_run(find_run(tmp_path))] == [first.id]

@@ -95,8 +95,8 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
     there = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
     if name in PUBLISHED and name not in there:
         advice = "`dsreason data fetch` downloads it"
-    elif meant := nearest(name, [*there, *PUBLISHED]):
-        advice = f"did you mean {meant}?"
+    elif near := nearest(name, [*there, *PUBLISHED]):
+        advice = f"did you mean {near}?"
     else:
         advice = "check datasets and data_dir"
     raise DataError(

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config

@@ -11,8 +11,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
-from dsreason.checkpoints.checkpoint import check_stage, read_state
-from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint
+from dsreason.checkpoints.checkpoint import check_stage
+from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
@@ -62,7 +62,7 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
     """
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
-        saved = read_state(checkpoint)
+        saved = read_checkpoint(checkpoint)
         check_sizes(checkpoint)
         check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
     return checkpoint

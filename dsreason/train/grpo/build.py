@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
@@ -19,7 +19,7 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
-from dsreason.rewards.scoring import Scorer, open_scorer
+from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
@@ -74,7 +74,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             engine=engine,
             settings=engine_settings(config, world),
             state=state,
-            scorer=open_scorer(config),
+            scorer=Scorer(config.reward),
             bucket_mb=config.rollout.sync_bucket_mb,
             total_steps=order.num_steps * config.grpo.optimizer_steps_per_rollout,
         )

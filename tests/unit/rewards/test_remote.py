@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rewards.scoring import Scorer, open_scorer
+from dsreason.rewards.scoring import Scorer
 
 TOKEN = "very-secret-token"
 MESSAGES = [
@@ -68,6 +68,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
     server = Server()
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -77,8 +78,9 @@ def server(monkeypatch) -> Iterator[Server]:
     thread.join()
 
 
-def remote(server: Server, **settings: Any) -> RemoteReward:
-    return RemoteReward(server.url, TOKEN, **{"pause": 0.01, "retries": 2, **settings})
+def remote(server: Server, *, pause: float = 0.01, **settings: Any) -> RemoteReward:
+    config = RemoteRewardConfig.model_validate({"url": server.url, "retries": 2, **settings})
+    return RemoteReward(config, pause=pause)
 
 
 def test_a_request_has_everything_and_the_token_in_its_header(server):
@@ -118,7 +120,7 @@ def test_pauses_double(server):
 def test_a_server_that_is_not_there_is_named(server):
     server.http.server_close()
     with pytest.raises(RewardError, match=r'127.0.0.1:\d+/score, samples "0" to "1": ConnectError.*refused'):
-        RemoteReward(server.url, retries=1, pause=0.01).score(["x", "y"], SAMPLES[:2])
+        remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
 
 
 def test_a_slow_server_is_given_up(server):
@@ -136,19 +138,25 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"<html>", "not JSON: <html>"),
-        ([1], 'no {"scores"'),
-        ({"scores": [1, 2]}, 'no {"scores"'),
-        ({"scores": {}}, 'no {"scores"'),
+        (b"<html>", "in <html>"),
+        ([1], 'not {"scores"'),
+        ({"scores": [1, 2]}, "scores is [1, 2]: "),
+        ({"scores": {}}, "at least 1 item"),
         ({"uuid": "1"}, "cosmos-rl's queue"),
-        ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
+        ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid array"),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
-        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is not a finite number'),
-        ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
-        ({"scores": {"a": [True, 1]}}, "True is not a finite number"),
+        (
+            {"scores": {"a": [1, None]}},
+            'sample "1": the response is not {"scores": {name: [number]}}: scores.a.1 is None',
+        ),
+        (
+            {"scores": {"a": [float("nan"), 1]}},
+            'sample "0": the response is not {"scores": {name: [number]}}: scores.a.0 is nan',
+        ),
+        ({"scores": {"a": [True, 1]}}, "scores.a.0 is True: input should be a valid number"),
         ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
-        ({"scores": {"a": [1, TOKEN]}}, "'***' is not a finite number"),
-        ({TOKEN: TOKEN}, 'no {"scores"'),
+        ({"scores": {"a": [1, TOKEN]}}, "scores.a.1 is '***': input should be a valid number"),
+        ({TOKEN: TOKEN}, 'scores is missing in {"***": "***"}'),
     ],
 )
 def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answer, text):
@@ -206,7 +214,7 @@ def test_what_is_no_json_is_named(server):
 def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
-    found = RemoteReward.from_environment()
+    found = RemoteReward(RemoteRewardConfig())
     assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
 
 
@@ -225,18 +233,19 @@ def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:
-        RemoteReward.from_environment()
+        RemoteReward(RemoteRewardConfig())
     assert text in str(error.value)
     assert TOKEN not in str(error.value)
 
 
 def test_a_scorer_adds_scores_of_the_server(server):
     server.answer = lambda body: (200, {"scores": {"quality": [0.5] * len(body["answers"]), "words": [1] * 5}})
-    with Scorer({"exact_match": 1.0, "remote:quality": 2.0}, remote=remote(server)) as scorer:
+    config = RewardConfig(functions={"exact_match": 1.0, "remote:quality": 2.0}, remote={"url": server.url})
+    with Scorer(config) as scorer:
         scores = scorer.score(COMPLETIONS, SAMPLES)
     assert scores.total.tolist() == [1, 1, 1, 2, 1]
     assert scores.by_function["quality"].tolist() == [0.5] * 5
-    assert scores.metrics == {"remote/words": 1.0}
+    assert scores.metric_sums == {"remote/words": (5.0, 5)}
 
 
 def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatch):
@@ -248,7 +257,7 @@ def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatc
         "workers": 1,
         "remote": {"url": server.url, "batch_size": 2},
     }
-    with open_scorer(GRPOConfig.model_validate({"reward": reward})) as scorer:
+    with Scorer(GRPOConfig.model_validate({"reward": reward}).reward) as scorer:
         scores = scorer.score(COMPLETIONS, SAMPLES)
     assert scores.total.tolist() == [1.5, 2.0, 2.5, 3.0, 3.5]
     assert len(server.requests) == 3
@@ -257,4 +266,4 @@ def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatc
 
 def test_without_a_score_of_the_server_none_is_needed(monkeypatch):
     monkeypatch.delenv("REMOTE_REWARD_URL", raising=False)
-    open_scorer(GRPOConfig.model_validate({"reward": {"functions": {"format": 1.0}}}))
+    Scorer(RewardConfig(functions={"format": 1.0}))
