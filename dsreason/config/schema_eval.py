@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Set
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field_validator, model_validator
 
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import field_names
@@ -148,14 +149,8 @@ class EvaluationConfig(Section):
     """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
     scorer: str | None = None
     """A function of your own, `package.module:attr` or `file.py:attr`, that grades each answer too."""
-    engine_options: dict[str, Any] = {}
+    engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
-
-    @field_validator("engine_options")
-    @classmethod
-    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        check_owned(options, EVALUATION)
-        return options
 
 
 class GenerationConfig(Section):
