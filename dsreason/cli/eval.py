@@ -15,7 +15,7 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.job.driver import check_gpus
+from dsreason.job.gpu import check_gpus
 
 RECIPE = "eval.toml"
 

@@ -14,7 +14,7 @@ import typer
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.job.driver import check_gpus
+from dsreason.job.gpu import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering

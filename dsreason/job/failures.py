@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
@@ -24,6 +24,8 @@ from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+E = TypeVar("E", bound=BaseException)
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
 """Set by our own launcher only: the folder that ranks write their errors to, for the parent to print."""
@@ -86,7 +88,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def disk_error_as_save_error(error: BaseException) -> BaseException:
+def disk_error_as_save_error(error: E) -> E | SaveError:
     """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error

@@ -110,13 +110,11 @@ def connecting() -> Iterator[None]:
     By a timer: the native code waits as long as a collective may take, and hears of no exception.
     """
 
-    def give_up() -> None:
-        os._exit(launch.report(not_connected(f"nothing for {limit()}")))
-
     if os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), give_up)
+    error = not_connected(f"nothing for {limit()}")
+    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), launch.report_and_exit, [error])
     timer.daemon = True
     timer.start()
     try:

@@ -222,7 +222,7 @@ def from_the_start(activity: str = AT_START) -> Iterator[None]:
 
     def end(first: Failure) -> None:
         if first.rank != own_rank() and not is_failing.is_set():
-            os._exit(launch.report(peer_error(first)))
+            launch.report_and_exit(peer_error(first))
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)

@@ -20,7 +20,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.files.lock import FolderLock
-from dsreason.job.launch import started_by_us
+from dsreason.job.launch import report_and_exit, started_by_us
 from dsreason.job.logs import setup_logs
 from dsreason.job.ranks import (
     World,
@@ -33,7 +33,7 @@ from dsreason.job.ranks import (
 )
 from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
-from dsreason.job.watchdog import Watchdog, report_and_exit
+from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
