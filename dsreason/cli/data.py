@@ -35,21 +35,8 @@ app = typer.Typer(
 SHEET_SAMPLES = 12
 
 
-class Task(StrEnum):
-    benchmark = "benchmark"
-    sft = "sft"
-    rl = "rl"
-
-
-class Dataset(StrEnum):
-    robovqa = "robovqa"
-    av = "av"
-    agibot = "agibot"
-    bridgev2 = "bridgev2"
-    holoassist = "holoassist"
-    robofail = "robofail"
-
-
+Task = StrEnum("Task", ["benchmark", "sft", "rl"])
+Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
 CutDataset = Literal["agibot", "bridgev2", "holoassist"]
 DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[

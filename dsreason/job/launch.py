@@ -305,9 +305,9 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
         environment(_rank_environment(ranks, log_dir, error_dir)),
-        _quiet_agent(),
         forwarded_signals() as received,
     ):
+        logging.disable(logging.CRITICAL)  # the agent repeats failures in its own form, which the parent tells better
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -317,6 +317,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
+        finally:
+            logging.disable(logging.NOTSET)
     return None
 
 
@@ -403,14 +405,3 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Without the agent's log: it repeats failures in its own form, which the parent tells better."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

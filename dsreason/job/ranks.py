@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -187,17 +187,9 @@ def on_rank_zero(call: Callable[[], T]) -> T:
 
     A `DsReasonError` there is raised on every rank, so that none is left waiting.
     """
-    result: T | None = None
-    error: DsReasonError | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = call()
-        except DsReasonError as caught:
-            error = caught
-    result, error = broadcast_object((result, error))
-    if error is not None:
-        raise error
-    return result
+    with errors_on_all_ranks():
+        result = call() if dist.get_rank() == 0 else None
+    return cast(T, broadcast_object(result))
 
 
 def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
