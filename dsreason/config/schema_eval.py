@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, AliasChoices, Field, HttpUrl, ValidationError, field_validator, model_validator
 
 from dsreason.config.engine_options import EVALUATION, check_owned
-from dsreason.config.keys import field_names
+from dsreason.config.keys import aliases
 from dsreason.config.schema import Section, SourceConfig, VisionConfig
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
@@ -69,8 +69,8 @@ class EvalModelConfig(Section):
         if not isinstance(document, dict):
             return document
         once = dict(document)
-        for field, info in cls.model_fields.items():
-            given = [name for name in field_names(field, info) if name in once]
+        for field in cls.model_fields.values():
+            given = [name for name in aliases(field) if name in once]
             if len(given) < 2:
                 continue
             if len({repr(once[name]) for name in given}) > 1:
