@@ -31,17 +31,7 @@ PATTERNS = {
 }
 """Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-VERBOSE_LOGGERS = (
-    "boto3",
-    "botocore",
-    "fsspec",
-    "aiohttp",
-    "urllib3",
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "httpcore2",
-)
+VERBOSE_LOGGERS = ("boto3", "botocore", "fsspec", "aiohttp", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 """Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""
 
 

@@ -30,14 +30,7 @@ import torch.distributed as dist
 
 from dsreason.errors import DsReasonError
 from dsreason.job import hosts, launch
-from dsreason.job.failures import (
-    PEER_EXIT_CODE,
-    Failure,
-    failure_of,
-    last_line,
-    own_rank,
-    peer_error,
-)
+from dsreason.job.failures import PEER_EXIT_CODE, Failure, failure_of, last_line, own_rank, peer_error
 
 log = logging.getLogger(__name__)
 
