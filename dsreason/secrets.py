@@ -29,7 +29,7 @@ PATTERNS = {
     re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
-"""Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
+"""Secrets known by their form or name: tokens of the Hub, wherever they come from, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 VERBOSE_LOGGERS = ("boto3", "botocore", "fsspec", "aiohttp", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 """Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""

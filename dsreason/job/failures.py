@@ -179,25 +179,26 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     }
 
 
-def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
     """The failure that caused the others.
 
     Args:
-        left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
+        reports: what ranks wrote before they ended, also those that the agent had not yet seen fail.
         exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
             agent ends the others with SIGTERM.
     """
-    known = {failure.rank for failure in left}
+    known = {failure.rank for failure in reports}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
-    user_fixable = [failure for failure in left if failure.user_fixable]
-    late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
+    user_fixable = [failure for failure in reports if failure.user_fixable]
+    late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not user_fixable:
         return _together(late, exit_codes)
     # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
     by_signal = [failure for failure in killed if failure.signal]
-    return min(by_signal or user_fixable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+    candidates = by_signal or user_fixable or killed or reports or silent
+    return min(candidates, key=lambda failure: (failure.time, failure.rank))
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:

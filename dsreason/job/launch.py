@@ -323,7 +323,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
 
 
 def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
-    """How ranks end that were told to by signals: they say so, or the signal itself ended them; else it is a failure."""
+    """How ranks end that signals asked to stop: they say so, or the signal itself ended them; else it is a failure."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))

@@ -81,7 +81,7 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def named(self, failure: Failure) -> Failure:
-        """This rank's failure as others tell it."""
+        """This rank's failure in the words of another rank."""
         if failure.user_fixable:
             return failure
         where = f"; its log: {self.log}" if self.log else ":"
@@ -279,7 +279,7 @@ class LifelineServer(threading.Thread):
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """On the monotonic clock; None while nothing has failed, and again once all have been told."""
+        """On the monotonic clock; None while nothing has failed, and again once everyone knows."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 
