@@ -230,7 +230,7 @@ class GRPOConfig(RunConfig):
         if not self.rollout.samples_all_tokens and self.grpo.correction != "none":
             raise ValueError(
                 f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
-                f"({self.grpo.correction}): the engine's probabilities then cover the sampled part of the vocabulary only, and the "
+                f"({self.grpo.correction}): the engine's probabilities then cover a part of the vocabulary only, and the "
                 'correction would be biased; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
             )
         return self
