@@ -33,7 +33,7 @@ class CheckpointError(DsReasonError):
 
 
 class RewardError(DsReasonError):
-    """A reward that raised, did not return a number, took too long or could not be reached; names function and sample."""
+    """A reward that raised, returned no number, took too long or could not be reached; the text names function and sample."""
 
 
 class SaveError(DsReasonError):
