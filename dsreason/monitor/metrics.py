@@ -41,6 +41,15 @@ class Metrics:
         self.close()
 
 
+def open_metrics(
+    output_dir: Path, *, rank: int, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
+) -> Metrics:
+    """The writer on rank 0, one that does nothing on the others. For the arguments see `MetricsWriter`."""
+    if rank != 0:
+        return Metrics()
+    return MetricsWriter(output_dir, resume_step=resume_step, config=config, run_config=run_config)
+
+
 class MetricsWriter(Metrics):
     """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`; every call is on disk when it returns.
 

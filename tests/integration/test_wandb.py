@@ -14,11 +14,11 @@ OFFLINE_RUN = """
 import sys
 from pathlib import Path
 from dsreason.config.schema import MonitorConfig
-from dsreason.monitor.metrics import MetricsWriter
+from dsreason.monitor.metrics import open_metrics
 
 folder, resume_step, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
 config = MonitorConfig(wandb=True, wandb_project="test")
-with MetricsWriter(folder, resume_step=resume_step or None, config=config, run_config={"a": 1}) as metrics:
+with open_metrics(folder, rank=0, resume_step=resume_step or None, config=config, run_config={"a": 1}) as metrics:
     metrics.scalars(step, {"train/loss": 2.5})
     metrics.text(step, "val/answers", "left")
 """

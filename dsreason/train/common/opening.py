@@ -35,7 +35,7 @@ from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
-from dsreason.monitor.metrics import Metrics, MetricsWriter
+from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.rewards.scoring import Scorer
 from dsreason.storage.uploads import Uploader, uploading
@@ -164,10 +164,9 @@ def record_run(opened: OpenedRun[C], state: TrainerState, stack: ExitStack) -> M
     facts = run_facts(opened.world.size) | {"deepspeed": opened.deepspeed, "model_path": model_path}
     on_rank_zero(lambda: write_run_config(opened.output_dir, opened.config, facts))
     opened.uploads.add_not_uploaded(opened.output_dir)
-    if not opened.world.is_main:
-        return Metrics()
-    metrics = MetricsWriter(
+    metrics = open_metrics(
         opened.output_dir,
+        rank=opened.world.rank,
         resume_step=state.step if opened.checkpoint is not None else None,
         config=opened.config.monitor,
         run_config=dump_config(opened.config),

@@ -7,12 +7,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsreason.config.schema import MonitorConfig
-from dsreason.monitor.metrics import Metrics, MetricsWriter
+from dsreason.monitor.metrics import Metrics, open_metrics
 
 
 def open_in(folder: Path, *, resume_step: int | None = None, **monitor: object) -> Metrics:
     config = MonitorConfig(**monitor)
-    return MetricsWriter(folder, resume_step=resume_step, config=config, run_config={"optim": {"lr": 1e-5}})
+    return open_metrics(folder, rank=0, resume_step=resume_step, config=config, run_config={"optim": {"lr": 1e-5}})
 
 
 def lines(folder: Path) -> list[dict]:
@@ -106,3 +106,14 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
     assert shown["tensors"] == ["config/text_summary", "val/answers/text_summary"]
     text = board(tmp_path).Tensors("val/answers/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == "    Q: <video> which way?\n    A: left\n"
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = open_metrics(tmp_path, rank=1, resume_step=None, config=MonitorConfig(), run_config={})
+    assert type(metrics) is Metrics
+    with metrics:
+        metrics.scalars(1, {"train/loss": 1})
+        metrics.text(1, "a", "b")
+        metrics.images(1, "a", [])
+        metrics.histogram(1, "a", np.zeros(1))
+    assert list(tmp_path.iterdir()) == []
