@@ -195,7 +195,6 @@ def inspect(
 
 
 def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
-    """What training data are compared with, by name."""
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}

@@ -190,7 +190,6 @@ class EvalConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all data sets."""
         return (*self.datasets, *(source.dataset for source in self.sources))
 
     @field_validator("datasets", mode="before")
@@ -252,7 +251,6 @@ class EvalConfig(Section):
         return VisionConfig.model_validate(settings)
 
     def workers(self, num_cores: int) -> int:
-        """Workers that decode media."""
         return min(self.evaluation.num_processes or num_cores, num_cores)
 
     def notes(self, num_cores: int) -> list[str]:

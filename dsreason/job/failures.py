@@ -100,7 +100,6 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """This rank's failure."""
     error = disk_error_as_save_error(error)
     if isinstance(error, RankError):
         return error.failure

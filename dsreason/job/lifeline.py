@@ -145,15 +145,12 @@ class Lifeline:
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
 
     def report_log(self, file: str) -> None:
-        """Tell where this rank's log is."""
         self._send({"log": file})
 
     def report_activity(self, activity: str) -> None:
-        """Tell what this rank is doing."""
         self._send({"activity": activity})
 
     def say_goodbye(self) -> None:
-        """Leave in order."""
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
