@@ -35,21 +35,8 @@ app = typer.Typer(
 SHEET_SAMPLES = 12
 
 
-class Task(StrEnum):
-    benchmark = "benchmark"
-    sft = "sft"
-    rl = "rl"
-
-
-class Dataset(StrEnum):
-    robovqa = "robovqa"
-    av = "av"
-    agibot = "agibot"
-    bridgev2 = "bridgev2"
-    holoassist = "holoassist"
-    robofail = "robofail"
-
-
+Task = StrEnum("Task", ["benchmark", "sft", "rl"])
+Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
 CutDataset = Literal["agibot", "bridgev2", "holoassist"]
 DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[
@@ -208,7 +195,6 @@ def inspect(
 
 
 def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
-    """What training data are compared with, by name."""
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}

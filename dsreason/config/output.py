@@ -57,10 +57,10 @@ def check_output_dir(folder: Path, config: RunConfig, resume: str | None) -> Non
     _check_writable(folder)
     check_not_in_use(folder)
     if resume is None:
-        held = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
-        if held:
+        found = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
+        if found:
             raise ConfigError(
-                f"{folder}: holds a run already ({' and '.join(held)}); continue it with --resume auto, "
+                f"{folder}: holds a run already ({' and '.join(found)}); continue it with --resume auto, "
                 "or choose another --output-dir"
             )
         return

@@ -29,7 +29,7 @@ from dsreason.evaluation.report.results import (
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.lock import FolderLock
-from dsreason.job.watchdog import report_and_exit
+from dsreason.job.launch import report_and_exit
 from dsreason.monitor.progress import Advance
 
 log = logging.getLogger(__name__)

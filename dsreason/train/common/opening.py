@@ -23,7 +23,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.files.lock import FolderLock
-from dsreason.job.launch import started_by_us
+from dsreason.job.launch import report_and_exit, started_by_us
 from dsreason.job.logs import setup_logs
 from dsreason.job.ranks import (
     World,
@@ -36,7 +36,7 @@ from dsreason.job.ranks import (
 )
 from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
-from dsreason.job.watchdog import Watchdog, report_and_exit
+from dsreason.job.watchdog import Watchdog
 from dsreason.models.freeze import freeze
 from dsreason.models.load import enable_gradient_checkpointing, load_model
 from dsreason.models.policy import Policy

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
@@ -25,7 +26,7 @@ from dsreason.files.cache import cache_dir
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
-from dsreason.problems import config_error, listed
+from dsreason.problems import config_error, listed, nearest
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def check_deepspeed(config: RunConfig) -> None:
     if error is None:
         return
     problems = [
-        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); correct or remove it"
+        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); {advice(path)}"
         for path, value, cause in rejected_parts(settings)
     ]
     raise config_error(
@@ -103,6 +104,13 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     except Exception as error:  # noqa: BLE001 (of any kind: a wrong type is often an AttributeError)
         return error
     return None
+
+
+def advice(path: tuple[str, ...]) -> str:
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    if path[:1] == ("zero_optimization",) and path[-1] not in known and (near := nearest(path[-1], known)):
+        return f"did you mean {near}?"
+    return "correct or remove it"
 
 
 def error_text(error: Exception) -> str:

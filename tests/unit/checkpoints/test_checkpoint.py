@@ -300,5 +300,5 @@ def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path
 
 
 def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors and 99997 more: the 100000 ranks of this run"):
+    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors, and 99997 more: the 100000 ranks of this run"):
         check_written(tmp_path, 100_000, range(100_000), "copy them")
