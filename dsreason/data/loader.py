@@ -47,34 +47,26 @@ class StepBatches:
     """How long the slowest rank waited for its data workers."""
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that could not be encoded: what a worker returns instead of raising, so that the text stays whole."""
-
-    reason: str
-    too_long: bool
-
-
-def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | BadRow:
-    """`use(sample)` of the row, or where the row is and what is wrong with it."""
+def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
+    """`use(sample)` of the row, or an error that says where the row is; returned, as torch would add a worker's traceback."""
     try:
         sample = dataset[row]
     except DataError as error:  # it names the row
-        return BadRow(str(error), too_long=False)
+        return error
     try:
         return use(sample)
     except DataError as error:
-        return BadRow(f"{dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
+        return type(error)(f"{dataset.location(row)}: {error}")
 
 
-def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | BadRow]:
+def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | DataError]:
     return [read_row(dataset, row, use) for row in rows]
 
 
-def first_fatal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
-    """The reason of the first row that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
+def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
+    """The text of the first error that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
-    return next((row.reason for row in bad if policies[row.too_long] == "error"), None)
+    return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
 class StepLoader:
@@ -184,7 +176,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
     """The rows as micro-batches. An error is a value here, so that its text reaches the ranks whole."""
     found = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in found if isinstance(item, EncodedSample)]
-    bad = [item for item in found if isinstance(item, BadRow)]
+    bad = [item for item in found if isinstance(item, DataError)]
     refused = first_fatal(bad, config)
     if refused is not None:
         return Share([], error=refused)
@@ -197,7 +189,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
         num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
         num_input_tokens=sum(map(len, samples)),
         num_samples=len(samples),
-        skipped=tuple(row.reason for row in bad),
+        skipped=tuple(map(str, bad)),
     )
 
 

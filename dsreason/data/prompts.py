@@ -9,7 +9,7 @@ from functools import partial
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder, prompt_messages
-from dsreason.data.loader import BadRow, decode_ahead, first_fatal, read_rows
+from dsreason.data.loader import decode_ahead, first_fatal, read_rows
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.render import render_prompt
@@ -68,9 +68,9 @@ class PromptLoader:
         for batch in itertools.count(self.start):
             yield self._prompts(batch, next(found))
 
-    def _prompts(self, batch: int, items: list[EncodedPrompt | BadRow]) -> Prompts:
-        bad = [item for item in items if isinstance(item, BadRow)]
-        ranks = self.exchange((first_fatal(bad, self.config), [row.reason for row in bad]))
+    def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
+        bad = [item for item in items if isinstance(item, DataError)]
+        ranks = self.exchange((first_fatal(bad, self.config), [str(error) for error in bad]))
         for error, _ in ranks:  # every rank raises, so that none is left waiting
             if error is not None:
                 raise DataError(error)

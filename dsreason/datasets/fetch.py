@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.datasets.hub import Counter, RemoteFile, download, hub_errors, list_files, size_of
-from dsreason.datasets.processes import Track, untracked
 from dsreason.errors import DataError
 from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import existing_part
+from dsreason.monitor.work import track
 from dsreason.problems import nearest
 
 REPOSITORIES = {
@@ -100,7 +100,7 @@ def plan_fetch(
     )
 
 
-def fetch(plan: Plan, track: Track = untracked) -> None:
+def fetch(plan: Plan) -> None:
     """Download what is missing, and unpack archives of clips.
 
     Raises:

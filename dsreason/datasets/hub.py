@@ -8,18 +8,17 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from threading import Lock
 
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from dsreason.datasets.processes import Advance
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
 """Failed attempts in a row, without a new byte, after which a download gives up."""
@@ -70,13 +69,12 @@ class Counter:
     """Bytes written by all downloads. Once `stopped`, the next write of each ends it."""
 
     def __init__(self, advance: Advance) -> None:
-        self.advance, self.lock, self.stopped = advance, Lock(), False
+        self.advance, self.stopped = advance, False
 
     def __call__(self, count: int) -> None:
         if self.stopped:
             raise CancelledError
-        with self.lock:
-            self.advance(count)
+        self.advance(count)
 
 
 def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: Counter) -> None:

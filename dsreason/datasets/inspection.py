@@ -17,7 +17,7 @@ import numpy as np
 
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset
-from dsreason.datasets.processes import Failure, Track, tracked, untracked
+from dsreason.datasets.processes import tracked
 from dsreason.datasets.row_facts import (
     MediumFacts,
     MediumUse,
@@ -27,6 +27,7 @@ from dsreason.datasets.row_facts import (
     content_hash,
     medium_facts,
 )
+from dsreason.errors import DataError
 
 T = TypeVar("T")
 
@@ -122,7 +123,6 @@ def inspect_data(
     *,
     limit: int | None = None,
     workers: int = 0,
-    track: Track = untracked,
 ) -> Inspection:
     """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
 
@@ -134,14 +134,14 @@ def inspect_data(
     for name, dataset in datasets.items():
         reader = RowReader(dataset, encoder)
         rows = evenly(len(dataset), limit)
-        results = tracked(reader, rows, workers, track, f"reading {name}", "rows")
+        results = tracked(reader, rows, dataset.location, workers, f"reading {name}", "rows")
         found[name] = [
-            UnusableRow(row, f"{dataset.location(row)}: {result.reason}") if isinstance(result, Failure) else result
+            UnusableRow(row, str(result)) if isinstance(result, DataError) else result
             for row, result in zip(rows, results, strict=True)
         ]
     uses = unique(use for facts in found.values() for row in usable(facts) for use in row.media)
-    media = dict(zip(uses, probe(uses, workers, track), strict=True))
-    keys = content_keys(media.values(), workers, track)
+    media = dict(zip(uses, probe(uses, workers), strict=True))
+    keys = content_keys(media.values(), workers)
     return Inspection(
         parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in found.items()},
         overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
@@ -168,21 +168,22 @@ def unique(items: Iterable[T]) -> list[T]:
 # ---------------------------------------------------------------- media
 
 
-def probe(uses: Sequence[MediumUse], workers: int, track: Track) -> list[MediumFacts]:
-    results = tracked(medium_facts, uses, workers, track, "reading media headers", "files")
+def probe(uses: Sequence[MediumUse], workers: int) -> list[MediumFacts]:
+    results = tracked(medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
     return [
-        MediumFacts(use.kind, use.path, problem=result.reason) if isinstance(result, Failure) else result
+        MediumFacts(use.kind, use.path, problem=str(result)) if isinstance(result, DataError) else result
         for use, result in zip(uses, results, strict=True)
     ]
 
 
-def content_keys(media: Iterable[MediumFacts], workers: int, track: Track) -> dict[str, str]:
+def content_keys(media: Iterable[MediumFacts], workers: int) -> dict[str, str]:
     """Path → what the file's content is called. Only files that share their size are read whole."""
     sizes = {facts.path: facts.size for facts in media if facts.problem is None}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
-    hashes = dict(zip(alike, tracked(content_hash, alike, workers, track, "comparing media", "files"), strict=True))
-    return {path: str(hashes.get(path, size)) for path, size in sizes.items()}
+    hashes = tracked(content_hash, alike, str, workers, "comparing media", "files")
+    by_path = dict(zip(alike, hashes, strict=True))
+    return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
 
 
 def media_report(media: Iterable[MediumFacts]) -> MediaReport:

@@ -84,11 +84,8 @@ class RowReader:
     dataset: SampleDataset
     encoder: Encoder | None
 
-    def __call__(self, row: int) -> RowFacts | UnusableRow:
-        try:
-            sample = self.dataset[row]
-        except DataError as error:
-            return UnusableRow(row, str(error))
+    def __call__(self, row: int) -> RowFacts:
+        sample = self.dataset[row]
         return row_facts(row, sample, self._tokens(sample))
 
     def _tokens(self, sample: Sample) -> int | None:
@@ -137,14 +134,11 @@ def short_answer(text: str) -> str | None:
 
 def medium_facts(use: MediumUse) -> MediumFacts:
     """From the file's header; nothing is decoded but a video's first frame."""
-    try:
-        size = local_path(use.path).stat().st_size
-        if use.kind == "image":
-            height, width = probe_image(use.path)
-            return MediumFacts("image", use.path, size, height, width)
-        info = probe_video(use.path)
-    except DataError as error:
-        return MediumFacts(use.kind, use.path, problem=str(error))
+    size = local_path(use.path).stat().st_size
+    if use.kind == "image":
+        height, width = probe_image(use.path)
+        return MediumFacts("image", use.path, size, height, width)
+    info = probe_video(use.path)
     return MediumFacts("video", use.path, size, info.height, info.width, info.duration, info.fps)
 
 

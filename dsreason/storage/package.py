@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,6 @@ from dsreason.errors import CheckpointError, ConfigError
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
 CHECKPOINTS, EXPORTS = "checkpoints", "export"
-
-
-Advance = Callable[[int], None]
-"""Called from several threads with the number of bytes just done."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
 from dsreason.files.disk import sha256_of
 from dsreason.files.s3 import Answer, request
-from dsreason.storage.package import Advance, Package, Sent
+from dsreason.monitor.progress import Advance
+from dsreason.storage.package import Package, Sent
 
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000
