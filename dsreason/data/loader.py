@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,25 +69,22 @@ def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
+@dataclass
 class StepLoader:
     """Iterates over the steps from `start_step` to the last one; the result depends on nothing but seed and step."""
 
-    def __init__(
-        self,
-        dataset: SampleDataset,
-        encoder: Encoder,
-        order: StepOrder,
-        config: SFTConfig,
-        *,
-        exchange: Exchange,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-    ) -> None:
-        self.dataset, self.encoder, self.order, self.config = dataset, encoder, order, config
-        self.exchange, self.rank, self.world_size, self.start_step = exchange, rank, world_size, start_step
-        self.lengths: dict[int, int] = {}  # token count of every row met so far; equal on all ranks
-        self.exchange_seconds = 0.0  # of the current step
+    dataset: SampleDataset
+    encoder: Encoder
+    order: StepOrder
+    config: SFTConfig
+    exchange: Exchange
+    rank: int = 0
+    world_size: int = 1
+    start_step: int = 0
+    lengths: dict[int, int] = field(default_factory=dict, init=False)
+    """Token count of every row met so far; equal on all ranks."""
+    exchange_seconds: float = field(default=0.0, init=False)
+    """Of the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         work = partial(encode_share, self.dataset, self.encoder, self.config)
@@ -162,14 +159,8 @@ class Share:
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
     """Each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
-
-    def measure(row: int) -> int:
-        try:
-            return encoder.measure(dataset[row])
-        except DataError:
-            return 0
-
-    return [(row, measure(row)) for row in rows]
+    found = read_rows(dataset, encoder.measure, rows)
+    return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, found, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, rows: Sequence[int]) -> Share:

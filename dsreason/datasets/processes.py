@@ -45,14 +45,14 @@ def run_tasks(
                 done, result = worker.number, worker.result()
                 number = next(numbers, -1)
                 if number < 0:
-                    worker.stop()
+                    worker.end()
                 else:
                     worker = worker if worker.process.is_alive() else Worker(work, place)
                     running[worker.give(number, tasks[number])] = worker
                 yield done, result
     finally:
         for worker in running.values():
-            worker.process.terminate()
+            worker.end()
 
 
 def tracked(
@@ -92,7 +92,7 @@ class Worker(Generic[T, R]):
     def give(self, number: int, task: T) -> Connection:
         """The end at which the result will arrive."""
         self.number, self.task = number, task
-        self.connection.send((task,))
+        self.connection.send(task)
         return self.connection
 
     def result(self) -> R | DataError:
@@ -104,9 +104,8 @@ class Worker(Generic[T, R]):
             return DataError(f"{self.place(self.task)}: the process that worked on it {reason}")
         return found
 
-    def stop(self) -> None:
-        if self.process.is_alive():
-            self.connection.send(None)  # closing would not reach it: processes forked later hold this end as well
+    def end(self) -> None:
+        self.process.kill()  # closing would not reach it: processes forked later hold this end as well
         self.process.join()
 
 
@@ -118,15 +117,13 @@ def exit_reason(exit_code: int) -> str:
 
 
 def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: Connection, parents: Connection) -> None:
-    """Until the parent sends None, or dies."""
+    """Until the parent ends it, or dies."""
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     torch.set_num_threads(1)  # decoders and tensors: the workers run side by side
     while True:
         try:
-            given = connection.recv()
+            task = connection.recv()
         except EOFError:
             return
-        if given is None:
-            return
-        connection.send(attempt(work, given[0], place))
+        connection.send(attempt(work, task, place))

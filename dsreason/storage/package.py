@@ -34,8 +34,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """Where it lies in the folder of its run: `checkpoints/step_4`."""
-        return f"{self.folder.absolute().parent.name}/{self.folder.absolute().name}"
+        return name_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +46,11 @@ class Package:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
+
+
+def name_of(folder: Path) -> str:
+    """Where it lies in the folder of its run: `checkpoints/step_4`."""
+    return f"{folder.absolute().parent.name}/{folder.absolute().name}"
 
 
 def open_package(folder: Path) -> Package:

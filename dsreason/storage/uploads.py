@@ -30,7 +30,7 @@ from dsreason.files.atomic import write_file
 from dsreason.job.launch import is_first_rank
 from dsreason.monitor.work import track_in_lines
 from dsreason.secrets import hide_secrets
-from dsreason.storage.package import CHECKPOINTS, finished_folders, open_package, written_at
+from dsreason.storage.package import CHECKPOINTS, finished_folders, name_of, open_package, written_at
 from dsreason.storage.storage import place_in, upload
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
-        self._uploaded: dict[Path, int] | None = None  # folder: when what is in storage had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -134,25 +133,27 @@ class Uploader:
 
     def _place(self, folder: Path) -> S3Address | HubAddress:
         assert self.target is not None
-        return place_in(self.target, f"{folder.parent.name}/{folder.name}")
+        return place_in(self.target, name_of(folder))
 
     def _work(self) -> None:
         while (folder := self._queue.get()) is not None:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        if self._uploaded is None:
-            run = folder.parent.parent
-            self._uploaded = {run / name: when for name, when in read_record(run).get(str(self.target), {}).items()}
-        return self._uploaded.get(folder) == written_at(folder)
+        record = read_record(folder.parent.parent).get(str(self.target), {})
+        return record.get(name_of(folder)) == written_at(folder)
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
+        run, target = folder.parent.parent, str(self.target)
+        record = read_record(run)
+        present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
+        try:
+            write_file(run / RECORD, json.dumps(record | {target: present | {name_of(folder): when}}, indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
         with self._lock:
             del self._unfinished[folder]
-            self._uploaded = {one: at for one, at in (self._uploaded or {}).items() if one.is_dir()} | {folder: when}
-            names = {one.relative_to(folder.parent.parent).as_posix(): at for one, at in self._uploaded.items()}
-        write_record(folder.parent.parent, str(self.target), names)
 
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
@@ -186,10 +187,3 @@ def read_record(run: Path) -> dict[str, dict[str, int]]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def write_record(run: Path, target: str, uploaded: dict[str, int]) -> None:
-    try:
-        write_file(run / RECORD, json.dumps(read_record(run) | {target: uploaded}, indent=1) + "\n")
-    except OSError as error:
-        log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)

@@ -123,7 +123,7 @@ def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, worke
     ],
 )
 def test_missing_media_are_told_from_other_reasons(reason: str, missing: bool) -> None:
-    assert UnusableRow(0, reason).is_missing_media is missing
+    assert UnusableRow("", reason).is_missing_media is missing
 
 
 def test_tokens_are_what_encoding_gives(folder: Path, encoder: Encoder) -> None:
