@@ -69,11 +69,11 @@ class PromptLoader:
             if error is not None:
                 raise DataError(error)
         places = range(self.rank, self.order.batch_size, self.world_size)
-        kept = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
+        usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(
             batch=batch,
-            prompts=[prompt for _, prompt in kept],
-            numbers=[place for place, _ in kept],
+            prompts=[prompt for _, prompt in usable],
+            numbers=[place for place, _ in usable],
             skipped=[text for _, texts in ranks for text in texts],
         )
 

@@ -75,7 +75,7 @@ class Source:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # not the row's fault
             raise
-        except Exception as error:  # user code; its traceback is kept as the cause
+        except Exception as error:  # user code; the cause has its traceback
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error

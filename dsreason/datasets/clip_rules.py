@@ -56,7 +56,7 @@ class Cut:
     """A part of a raw video, or of a folder with its frames as images.
 
     `[start, end)` counts frames in the order in which they are shown, from 0, or seconds from the first of them.
-    `total` is the number of frames that the raw video should have, where the name tells it.
+    `total` is the number of frames that the raw video should have, where the name says so.
     """
 
     source: Path

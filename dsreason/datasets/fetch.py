@@ -1,7 +1,7 @@
 """Data sets from the Hugging Face Hub, laid out as `dsreason eval --data` and the adapters read them.
 
 A file `<path>` of the repository becomes `<data_dir>/<task>/<path>`, an archive of clips (`<ds>/clips.tar.gz`,
-`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is not kept. A download that
+`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is removed. A download that
 was cut continues where it was, also in a later call. `.fetched.json` remembers the content (its hash on the Hub) of what
 is complete.
 """

@@ -259,13 +259,13 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
     ):  # PyAV < 18 hides the index
         return False
-    kept, end = 0, 0
+    shown, end = 0, 0
     for entry in stream.index_entries:
-        kept += not entry.is_discard
+        shown += not entry.is_discard
         end = max(end, entry.pos + entry.size)
     if end > size:
         raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
-    return kept == stream.frames == len(stream.index_entries)
+    return shown == stream.frames == len(stream.index_entries)
 
 
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:

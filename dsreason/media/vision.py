@@ -21,7 +21,7 @@ MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
 """Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
 MAX_SETTING = 10**15
-"""Largest of the other settings: up to here a float tells whole numbers apart, and no product below overflows."""
+"""Largest of the other settings: up to here a float represents every whole number, and no product below overflows."""
 
 PART_SETTINGS = frozenset(
     (

@@ -60,7 +60,7 @@ class S3Storage:
         try:
             return request("head_object", address, Key=address.key)
         except StorageError as error:
-            if error.status in (403, 404):  # 403: who may not list a bucket is not told what is missing there
+            if error.status in (403, 404):  # 403: the answer for a missing object to who may not list the bucket
                 return None
             raise
 
