@@ -122,16 +122,12 @@ class Encoder:
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
         """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
-        side = self._limits(kind).factor
+        side, frames = self._limits(kind).factor, self._temporal_patch
+        size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
+        metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
+        planned = PlannedMedium(kind, "", size, self._grid(frames, size), metadata=metadata)
+        loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
-        if kind == "image":
-            planned = PlannedMedium("image", "", (side, side), self._grid(1, (side, side)))
-            loaded: Medium = Image.new("RGB", (side, side))
-        else:
-            frames = self._temporal_patch
-            metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
-            planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
-            loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
         tokens = self.family.tokens
         placeholder = self.processor.image_token if kind == "image" else self.processor.video_token
         text = tokens.media_start + placeholder + tokens.media_end

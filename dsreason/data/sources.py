@@ -27,7 +27,6 @@ from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import nearest
-from dsreason.secrets import without_credentials
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
@@ -257,11 +256,8 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
     if is_s3(given):
         return read_address(given)
-    if "://" in given and not given.startswith("file://"):
-        raise DataError(
-            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, "
-            "download it first"
-        )
+    if not given.startswith("file://"):
+        check_place(kind, given)
     path = Path(given.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))
