@@ -77,9 +77,9 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
         try:
             cuts.append((name, rule(name)))
         except MissingRaw as error:
-            clips.missing.append(str(error))
+            clips.missing.append(f"{name}: {error}")
         except DataError as error:
-            clips.failed.append(str(error))
+            clips.failed.append(f"{name}: {error}")
     cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
     results = tracked(
         partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
