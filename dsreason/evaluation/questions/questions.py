@@ -170,9 +170,9 @@ def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: Ev
 def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
     system = config.system_prompt or evaluation.evaluation.system_prompt or ""
     shown = evaluation.vision_of(config.vision)
-    source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
+    source = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
     seen: Counter[str] = Counter()
-    for index in indices.tolist():
+    for index in range(len(source.rows)):
         sample = source.read(index)
         problem = missing_medium(sample.messages)
         try:

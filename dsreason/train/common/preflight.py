@@ -17,7 +17,7 @@ from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoin
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import BadRow, first_fatal, read_row
+from dsreason.data.loader import first_fatal, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
@@ -160,10 +160,10 @@ def check_dataset(
             log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
         bad = read_row(dataset, index, check_row)
-        if isinstance(bad, BadRow):
+        if isinstance(bad, DataError):
             if first_fatal([bad], config) is not None:
-                raise DataError(bad.reason)
-            left_out.append(bad.reason)
+                raise bad
+            left_out.append(str(bad))
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
     if left_out:

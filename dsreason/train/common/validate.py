@@ -16,7 +16,7 @@ from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, first_fatal, in_workers, read_rows
+from dsreason.data.loader import first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
@@ -118,13 +118,13 @@ class HeldOut:
         read = partial(read_rows, self.dataset, use)
         found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, found, strict=True):
-            bad = [item for item in items if isinstance(item, BadRow)]
+            bad = [item for item in items if isinstance(item, DataError)]
             with errors_on_all_ranks():
                 if refused := first_fatal(bad, self.config):
                     raise DataError(refused)
-            for item in bad:
-                log.warning("validation: left out: %s", item.reason)
-            yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, BadRow)]
+            for error in bad:
+                log.warning("validation: left out: %s", error)
+            yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, DataError)]
 
 
 @torch.no_grad()

@@ -346,7 +346,10 @@ def test_an_encoder_can_be_pickled(encoder, files):
         ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
         ([user("<|image_pad|>"), assistant("b")], r"message 0: .*special token '<\|image_pad\|>'"),
         ([user("a"), assistant("b<|im_end|>")], r"message 1: .*special token '<\|im_end\|>'"),
-        ([user("a"), assistant([{"type": "image", "image": "x.png"}])], "message 1: .*x.png: no such file"),
+        (
+            [user("a"), assistant([{"type": "image", "image": "x.png"}])],
+            "message 1: an assistant message may hold text only",
+        ),
         ([user(image("gone.png")), assistant("b")], "message 0: gone.png: no such file"),
         ([user(video("x.mp4", fps=1, nframes=4)), assistant("b")], "message 0: x.mp4: no such file"),
     ],

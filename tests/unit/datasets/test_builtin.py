@@ -29,8 +29,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(task: Path, split: str) -> list[Sample]:
-    source, rows = open_source(SourceConfig(adapter="builtin", path=str(task), split=split))
-    return [source.sample(int(row)) for row in rows]
+    source = open_source(SourceConfig(adapter="builtin", path=str(task), split=split))
+    return [source.sample(row) for row in range(len(source.rows))]
 
 
 def medium(sample: Sample) -> dict[str, str]:
