@@ -167,6 +167,7 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
+        stream.codec_context.thread_count = 1  # starting threads takes longer than one frame
         first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
