@@ -13,6 +13,8 @@ from dsreason.secrets import secret_variables
 
 def pytest_configure() -> None:
     """What a test starts, in whichever folder, finds the packages that this process finds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with other workers
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     gc.disable()  # while the tests' modules import torch and transformers
 
@@ -34,11 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests marked `long`")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist, too, reads the groups in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    for item in items:
+        if "integration" in item.path.parts and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
