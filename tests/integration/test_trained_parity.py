@@ -16,7 +16,7 @@ from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup, slowed
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("trained")]
 
 TEMPERATURES = (1.0, 0.9)
 STEPS = 3
@@ -31,7 +31,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank found."""
     setup: Setup = request.param
     run: Path = request.getfixturevalue(f"trained_{setup.family}")
-    assert metrics(run)[-1]["val/accuracy"] >= 0.8
+    assert metrics(run)[-1]["val/loss"] < 1  # of a random model: 6.3
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(run / "export" / "final", folder / "model")
     if not setup.tied:
