@@ -20,7 +20,7 @@ UNIT = $(PY) -m pytest tests/unit -n logical
 # A file runs in one of two processes: two ranks that start, load and wait leave half of two cores idle. Not beside a GPU,
 # which has room for one test at a time.
 INTEGRATION = $(PY) -m pytest tests/integration tests/gpu \
-	$(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadgroup --no-loadscope-reorder)
+	$(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadfile --no-loadscope-reorder)
 TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
 UV = PATH="$$PATH$$(printf ':%s' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin)" $(shell command -v uv || echo $(TOOLS)/bin/uv)

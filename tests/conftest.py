@@ -5,8 +5,10 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from dsreason.secrets import secret_variables
 
@@ -36,15 +38,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests marked `long`")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist, too, reads the groups in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    for item in items:
-        if "integration" in item.path.parts and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+TRAINED = ("test_builtin_grpo.py", "test_builtin_sft.py", "test_trained_parity.py")
+"""They look at the same trained models."""
+
+
+class FilesTogether(LoadFileScheduling):
+    """`--dist loadfile`, with the files that share trained models in one process: each model is trained once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "trained" if file.endswith(TRAINED) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Runs of the built-in task that several test files look at: each takes minutes, and is done once per session.
 
-The files that use them are of one group (`pytest.mark.xdist_group("trained")`): with pytest-xdist, one worker runs them all.
+`TRAINED` of tests/conftest.py names the files that use them: with pytest-xdist, one process runs these.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("trained")]
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SHUFFLED = """
 import hashlib

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("trained")]
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

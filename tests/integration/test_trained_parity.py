@@ -16,7 +16,7 @@ from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup, slowed
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("trained")]
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 TEMPERATURES = (1.0, 0.9)
 STEPS = 3
