@@ -17,7 +17,7 @@ from tests.integration.rows import write_mixed_rows
 pytestmark = pytest.mark.integration
 
 STOPPED = 75
-STEPS = 30
+STEPS = 16
 CONFIG = """
 [model]
 path = "{model}"
@@ -28,7 +28,7 @@ workers = 1
 vision.fps = 4.0
 [train]
 epochs = 100
-max_steps = 30
+max_steps = {steps}
 global_batch_size = 4
 micro_batch_size = 2
 precision = "fp32"
@@ -44,7 +44,7 @@ keep = 2
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
     folder = tmp_path_factory.mktemp("stopping")
     rows = write_mixed_rows(folder / "data")
-    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows, steps=STEPS))
     ended = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return folder
