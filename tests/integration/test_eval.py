@@ -385,7 +385,8 @@ def test_ranks_and_engines_give_the_same_answers(
     options = ("--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.repetition_penalty=1.3")
     options += SHORT
     if not (benchmark / "one").exists():
-        evaluate(benchmark, "one", *options)
+        [(code, text)] = run(benchmark, ["--results-dir", "one", *FP32, *options])
+        assert code == 0, text
     parallel = ("--tensor-parallel-size", 2) if engine == "vllm" else ("--nproc", 2)
     evaluate(benchmark, engine, *options, *parallel, "--set", f'model.engine="{engine}"')
     expected, found = results(benchmark / "one"), results(benchmark / engine)
@@ -417,7 +418,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
 ) -> None:
     num_kills = 1 + request.config.getoption("--kills")
     num_questions = 40 * num_kills
-    options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", num_questions, *FP32]
+    options: list[object] = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", num_questions, *FP32]
     options += [
         "--set",
         "evaluation.batch_size=16",
@@ -426,7 +427,8 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
         "--set",
         "generation.max_tokens=8",
     ]
-    evaluate(tmp_path, "whole", *options)
+    [(code, text)] = run(tmp_path, ["--results-dir", "whole", *options])
+    assert code == 0, text
     command = [*COMMAND, "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)
     steps = [0, *(moments.randrange(5, num_questions // num_kills) for _ in range(num_kills - 1))]
@@ -449,6 +451,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
             assert num_answered() == 0
         else:  # nothing is missing from what would be scored now
             assert len(results(tmp_path / "killed")) == num_questions
-    evaluate(tmp_path, "killed", *options)
+    [(code, text)] = run(tmp_path, ["--results-dir", "killed", *options])
+    assert code == 0, text
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     assert len(results(tmp_path / "whole")) == num_questions
