@@ -161,6 +161,12 @@ def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anythi
         evaluate(ROWS, lambda question: pytest.fail("asked"))
 
 
+def test_attempts_count_replies_and_not_errors(evaluate: Any, tmp_path: Path) -> None:
+    replies = {"0": Reply(error="refused"), "1": Reply("1", "stop"), "2": Reply("", "stop")}
+    evaluate(ROWS[:3], lambda question: replies[question.video_id], generation={"max_retries": 2})
+    assert {name: result.attempts for name, result in stored(tmp_path).items()} == {"0": 0, "1": 1, "2": 3}
+
+
 def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
     def question(dataset: str, video_id: str, number: int) -> Question:
         return Question(f"{dataset}/{video_id}/{number}", dataset, video_id, "open", Sample("", []), "a")

@@ -37,8 +37,8 @@ def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
 
 def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     metrics = open_in(tmp_path)
-    metrics.scalars(1, {"train/loss": 2.5})
-    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5}]
+    metrics.scalars(1, {"train/loss": 2.125})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.125}]
     metrics.scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
     metrics.close()
