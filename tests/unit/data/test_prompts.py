@@ -116,13 +116,13 @@ def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl, 
 
 def test_a_row_that_the_check_refuses_is_a_bad_row(rows, tiny_qwen3_vl):
     def check(sample: Sample) -> None:
-        if sample.id == "2":
+        if sample.id == "0":
             raise DataError("not this one")
 
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: not this one"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: not this one"):
         batches(config(rows, tiny_qwen3_vl), 1, check=check)
     [[zero], _] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 1, check=check)
-    assert (ids(zero), len(zero.skipped)) == (["0"], 1)
+    assert (ids(zero), zero.numbers, len(zero.skipped)) == (["2"], [2], 1)  # the place is that in the whole batch
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])

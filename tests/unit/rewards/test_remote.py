@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.rewards import remote as remote_rewards
 from dsreason.rewards.remote import RemoteReward
 from dsreason.rewards.scoring import Scorer
 
@@ -109,12 +111,34 @@ def test_a_failure_that_may_pass_is_tried_again(server, status):
     assert len(server.requests) == 3
 
 
-def test_pauses_double(server):
-    server.answer = lambda body: (500, {})
-    begin = time.monotonic()
-    with pytest.raises(RewardError, match=r"status 500 .*\(3 attempts\)"):
-        remote(server, pause=0.2).score(["x"], SAMPLES[:1])
-    assert 0.6 <= time.monotonic() - begin < 3
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those between the attempts, which are not waited for."""
+    noted: list[float] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            noted.append(timeout)
+            return self.is_set()
+
+    monkeypatch.setattr(remote_rewards, "threading", SimpleNamespace(Event=Stop))
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, [0.5, 1.0, 2.0, 4.0]),
+        ({"Retry-After": "3"}, [3.0, 3.0, 3.0, 4.0]),  # at least what the server asks for
+        ({"Retry-After": "3600"}, [30.0] * 4),  # but no pause is longer than this
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, [0.5, 1.0, 2.0, 4.0]),
+    ],
+)
+def test_pauses_double_and_heed_what_the_server_asks_for(server, pauses, headers, expected):
+    server.answer, server.headers = lambda body: (503, {}), headers
+    with pytest.raises(RewardError, match=r"status 503 .*\(5 attempts\)"):
+        remote(server, pause=0.5, retries=4).score(["x"], SAMPLES[:1])
+    assert pauses == expected
 
 
 def test_a_server_that_is_not_there_is_named(server):
@@ -239,7 +263,8 @@ def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
 
 
 def test_a_scorer_adds_scores_of_the_server(server):
-    server.answer = lambda body: (200, {"scores": {"quality": [0.5] * len(body["answers"]), "words": [1] * 5}})
+    answer = {"quality": [0.5] * 5, "words": [0, 1, 1, 1, 2]}
+    server.answer = lambda body: (200, {"scores": answer})
     config = RewardConfig(functions={"exact_match": 1.0, "remote:quality": 2.0}, remote={"url": server.url})
     with Scorer(config) as scorer:
         scores = scorer.score(COMPLETIONS, SAMPLES)

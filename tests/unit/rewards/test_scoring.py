@@ -237,9 +237,11 @@ def test_an_async_function_that_waits_too_long_or_blocks_is_named_with_its_sampl
 
 
 def test_time_over_may_be_a_score(file, caplog):
-    scores = score({f"{file}:stubborn": 1.0, "exact_match": 1.0}, time_limit=1.0, workers=1)
-    assert scores.by_function["stubborn"].tolist() == [1, 1, -1, 1]
-    assert scores.by_function["exact_match"].tolist() == [1, 0, 0, 0]
+    samples = [Sample(str(i), [], answer="a b") for i in range(16)]  # the worker gets four calls at a time
+    functions = {f"{file}:stubborn": 1.0, "exact_match": 1.0}
+    scores = score(functions, completions=COMPLETIONS * 4, samples=samples, time_limit=1.0, workers=1)
+    assert scores.by_function["stubborn"].tolist() == [1, 1, -1] + [1] * 13
+    assert scores.by_function["exact_match"].tolist() == [1, 0, 0, 0] * 4
     assert 'sample "2": no result within the time limit of 1 s; it counts as -1' in caplog.text
 
 

@@ -371,7 +371,8 @@ def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, st
 
     assert upload_twice() == 1
     assert upload_twice() == 0  # as in a later job
-    os.utime(export / "config.json", ns=(1, 1))
+    later = (export / "config.json").stat().st_mtime_ns + 10**9
+    os.utime(export / "config.json", ns=(later, later))
     assert upload_twice() == 1
 
 
@@ -380,7 +381,8 @@ def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, 
     uploader, export = Uploader(TARGET, what="all"), run / "export" / "final"
     uploader.add(export, last=False)
     assert storage.started.wait(10)
-    os.utime(export / "config.json", ns=(1, 1))
+    later = (export / "config.json").stat().st_mtime_ns + 10**9
+    os.utime(export / "config.json", ns=(later, later))
     uploader.add(export, last=True)
     storage.gate.set()
     uploader.finish()
