@@ -253,7 +253,8 @@ def announce(store: dist.Store, size: int) -> None:
     }
     listener.setblocking(False)  # who knocks may have gone before the answer
     store.set(ADDRESS, json.dumps(address))
-    LifelineServer(listener, token).start()
+    server = LifelineServer(listener, token)
+    threading.Thread(target=server.run, name="lifeline-server", daemon=True).start()
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -267,11 +268,13 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
 
 
-class LifelineServer(threading.Thread):
-    """Rank 0's end of all lifelines, in a thread of its own until rank 0 leaves."""
+class LifelineServer:
+    """Rank 0's end of all lifelines; `run` returns once rank 0 leaves.
+
+    It is not a `Thread` itself: those of Python 3.13 have a `_handle` of their own, which would hide the method here.
+    """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
-        super().__init__(name="lifeline-server", daemon=True)
         self._listener, self._token = listener, token
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from dsreason.models.patch import patch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.families import family_of
-from dsreason.models.patch import patch
 from dsreason.models.policy import Policy
 
 IDS = [[5, 9, 7, 3, 8], [6, 4, 2]]

@@ -282,17 +282,17 @@ def test_workers_of_a_killed_trainer_end(file, tmp_path):
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample
 from dsreason.rewards.scoring import Scorer
-with Scorer(RewardConfig(functions={{"{file}:hangs": 1.0}}, time_limit=60, workers=1)) as scorer:
+with Scorer(RewardConfig(functions={{"{file}:hangs": 1.0}}, time_limit=600, workers=1)) as scorer:
     scorer.score([""], [Sample("2", [], meta={{"file": "{tmp_path / "pid"}"}})])
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 30)
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
     worker = int((tmp_path / "pid").read_text())
-    wait_for(lambda: gone(worker) or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z", 10)
+    wait_for(lambda: gone(worker) or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z", 120)
 
 
 def wait_for(condition, seconds: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dsreason.train.common.skipped import SkippedRows
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
@@ -18,7 +19,6 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.objective import objective_of
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion, Sampling
-from dsreason.train.common.skipped import SkippedRows
 from dsreason.train.grpo import loop, sampling
 from dsreason.train.grpo.rollouts import Rollout
 

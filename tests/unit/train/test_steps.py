@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dsreason.train.common.skipped import SkippedRows
 
 from dsreason.checkpoints.checkpoint import TrainerState
 from dsreason.checkpoints.checkpoint_folder import write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.train.common import run_folder, saving, steps
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.skipped import SkippedRows
 
 
 def made_run(state: TrainerState, **sections: Any) -> Any:
