@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,11 +37,18 @@ class Client:
         first, last = map(int, Range.removeprefix("bytes=").split("-"))
         return {"Body": BytesIO(CONTENT[first : last + 1][: self.given.pop(0)])}
 
-    def list_objects_v2(self, Bucket: str, Prefix: str, ContinuationToken: str = "") -> dict[str, Any]:
-        pages = {"": (["a.mp4", "sub/"], "second"), "second": (["sub/b.mp4"], "third"), "third": ([], None)}
-        names, following = pages[ContinuationToken]
-        entries = [{"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names]
-        return {"Contents": entries, "IsTruncated": following is not None, "NextContinuationToken": following}
+    def get_paginator(self, operation: str) -> SimpleNamespace:
+        assert operation == "list_objects_v2"
+        return SimpleNamespace(paginate=self.pages)
+
+    def pages(self, Bucket: str, Prefix: str) -> Iterator[dict[str, Any]]:
+        for names in (["a.mp4", "sub/"], ["sub/b.mp4"]):
+            yield {
+                "Contents": [
+                    {"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names
+                ]
+            }
+        yield {}  # of a folder that ends with a page
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsreason.models.patch import patch
+from dsreason.models.shared_media import share_media
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dsreason.data.collate import collate
@@ -33,7 +33,7 @@ def row(ids: list[int], trained: list[bool]) -> EncodedSample:
 @pytest.fixture
 def model(tiny_qwen2_5_vl: Path) -> PreTrainedModel:
     loaded = AutoModelForImageTextToText.from_pretrained(tiny_qwen2_5_vl, dtype=torch.float32).eval()
-    patch(loaded, family_of(loaded.config.model_type))
+    share_media(loaded, family_of(loaded.config.model_type))
     return loaded
 
 

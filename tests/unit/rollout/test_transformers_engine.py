@@ -10,7 +10,7 @@ import torch
 
 from dsreason.data.types import EncodedSample
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError
-from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings, left_padded
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 
 GREEDY, WARM = Sampling(temperature=0, max_completion_length=4), Sampling(max_completion_length=4)
 
@@ -84,10 +84,3 @@ def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int
 def test_a_media_token_before_the_end_is_an_error() -> None:
     with pytest.raises(RolloutError, match="sample 'p': the completion holds <7>, which is banned"):
         StandIn()._completion("p", [5, 7, 9], [-1.0] * 3, 3)
-
-
-def test_prompts_are_padded_on_the_left_and_keep_their_positions() -> None:
-    found = left_padded([row(2, position=5), row(3)], 0, torch.device("cpu"))
-    assert found["input_ids"].tolist() == [[0, 1, 2], [1, 2, 3]]
-    assert found["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
-    assert found["position_ids"][:, 0].tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 6]]

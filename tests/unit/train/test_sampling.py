@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dsreason.train.common.skipped import SkippedRows
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
@@ -75,7 +75,7 @@ def made_run(engine: Engine, batches: Sequence[Prompts], equal: set[str] = froze
         sampler=SimpleNamespace(awake=lambda version: nullcontext(engine)),
         state=SimpleNamespace(step=4),
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
-        skipped=SkippedRows(),
+        skipped=Counter(),
         next_batch=0,
         rollout_metrics={"time/data": 0.0, "time/reward": 0.0},
         reward_sums=[],

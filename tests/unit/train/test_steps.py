@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dsreason.train.common.skipped import SkippedRows
 
-from dsreason.checkpoints.checkpoint import TrainerState
-from dsreason.checkpoints.checkpoint_folder import write_json
+from dsreason.checkpoints.checkpoint_folder import TrainerState, write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.train.common import run_folder, saving, steps
 from dsreason.train.common.answers import ValidationResult
+from dsreason.train.common.steps import count_skipped
 
 
 def made_run(state: TrainerState, **sections: Any) -> Any:
@@ -127,10 +127,10 @@ def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> 
 
 
 def test_uses_of_a_row_are_all_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    skipped = SkippedRows()
-    skipped.add(["row 3: no file", "row 5: no file"])
-    skipped.add(["row 3: no file"])
-    assert skipped.count == 3
+    run: Any = SimpleNamespace(skipped=Counter())
+    count_skipped(run, ["row 3: no file", "row 5: no file"])
+    count_skipped(run, ["row 3: no file"])
+    assert run.skipped.total() == 3
     assert [record.getMessage() for record in caplog.records] == [
         "left out: row 3: no file",
         "left out: row 5: no file",
