@@ -13,12 +13,23 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
-SECRET_NAME = re.compile(
-    r"(^|_)(KEY|ACCESS_KEY_ID|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE
+VARIABLES = (
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "REMOTE_REWARD_TOKEN",
+    "WFM_REWARD_TOKEN",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
 )
-"""Environment variables whose values nobody may see: `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`."""
-SHORTEST = 8
-"""Characters of a value that is hidden: a shorter one (`1`, `disable`) means something else, or is found everywhere."""
+"""Environment variables whose values nobody may see, beside those with `SECRET_NAME`."""
+SHORTEST = 6
+"""Characters of a value that is hidden: a shorter one would be found everywhere."""
+SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
+SHORTEST_BY_NAME = 8
+"""Characters of a value under such a name, which may mean something else: `1`, `true`."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
 """The last word in the name of a secret: `hf_token`, not `token_count`."""
 SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
@@ -29,9 +40,19 @@ PATTERNS = {
     re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
-"""Secrets known by their form or name: tokens of the Hub, wherever they come from, signed addresses, `token=…`, headers."""
+"""Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
-VERBOSE_LOGGERS = ("boto3", "botocore", "fsspec", "aiohttp", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
+VERBOSE_LOGGERS = (
+    "boto3",
+    "botocore",
+    "fsspec",
+    "aiohttp",
+    "urllib3",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+)
 """Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""
 
 
@@ -50,10 +71,13 @@ def secret_variables(count: int) -> list[tuple[str, str]]:
 
     The environment is looked through once, and again when it has another `count` of variables: user code may load keys.
     """
-    variables = ((name, value.strip()) for name, value in os.environ.items() if SECRET_NAME.search(name))
-    # A path, such as that of a file with the key, is no secret, and would be hidden in every path below it.
-    found = [(name, value) for name, value in variables if len(value) >= SHORTEST and not value.startswith("/")]
-    return sorted(found, key=lambda variable: -len(variable[1]))
+    values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
+    found = {name: value for name, value in values.items() if len(value) >= SHORTEST}
+    for name, value in os.environ.items():
+        # A path, such as that of a file with the key, is no secret, and would be hidden in every path below it.
+        if SECRET_NAME.search(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
+            found.setdefault(name, value.strip())
+    return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def hidden(value: Any) -> Any:
