@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsreason.models.shared_media import share_media
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.families import family_of
 from dsreason.models.policy import Policy
+from dsreason.models.shared_media import share_media
 
 IDS = [[5, 9, 7, 3, 8], [6, 4, 2]]
 TRAINED = [[False, False, True, False, True], [False, True, True]]

@@ -72,12 +72,12 @@ def made_run(engine: Engine, batches: Sequence[Prompts], equal: set[str] = froze
         objective=objective_of(config.grpo),
         prompts=iter(batches),
         scorer=Scorer(equal),
-        sampler=SimpleNamespace(awake=lambda version: nullcontext(engine)),
+        sampler=SimpleNamespace(awake=lambda version: nullcontext(engine), times={}),
         state=SimpleNamespace(step=4),
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
         skipped=Counter(),
         next_batch=0,
-        rollout_metrics={"time/data": 0.0, "time/reward": 0.0},
+        rollout_metrics=dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0),
         reward_sums=[],
     )
 

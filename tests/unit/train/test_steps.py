@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsreason.checkpoints.checkpoint_folder import TrainerState, write_json
+from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.train.common import run_folder, saving, steps
 from dsreason.train.common.answers import ValidationResult
@@ -84,7 +85,8 @@ def test_the_model_that_training_begins_with_is_never_the_best(monkeypatch: pyte
 def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spared(tmp_path: Path) -> None:
     written = tmp_path / "step_6"
     written.mkdir()
-    write_json(written / "trainer_state.json", {"state": {"best_step": 4}})
+    saved = SavedRun(TrainerState(best_step=4), world_size=1, zero_stage=3, precision="bf16", parameters={})
+    write_json(written / "trainer_state.json", asdict(saved))
     run = made_run(TrainerState(step=7, best_step=7), checkpoint={"keep": 3})
     run.checkpoints = tmp_path
     run.uploads = SimpleNamespace(add=lambda folder, last: None, in_use=lambda: {tmp_path / "step_1"})

@@ -88,14 +88,14 @@ def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
     monkeypatch.setattr(update, "gather_objects", lambda own: [own, next(following)])
 
 
-NOTHING_ELSE: Any = ({"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0, "policy/kl": 0.0}, {}, [])
+NOTHING_ELSE: Any = ({"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0, "policy/kl": 0.0}, [])
 
 
 def test_the_loss_is_divided_by_the_tokens_of_all_ranks_and_its_gradient_is_not_averaged_over_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # 3 tokens here and 5 on the other rank. At a ratio of 1 the gradient of a token is -A / 8; DeepSpeed divides by 2 ranks.
-    with_other_rank(monkeypatch, 5, 1, ({**NOTHING_ELSE[0], "train/loss": 0.25, "policy/entropy": 4.0}, {}, []))
+    with_other_rank(monkeypatch, 5, 1, ({**NOTHING_ELSE[0], "train/loss": 0.25, "policy/entropy": 4.0}, []))
     engine = Engine([-1.0, -2.0], [-3.0])
     batches = [micro_batch(((-1.0, -2.0), 1.0)), micro_batch(((-3.0,), -0.5))]
     metrics, _ = update.accumulate_gradients(engine, batches, config(), World(0, 0, 2, torch.device("cpu")), BANNED)  # type: ignore[arg-type]  # all that is used of an engine
