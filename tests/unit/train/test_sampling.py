@@ -132,7 +132,7 @@ def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
     batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
     run = made_run(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
     assert {one.group for one in sampling.sample(run)} == {None}
-    assert (len(engine.asked), run.next_batch, run.skipped.count) == (3, 3, 3)
+    assert (len(engine.asked), run.next_batch, run.skipped.total()) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(("overlong_filter", "trained"), [(True, ["stop"]), (False, ["stop", "length"])])
