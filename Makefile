@@ -17,6 +17,10 @@ $(error STACK is newest or oldest, not "$(STACK)")
 endif
 PY := $(VENV)/bin/python
 UNIT = $(PY) -m pytest tests/unit -n logical
+# A file runs in one of two processes: two ranks that start, load and wait leave half of two cores idle. Not beside a GPU,
+# which has room for one test at a time.
+INTEGRATION = $(PY) -m pytest tests/integration tests/gpu \
+	$(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadfile --no-loadscope-reorder)
 TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
 UV = PATH="$$PATH$$(printf ':%s' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin)" $(shell command -v uv || echo $(TOOLS)/bin/uv)
@@ -54,14 +58,14 @@ demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about six
 
 test: setup ## Run the short suite, real ranks and engines included.
 	$(UNIT)
-	$(PY) -m pytest tests/integration tests/gpu
+	$(INTEGRATION)
 
 test-all: setup ## Run the whole suite.
-	$(UNIT) --all
-	$(PY) -m pytest tests/integration tests/gpu --all
+	$(UNIT)
+	$(INTEGRATION) --all
 
 test-rest: setup ## Run what the whole suite has beside the short one.
-	$(PY) -m pytest -m long --all
+	$(INTEGRATION) -m long --all
 
 unit: setup ## Run the fast tests, on all cores.
 	$(UNIT)

@@ -59,7 +59,7 @@ def step(engine, width: int) -> float:
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
     """Seconds by what was waited for, the first round apart from the others, and the bytes of a checkpoint. Collective."""
-    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
     engine, width = build(gib)

@@ -33,7 +33,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return -token_logprobs(hidden, weight, targets).sum()
+    return -token_logprobs(hidden, weight, targets)[0].sum()
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain, "chunked": chunked}

@@ -54,7 +54,7 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     config = SFTConfig.model_validate(

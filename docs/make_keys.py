@@ -117,7 +117,8 @@ def shown_bounds(schema: dict[str, Any]) -> str:
     found = [f"{sign} {schema[word]}" for word, sign in BOUNDS.items() if word in schema]
     found += [f"`{schema['pattern']}`"] if "pattern" in schema else []
     found += ["not empty"] if schema.get("minItems") and "items" in schema else []
-    inside = [*schema.get("anyOf", []), *schema.get("prefixItems", [])[:1], schema.get("additionalProperties")]
+    found.append(" or ".join(filter(None, (shown_bounds(one) for one in schema.get("anyOf", [])))))
+    inside = [*schema.get("prefixItems", [])[:1], schema.get("additionalProperties")]
     found += [shown_bounds(one) for one in inside if isinstance(one, dict)]
     return ", ".join(dict.fromkeys(filter(None, found)))
 

@@ -33,7 +33,10 @@ class CheckpointError(DsReasonError):
 
 
 class RewardError(DsReasonError):
-    """A reward that raised, returned no number, took too long or could not be reached; the text names function and sample."""
+    """A reward that raised, took too long, returned something else than a number or could not be reached.
+
+    The text names function and sample.
+    """
 
 
 class SaveError(DsReasonError):

@@ -1,11 +1,15 @@
-"""Several problems as one error, and the nearest word to a misspelt one."""
+"""Problems in words: several as one error, the first of many, and the nearest word to a misspelt one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from dsreason.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def config_error(problems: Sequence[str]) -> ConfigError:
@@ -13,6 +17,21 @@ def config_error(problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
+
+
+def listed(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
+    """The first of them, and how many more there are: `a; b; and 3 more`."""
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *more])
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first value that does not fit, and what it should be: `scores.bleu is 'x': input should be a valid number`."""
+    problem = error.errors(include_url=False)[0]
+    place, message = ".".join(map(str, problem["loc"])), problem["msg"][0].lower() + problem["msg"][1:]
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {problem['input']!r:.80}: {message}" if place else message
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -17,6 +17,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 from dsreason.errors import ConfigError
 from dsreason.problems import nearest
@@ -66,8 +67,26 @@ def _importer() -> str:
     return ""
 
 
+def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
+    """The module `package.module` or `path.py`, or with `:attr` behind it what is called so in it.
+
+    ConfigError, which `what` begins (`data.adapter "my.py"`), where there is none or it does not import, with the nearest of
+    the `known` names and `advice` on what may be given.
+    """
+    target, _, attribute = name.partition(":")
+    if target.endswith(".py") or "/" in target:
+        module = import_file(Path(target).expanduser(), what)
+    else:
+        module = import_module(target, what, known, advice)
+    if attribute and attribute not in vars(module):
+        near = nearest(attribute, vars(module))
+        hint = f'; did you mean "{near}"?' if near else ""
+        raise ConfigError(f'{what}: {target} has no "{attribute}"{hint}')
+    return vars(module)[attribute] if attribute else module
+
+
 def import_file(path: Path, what: str) -> ModuleType:
-    """The module in a `.py` file, imported once. `what` begins the ConfigErrors: `data.adapter "my.py"`."""
+    """The module in a `.py` file, imported once."""
     if not path.is_file():
         raise ConfigError(f"{what}: no file {path.absolute()}")
     path = path.resolve()
@@ -90,10 +109,7 @@ def import_file(path: Path, what: str) -> ModuleType:
 
 
 def import_module(target: str, what: str, known: Sequence[str], advice: str) -> ModuleType:
-    """The module called `target`: an installed one, or one in the current folder.
-
-    ConfigError where there is none, with the nearest of the `known` names and `advice` on what may be given.
-    """
+    """The module called `target`: an installed one, or one in the current folder."""
     package = target.partition(".")[0]
     try:
         if package not in sys.modules and importlib.util.find_spec(package) is None:

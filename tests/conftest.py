@@ -5,14 +5,18 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from dsreason.secrets import secret_variables
 
 
 def pytest_configure() -> None:
     """What a test starts, in whichever folder, finds the packages that this process finds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with other workers
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     gc.disable()  # while the tests' modules import torch and transformers
 
@@ -39,6 +43,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+TRAINED = ("test_builtin_grpo.py", "test_builtin_sft.py", "test_trained_parity.py")
+"""They look at the same trained models."""
+
+
+class FilesTogether(LoadFileScheduling):
+    """`--dist loadfile`, with the files that share trained models in one process: each model is trained once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "trained" if file.endswith(TRAINED) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.job.ranks import World
 

@@ -63,7 +63,7 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world, shutdown
     from dsreason.job.watchdog import Watchdog
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.common.sampler import open_sampler
     from dsreason.train.grpo.build import engine_settings

@@ -241,7 +241,7 @@ def head(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Forward and backward of log-probabilities with entropy; `own choice` is what a training run does."""
     import torch
 
-    from dsreason.models.logprobs import token_logprobs_and_entropy
+    from dsreason.models.logprobs import token_logprobs
 
     tokens, width, vocabulary = (64, 32, 1000) if setting.tiny else (8192, 4096, 151_936)
     hidden, weight = (
@@ -257,7 +257,7 @@ def head(setting: Setting) -> Iterator[tuple[str, Value]]:
 
         def run(chunk: int | None = chunk) -> None:
             hidden.grad = weight.grad = None
-            logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, chunk_size=chunk)
+            logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_size=chunk, with_entropy=True)
             (logprobs.sum() + entropy.sum()).backward()
 
         yield f"{name}: forward and backward, s", seconds_of(run)

@@ -76,8 +76,8 @@ def run_part(part: Part, setting: Setting, logs: Path, tick: Callable[[float], N
 
 
 def limit_of(part: Part, setting: Setting) -> int:
-    """Seconds; a CPU gets more, for vLLM and DeepSpeed compile there."""
-    return part.seconds if setting.cards else 3 * part.seconds
+    """Seconds; a CPU gets more, for vLLM and DeepSpeed compile there, and its cores may be shared."""
+    return part.seconds if setting.cards else 10 * part.seconds
 
 
 def environment() -> dict[str, str]:

@@ -42,7 +42,7 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.engine.engine import engine_grad_norm
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     model = tiny_model(setting, family)
@@ -145,7 +145,9 @@ def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
     from benchmarks.checkpoint_stall import measure, medians
     from dsreason.job.ranks import init_world, shutdown
 
-    found, size = measure(setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 2, init_world())
+    found, size = measure(
+        setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 1 if setting.tiny else 2, init_world()
+    )
     shutdown()
     middle = medians(found)
     yield "checkpoint, GiB", size / 2**30

@@ -1,8 +1,6 @@
 """Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
 
-<folder>/step_N/    DeepSpeed's files (one set a rank), trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
-<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
-<folder>/step_N/universal/  made when first resumed on another number of ranks
+Their folder is described in `checkpoint_folder`; `step_N/universal/` is made when first resumed on another number of ranks.
 """
 
 from __future__ import annotations
@@ -11,21 +9,21 @@ import contextlib
 import io
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
-from pydantic import TypeAdapter, ValidationError
 
 from dsreason.checkpoints.checkpoint_folder import (
     SAVING,
     STATE_FILE,
+    Parameter,
+    SavedRun,
+    TrainerState,
     as_save_error,
-    check_ranks,
     check_sizes,
     check_written,
     checkpoint_step,
@@ -42,26 +40,9 @@ from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
+from dsreason.problems import listed
 
 UNIVERSAL = "universal"
-
-
-@dataclass
-class TrainerState:
-    """Where a run stands, beside weights, optimizer and random numbers."""
-
-    step: int = 0
-    """Finished optimizer steps."""
-    epoch: float = 0.0
-    consumed_samples: int = 0
-    best_metric: float | None = None
-    best_name: str = ""
-    """Which metric `best_metric` is a value of."""
-    best_step: int | None = None
-    model_path: str = ""
-    """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What else the run wants back; JSON values only."""
 
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
@@ -83,7 +64,16 @@ def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, wo
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
     write_rng_state = take_rng_state(world.device)
-    described = describe(engine, state, world)
+    saved = SavedRun(
+        state=state,
+        world_size=world.size,
+        ranks=list(world.ranks_here),
+        zero_stage=int(engine.zero_optimization_stage()),
+        precision="bf16" if engine.bfloat16_enabled() else "fp32",
+        versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        parameters=describe_parameters(engine),
+    )
+    described = asdict(saved)  # now: the state goes on changing
 
     def write() -> None:
         if world.is_first_of_folder:
@@ -94,23 +84,9 @@ def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, wo
     return write
 
 
-def describe(engine: DeepSpeedEngine, state: TrainerState, world: World) -> dict[str, Any]:
-    """Content of trainer_state.json."""
+def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
     return {
-        "state": asdict(state),
-        "world_size": world.size,
-        "ranks": list(world.ranks_here),
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
-        "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
-        "parameters": describe_parameters(engine),
-    }
-
-
-def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Name → shape and whether it is trained."""
-    return {
-        name: {"shape": list(full_shape(parameter)), "trained": parameter.requires_grad}
+        name: Parameter(list(full_shape(parameter)), parameter.requires_grad)
         for name, parameter in engine.module.named_parameters()
     }
 
@@ -125,91 +101,60 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
     Raises:
         CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
     """
-    saved = on_rank_zero(lambda: read_state(path))
+    saved = on_rank_zero(lambda: read_checkpoint(path))
     check_files(path, world)
     check_matches(path, saved, engine)
     settings = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
     ]
-    if saved["world_size"] != world.size:
+    if saved.world_size != world.size:
         on_rank_zero(lambda: make_universal(path, saved))
     with errors_on_all_ranks():
         try:
-            if saved["world_size"] == world.size:
+            if saved.world_size == world.size:
                 load_same_size(engine, path)
             else:
                 load_universal(engine, path)
-            if world.rank < saved["world_size"]:
+            if world.rank < saved.world_size:
                 load_rng_state(path / rng_file(world.rank), world.device)
         except UNREADABLE as cause:
             raise CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint") from cause
     for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(values)
-    return TrainerState(**saved["state"])
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """trainer_state.json of a complete checkpoint; CheckpointError where it lacks what loading needs."""
-    saved = read_checkpoint(path)
-    check_ranks(path, saved)
-    try:
-        check_state(TrainerState(**saved["state"]))
-        for key, known in (("zero_stage", (1, 2, 3)), ("precision", ("bf16", "fp32"))):
-            if saved[key] not in known:
-                raise ValueError(f"{key} is {saved[key]!r:.100}")
-        for described in saved["parameters"].values():
-            torch.Size(described["shape"]), described["trained"]
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as cause:
-        raise CheckpointError(
-            f"{path / STATE_FILE}: is not the state of a checkpoint ({type(cause).__name__}: {cause}); choose another one"
-        ) from cause
-    return saved
-
-
-def check_state(state: TrainerState) -> None:
-    """ValueError where a field holds something else than it should. JSON writes 1.0 and 1 alike."""
-    for key, kind in get_type_hints(TrainerState).items():
-        value = getattr(state, key)
-        try:
-            TypeAdapter(kind).validate_python(value, strict=True)
-        except ValidationError:
-            raise ValueError(f"state.{key} is {value!r:.100}") from None
-        if key in ("step", "consumed_samples") and value < 0:
-            raise ValueError(f"state.{key} is {value!r:.100}")
+    return saved.state
 
 
 def check_files(path: Path, world: World) -> None:
-    """Sizes of all files, that none is missing which other hosts have kept, and that this rank can read its own."""
+    """Sizes of all files, that none is missing which was written on other hosts, and that this rank can read its own."""
     with errors_on_all_ranks():
         check_sizes(path)
-        saved = read_state(path)
-        check_parts(path, saved, world)
-        if saved["world_size"] == world.size:
+        saved = read_checkpoint(path)
+        check_parts(path, saved.world_size, world)
+        if saved.world_size == world.size:
             load_optimizer_file(path, world.rank)
-            load_model_file(path, world.rank, saved["zero_stage"])
+            load_model_file(path, world.rank, saved.zero_stage)
 
 
-def check_parts(path: Path, saved: dict[str, Any], world: World) -> None:
-    """Refuse a folder that lacks what other hosts have kept: this rank's own files, or any on another number of ranks."""
-    size = saved["world_size"]
+def check_parts(path: Path, size: int, world: World) -> None:
+    """Refuse a folder that lacks what was written on other hosts: this rank's own files, or any on another number of ranks."""
     needed = [world.rank] if size == world.size else range(size)
     advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
-    check_written(path, saved, needed, advice)
+    check_written(path, size, needed, advice)
 
 
-def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) -> None:
+def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
     """Compare model, freezing and ZeRO stage with the run that saved the checkpoint."""
-    now, then = describe_parameters(engine), saved["parameters"]
-    trained_now = {name for name in now if now[name]["trained"]}
-    trained_then = {name for name in then if then[name]["trained"]}
+    now, then = describe_parameters(engine), saved.parameters
+    trained_now = {name for name in now if now[name].trained}
+    trained_then = {name for name in then if then[name].trained}
     differences = {
         "not in the checkpoint": now.keys() - then.keys(),
         "only in the checkpoint": then.keys() - now.keys(),
-        "of another shape": {name for name in now.keys() & then.keys() if now[name]["shape"] != then[name]["shape"]},
+        "of another shape": {name for name in now.keys() & then.keys() if now[name].shape != then[name].shape},
         "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
         "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
     }
-    found = [f"{what}: {shorten(names)}" for what, names in differences.items() if names]
+    found = [f"{what}: {listed(sorted(names), 3, separator=', ')}" for what, names in differences.items() if names]
     if found:
         raise CheckpointError(
             f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
@@ -217,16 +162,11 @@ def check_matches(path: Path, saved: dict[str, Any], engine: DeepSpeedEngine) ->
     check_stage(path, saved, int(engine.zero_optimization_stage()))
 
 
-def check_stage(path: Path, saved: dict[str, Any], stage: int) -> None:
-    if saved["zero_stage"] != stage:
+def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
+    if saved.zero_stage != stage:
         raise CheckpointError(
-            f"{path}: saved with ZeRO stage {saved['zero_stage']}, this run has {stage}; use the DeepSpeed JSON it had"
+            f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON it had"
         )
-
-
-def shorten(names: set[str], most: int = 3) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
@@ -236,7 +176,7 @@ def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
         raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
 
 
-def make_universal(path: Path, saved: dict[str, Any]) -> None:
+def make_universal(path: Path, saved: SavedRun) -> None:
     """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state."""
     if (path / UNIVERSAL).is_dir():
         return

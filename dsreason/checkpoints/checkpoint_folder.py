@@ -1,6 +1,6 @@
 """The folders of checkpoints: which are complete, and how they get and lose their names. Nothing here needs torch.
 
-<folder>/step_N/            a checkpoint
+<folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
 <folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
 <folder>/.saving_step_N/    one that is being written; `recover` looks at what a killed run left
 """
@@ -12,18 +12,66 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
+from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 SAVING, DELETING = ".saving_", ".deleting_"
 MAX_RANKS = 100_000
 """No run has more; the files of every rank are looked for one by one."""
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands, beside weights, optimizer and random numbers."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: NonNegativeInt = 0
+    """Finished optimizer steps."""
+    epoch: float = 0.0
+    consumed_samples: NonNegativeInt = 0
+    best_metric: float | None = None
+    best_name: str = ""
+    """Which metric `best_metric` is a value of."""
+    best_step: int | None = None
+    model_path: str = ""
+    """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the run wants back; JSON values only."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    shape: list[NonNegativeInt]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Content of trainer_state.json."""
+
+    state: TrainerState
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    zero_stage: Annotated[int, Field(ge=1, le=3)]
+    precision: Literal["bf16", "fp32"]
+    parameters: dict[str, Parameter]
+    ranks: list[NonNegativeInt] = field(default_factory=list)
+    """Those that wrote into this folder; older checkpoints do not say it, and are of all."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        return self.ranks or range(self.world_size)
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
@@ -42,7 +90,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
         if found is None:
             raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
         path = found
-    read_checkpoint(path)
+    check_complete(path)
     return path
 
 
@@ -70,23 +118,30 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """trainer_state.json of a complete checkpoint."""
+def check_complete(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint folder")
     if not (path / MARKER).is_file():
         raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
-    return read_json(path / STATE_FILE)
 
 
-def check_ranks(path: Path, saved: dict[str, Any]) -> None:
-    """CheckpointError where trainer_state.json tells no usable number of ranks, or ranks of this folder beyond it."""
-    where, advice = f"{path / STATE_FILE}: is not the state of a checkpoint", "choose another one"
-    size, ranks = saved.get("world_size"), saved.get("ranks", [])
-    if type(size) is not int or not 1 <= size <= MAX_RANKS:
-        raise CheckpointError(f"{where}: world_size is {size!r:.100}, not a number from 1 to {MAX_RANKS}; {advice}")
-    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
-        raise CheckpointError(f"{where}: ranks is {ranks!r:.100}, not a list of numbers below {size}; {advice}")
+def read_checkpoint(path: Path) -> SavedRun:
+    """What a complete checkpoint says of its run."""
+    check_complete(path)
+    return read_state(path)
+
+
+def read_state(folder: Path) -> SavedRun:
+    """trainer_state.json of a checkpoint. CheckpointError names what cannot be used in it."""
+    file = folder / STATE_FILE
+    try:
+        saved = TypeAdapter(SavedRun).validate_json(file.read_bytes(), strict=True)
+        if max(saved.ranks_here) >= saved.world_size:
+            raise ValueError(f"ranks is {saved.ranks}, and world_size {saved.world_size}")
+    except (OSError, ValueError) as cause:
+        problem = first_problem(cause) if isinstance(cause, ValidationError) else cause
+        raise CheckpointError(f"{file}: is not the state of a checkpoint ({problem}); choose another one") from cause
+    return saved
 
 
 def check_sizes(path: Path) -> dict[str, int]:
@@ -135,12 +190,11 @@ def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
     return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
 
 
-def check_written(folder: Path, saved: dict[str, Any], ranks: Iterable[int], advice: str) -> None:
-    """CheckpointError with `advice` where the folder lacks what these ranks have kept on other hosts."""
+def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
+    """CheckpointError with `advice` where the folder lacks what these ranks have written on other hosts."""
     if missing := unwritten(folder, ranks):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{folder}: has no {', '.join(missing[:3])}{more}: the {saved['world_size']} ranks of this run wrote to folders of "
+            f"{folder}: has no {listed(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
             f"several hosts; {advice}"
         )
 
@@ -160,9 +214,7 @@ def recover(folder: Path) -> list[Path]:
         with contextlib.suppress(CheckpointError):
             if (partial / MARKER).is_file():
                 check_sizes(partial)
-            saved = read_json(partial / STATE_FILE)
-            check_ranks(partial, saved)
-            finish(partial, final, saved.get("ranks") or range(saved["world_size"]))
+            finish(partial, final, read_state(partial).ranks_here)
             recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):

@@ -9,11 +9,10 @@ import logging
 import shutil
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +22,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState, make_partial_folder, state_writer
-from dsreason.checkpoints.checkpoint_folder import delete_folder, finish, prune_checkpoints
+from dsreason.checkpoints.checkpoint import make_partial_folder, state_writer
+from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
@@ -90,15 +89,31 @@ class SnapshotEngine(TorchCheckpointEngine):
                 *(host, needed / GIB, free / GIB),
             )
             return
-        self.files = [
-            (path, Copier(self.buffers, self.staged, path.name).copy(content)) for path, content in self.files
-        ]
+        self.files = [(path, self.on_host(path.name, content)) for path, content in self.files]
         self.copied = True
+
+    def on_host(self, file: str, content: Any) -> Any:
+        """A copy of the content, its tensors in the buffers of the file's last copy. A tensor that stands twice stays one."""
+        copies: dict[int, Any] = {}
+        for number, tensor in enumerate(tensors_in(content)):
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self._to_host((file, number), tensor.detach())
+        return copy.deepcopy(content, copies)
+
+    def _to_host(self, key: tuple[str, int], source: Tensor) -> Tensor:
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = self.buffers[key] = torch.empty(source.shape, dtype=source.dtype)
+        if source.is_cuda:
+            self.staged.copy(buffer, source)
+        else:
+            buffer.copy_(source)
+        return buffer
 
     @property
     def size(self) -> int:
         """Bytes of the tensors that are to be written."""
-        return sum(size_of(content) for _, content in self.files)
+        return sum(tensor.nbytes for _, content in self.files for tensor in tensors_in(content))
 
     def write(self) -> None:
         """Give the files to DeepSpeed's engine, and wait until the disk has them."""
@@ -108,49 +123,13 @@ class SnapshotEngine(TorchCheckpointEngine):
             flush(path)
 
 
-@dataclass
-class Copier:
-    """Copies a file's content to host memory, tensors into the buffers of the file's last copy."""
-
-    buffers: dict[tuple[str, int], Tensor]
-    staged: StagedCopy
-    name: str
-    count: int = 0
-    seen: dict[int, Tensor] = field(default_factory=dict)
-    """Tensors that stand in several places stay one."""
-
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if type(value) in (dict, OrderedDict):
-            return type(value)((key, self.copy(item)) for key, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(self.copy(item) for item in value)
-        return copy.deepcopy(value)
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self.seen:
-            return self.seen[id(tensor)]
-        key, source = (self.name, self.count), tensor.detach()
-        self.count += 1
-        buffer = self.buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = self.buffers[key] = torch.empty(source.shape, dtype=source.dtype)
-        if source.is_cuda:
-            self.staged.copy(buffer, source)
-        else:
-            buffer.copy_(source)
-        self.seen[id(tensor)] = buffer
-        return buffer
-
-
-def size_of(value: Any) -> int:
-    """Bytes of the tensors in nested dicts, lists and tuples."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(size_of, value.values()))
-    return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 0
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 @dataclass

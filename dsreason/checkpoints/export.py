@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import read_state
-from dsreason.checkpoints.checkpoint_folder import check_sizes
+from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
 from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.engine import full_parameters
@@ -24,12 +23,10 @@ from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-HF_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
 """At most this much stands in a safetensors header for one tensor, beside its name."""
-OnTensor = Callable[[str], None]
 
 
 def parse_size(text: str) -> int:
@@ -48,7 +45,6 @@ def write_model_folder(
     dtype: str = "bf16",
     max_shard_size: str = "4GB",
     card: str | None = None,
-    on_tensor: OnTensor | None = None,
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
 
@@ -58,7 +54,6 @@ def write_model_folder(
     Args:
         dtype: "bf16" or "fp32".
         card: text of a model card; that of `source` is another model's, and is left out.
-        on_tensor: called with the name of each tensor taken, to show progress.
 
     Raises:
         CheckpointError: `output` holds something, or `source` is no model folder.
@@ -73,7 +68,7 @@ def write_model_folder(
         copy_small_files(source, partial, dtype)
         if card is not None:
             (partial / CARD).write_text(card, encoding="utf-8")
-        write_weights(tensors, partial, DTYPES[dtype], max_bytes, on_tensor)
+        write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if output.exists():
             output.rmdir()
         partial.rename(output)
@@ -89,7 +84,7 @@ def check_target(source: Path, output: Path) -> None:
         raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
     if not (source / "config.json").is_file():
         raise CheckpointError(
-            f"{source}: the folder the model was loaded from has no config.json; name the folder of the base model"
+            f"{source}: the folder the model was loaded from has no config.json; put the base model back there"
         )
 
 
@@ -100,7 +95,7 @@ def copy_small_files(source: Path, output: Path, dtype: str) -> None:
             shutil.copyfile(path, output / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.setdefault("dtype", None)
-    config = with_dtype(config, HF_DTYPE[dtype])
+    config = with_dtype(config, str(DTYPES[dtype]).removeprefix("torch."))
     (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -114,36 +109,31 @@ def with_dtype(config: Any, dtype: str) -> Any:
 
 
 def write_weights(
-    tensors: Iterable[tuple[str, Tensor]],
-    output: Path,
-    dtype: torch.dtype,
-    max_shard_bytes: int,
-    on_tensor: OnTensor | None,
+    tensors: Iterable[tuple[str, Tensor]], output: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
     """`model.safetensors`, or `model-00001-of-0000N.safetensors` and an index."""
     shards: list[list[str]] = []
     total = 0
-    for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes, on_tensor), start=1):
+    for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes), start=1):
         total += sum(tensor.nbytes for tensor in shard.values())
         shards.append(list(shard))
         unnamed = output / f"shard_{number}"
         save_file(shard, unnamed, metadata={"format": "pt"})
         shutil.copymode(output / "config.json", unnamed)  # of safetensors' files only their owner may read
         shard.clear()  # or it would live on while the next one fills
-    if len(shards) == 1:
-        (output / "shard_1").rename(output / "model.safetensors")
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{part}.safetensors"
         (output / f"shard_{number}").rename(output / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def cut_shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int, on_tensor: OnTensor | None
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
     """Tensors in their order, copied to the CPU, in groups whose files are at most `max_bytes` long."""
     shard: dict[str, Tensor] = {}
@@ -155,8 +145,6 @@ def cut_shards(
             shard, size = {}, HEADER_BYTES
         shard[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         size += nbytes
-        if on_tensor is not None:
-            on_tensor(name)
     if shard:
         yield shard
 
@@ -169,7 +157,6 @@ def export_engine(
     *,
     dtype: str = "bf16",
     max_shard_size: str = "4GB",
-    bucket_mb: float = 512,
     run: Path | None = None,
     step: int = 0,
 ) -> Path:
@@ -178,7 +165,7 @@ def export_engine(
     As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from. With the folder of the
     `run` and its `step` there is a model card, too.
     """
-    tensors = full_parameters(engine, bucket_mb, master=dtype == "fp32" and engine.bfloat16_enabled())
+    tensors = full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     on_rank_zero(lambda: check_target(source, output))
     with errors_on_all_ranks():
         try:
@@ -197,27 +184,23 @@ def export_checkpoint(
     *,
     dtype: str = "auto",
     max_shard_size: str = "4GB",
-    source: Path | None = None,
     scores: Sequence[Score] = (),
-    on_tensor: OnTensor | None = None,
 ) -> Path:
     """Write the model of a saved checkpoint; one process, no model and no ranks needed.
 
     Args:
         dtype: "bf16", "fp32", or "auto" for the precision of the run.
-        source: folder of the base model, where it is no longer the one that the checkpoint names.
         scores: of evaluations, for the model card.
     """
-    saved = read_state(checkpoint)
+    saved = read_checkpoint(checkpoint)
     check_sizes(checkpoint)
-    dtype = saved["precision"] if dtype == "auto" else dtype
+    dtype = saved.precision if dtype == "auto" else dtype
     run = checkpoint.absolute().parent.parent
     return write_model_folder(
         checkpoint_tensors(checkpoint, saved),
-        source or Path(saved["state"]["model_path"]),
+        Path(saved.state.model_path),
         output,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        card=model_card(run, saved["state"]["step"], dtype=dtype, scores=scores),
-        on_tensor=on_tensor,
+        card=model_card(run, saved.state.step, dtype=dtype, scores=scores),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,19 +12,15 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dsreason
-from dsreason.config.output import CONFIG_FILE
+from dsreason.config.output import run_record
 from dsreason.monitor.metrics import read_lines
-
-log = logging.getLogger(__name__)
 
 CARD = "README.md"
 TAG = "dsreason"
 TASK = "image-text-to-text"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".toml", ".yaml")
-LICENSE = """\
-This card names no license. That is for the owner to decide, and to add here and in the header as `license:`; the licenses of
-the base model and of the data sets bind as well."""
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
     A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
     the card of that export.
     """
-    record = read_record(run)
+    record = run_record(run) or {}
     config = record.get("config", {})
     bases, datasets = origins(config)
     validated = validation_metrics(run / "metrics.jsonl", step)
@@ -72,38 +66,8 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body(name, facts, validated, scores)}"))
-
-
-def body(name: str, facts: dict[str, str], validated: dict[str, float], scores: Sequence[Score]) -> str:
-    lines = [f"# {name}", "", "A vision-language model that was trained with dsreason.", "", "## Training", ""]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {cell(value)} |" for key, value in facts.items())]
-    rows = [f"| {key} | {value:.4g} |" for key, value in validated.items()]
-    rows += [
-        f"| accuracy, {cell(one.dataset)} ({one.answer_type}), {one.count} questions | {one.value:.4g} |"
-        for one in scores
-    ]
-    if rows:
-        lines += ["", "## Scores", "", "`val/…` are measured during training on rows that were held out of it.", ""]
-        lines += ["| | |", "|---|---|", *rows]
-    return "\n".join([*lines, "", "## License", "", LICENSE, ""])
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def read_record(run: Path) -> dict[str, Any]:
-    """`config.json` of a run; empty where it has none."""
-    file = run / CONFIG_FILE
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # weights are worth more than their card
-        log.warning("%s: cannot be read (%s); the model card leaves it out", file, error)
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else {}
+    card = ModelCard.from_template(data, str(TEMPLATE), name=name, facts=facts, validated=validated, scores=scores)
+    return f"{card}\n"
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:

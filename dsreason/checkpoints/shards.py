@@ -16,7 +16,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import check_written
+from dsreason.checkpoints.checkpoint_folder import SavedRun, check_written
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
 from dsreason.job.launch import environment
@@ -38,15 +38,15 @@ def safe_loading() -> Iterator[None]:
         yield
 
 
-def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or is one of another run.
     """
-    ranks = range(saved["world_size"])
-    if len(saved.get("ranks", ranks)) < len(ranks):
-        check_written(checkpoint, saved, ranks, "copy what the others have in that folder into this one")
+    ranks = range(saved.world_size)
+    if len(saved.ranks_here) < len(ranks):
+        check_written(checkpoint, len(ranks), ranks, "copy what the others have in that folder into this one")
     try:
         for name, pieces, shape in sliced_tensors(checkpoint, saved):
             yield hf_name(name), assemble(pieces, shape)
@@ -56,44 +56,44 @@ def checkpoint_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tupl
         ) from cause
 
 
-def sliced_tensors(checkpoint: Path, saved: dict[str, Any]) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
+def sliced_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
     """Name, parts rank by rank, and shape of every parameter."""
-    ranks = range(saved["world_size"])
+    ranks = range(saved.world_size)
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
-    if saved["zero_stage"] == 3:
+    if saved.zero_stage == 3:
         models = [load_model_file(checkpoint, rank, 3) for rank in ranks]
         trained = trained_slices_stage3(states, models[0]["param_shapes"])
         frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in untrained(saved)}
     else:
-        model = load_model_file(checkpoint, 0, saved["zero_stage"])
+        model = load_model_file(checkpoint, 0, saved.zero_stage)
         trained = trained_slices_stage2(states)
         frozen = {name: [model["module"][name]] for name in untrained(saved)}
     slices = trained | frozen
-    for name, described in saved["parameters"].items():
+    for name, described in saved.parameters.items():
         if name not in slices:
             raise CheckpointError(f"{checkpoint}: {name} is not in the checkpoint; choose another one")
-        yield name, slices[name], torch.Size(described["shape"])
+        yield name, slices[name], torch.Size(described.shape)
 
 
-def check_names(checkpoint: Path, saved: dict[str, Any]) -> None:
+def check_names(checkpoint: Path, saved: SavedRun) -> None:
     """CheckpointError where a rank's files hold parameters that trainer_state.json does not name.
 
     Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
     """
-    for rank in range(saved["world_size"]):
-        model = load_model_file(checkpoint, rank, saved["zero_stage"])
+    for rank in range(saved.world_size):
+        model = load_model_file(checkpoint, rank, saved.zero_stage)
         shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
         mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
         names = {name for named in (*shapes, *mappings) for name in named}
-        if foreign := sorted(names - saved["parameters"].keys()):
+        if foreign := sorted(names - saved.parameters.keys()):
             raise CheckpointError(
-                f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved['parameters'])} parameters of "
+                f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved.parameters)} parameters of "
                 "trainer_state.json do not name; choose another checkpoint"
             )
 
 
-def untrained(saved: dict[str, Any]) -> list[str]:
-    return [name for name, described in saved["parameters"].items() if not described["trained"]]
+def untrained(saved: SavedRun) -> list[str]:
+    return [name for name, described in saved.parameters.items() if not described.trained]
 
 
 def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from dsreason.cli.job import C, ConfigOption, SetOption, Trainer, trainers
-from dsreason.cli.work import track
 from dsreason.config.load import load_config, read_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, SFTConfig, SourceConfig
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
     from dsreason.datasets.fetch import Plan
     from dsreason.datasets.inspection import Inspection
-    from dsreason.datasets.rendering import Rendering
+    from dsreason.datasets.rendering import Encode
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -35,21 +34,8 @@ app = typer.Typer(
 SHEET_SAMPLES = 12
 
 
-class Task(StrEnum):
-    benchmark = "benchmark"
-    sft = "sft"
-    rl = "rl"
-
-
-class Dataset(StrEnum):
-    robovqa = "robovqa"
-    av = "av"
-    agibot = "agibot"
-    bridgev2 = "bridgev2"
-    holoassist = "holoassist"
-    robofail = "robofail"
-
-
+Task = StrEnum("Task", ["benchmark", "sft", "rl"])
+Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
 CutDataset = Literal["agibot", "bridgev2", "holoassist"]
 DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[
@@ -86,7 +72,7 @@ def fetch(
     for plan in plans:
         show_plan(plan, dry_run)
         if not dry_run:
-            fetching.fetch(plan, track)
+            fetching.fetch(plan)
             typer.echo(f"{plan.repo}: complete in {plan.folder}")
     for one, plan in zip(tasks, plans, strict=True):
         for name in plan.without_clips:
@@ -144,7 +130,7 @@ def clip(
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
     rule = rule_for(dataset, raw, events=events)
-    clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers), track=track)
+    clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers))
     for text in [*clips.missing, *clips.failed]:
         typer.echo(text)
     typer.echo(
@@ -197,7 +183,7 @@ def inspect(
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = build_encoder(measured, find_model(measured))
-    found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers), track=track)
+    found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
@@ -208,7 +194,6 @@ def inspect(
 
 
 def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:
-    """What training data are compared with, by name."""
     from dsreason.data.sources import SampleDataset, open_source
 
     sources: dict[str, SourceConfig] = {}
@@ -226,7 +211,8 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
     from dsreason.data.contact_sheet import sheet_of_samples
-    from dsreason.data.loader import BadRow, read_row
+    from dsreason.data.loader import read_row
+    from dsreason.data.types import Sample
     from dsreason.datasets.inspection import evenly
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +223,7 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     (folder / "inspection.json").write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
     training = datasets["training"]
     rows = [read_row(training, row, lambda sample: sample) for row in evenly(len(training), SHEET_SAMPLES)]
-    sheet_of_samples([row for row in rows if not isinstance(row, BadRow)]).save(folder / "contact_sheet.png")
+    sheet_of_samples([row for row in rows if isinstance(row, Sample)]).save(folder / "contact_sheet.png")
 
 
 @app.command()
@@ -268,8 +254,8 @@ def validate(
 
     count = 0
     bad: list[str] = []
-    for name, rendering in renderings(trainer, run).items():
-        rendered, found = render_rows(name, rendering, limit=limit, workers=num_workers(workers), track=track)
+    for name, dataset, encode in encoded_parts(trainer, run):
+        rendered, found = render_rows(name, dataset, encode, limit=limit, workers=num_workers(workers))
         count, bad = count + rendered, bad + found
     for text in bad:
         typer.echo(text)
@@ -278,19 +264,15 @@ def validate(
         raise typer.Exit(1)
 
 
-def renderings(trainer: Trainer[C], run: C) -> dict[str, Rendering]:
-    """How training and held-out rows are encoded: as the trainer does it, and as whole conversations."""
+def encoded_parts(trainer: Trainer[C], run: C) -> list[tuple[str, SampleDataset, Encode]]:
+    """Training rows, encoded as the trainer does it, and held-out rows, encoded as whole conversations."""
     with quick_imports():
         from dsreason.data.sources import open_datasets
-        from dsreason.datasets.rendering import Rendering
         from dsreason.train.common.preflight import build_encoder, find_model
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
-    return {
-        "training": Rendering(training, trainer.row_encoder(run, encoder)),
-        "validation": Rendering(validation, encoder.encode),
-    }
+    return [("training", training, trainer.row_encoder(run, encoder)), ("validation", validation, encoder.encode)]
 
 
 def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:

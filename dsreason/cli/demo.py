@@ -59,13 +59,7 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     changes = tuple(overrides or ())
     started = time.monotonic()
 
-    warm = Job(
-        sft.TRAINER,
-        config=WARM_START,
-        overrides=changes,
-        output_dir=folder / "sft",
-        nproc=nproc,
-    )
+    warm = Job(sft.TRAINER, config=WARM_START, overrides=changes, output_dir=folder / "sft", nproc=nproc)
     with announce_stage(1, started):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 

@@ -15,7 +15,7 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.job.driver import check_gpus
+from dsreason.job.gpu import check_gpus
 
 RECIPE = "eval.toml"
 
@@ -108,7 +108,6 @@ def check_complete(who: object, what: object) -> None:
 
 
 def names_datasets(config: Path | None) -> bool:
-    """Whether the file says which benchmarks are asked."""
     return config is not None and bool(read_config(config).get("datasets"))
 
 
@@ -142,7 +141,6 @@ def question_overrides(datasets: list[str], data: str | None, adapter: str | Non
 
 
 def benchmarks_in(folder: Path) -> list[str]:
-    """Names of the benchmark folders in `--data`."""
     return sorted(
         {
             file.parent.name
@@ -170,11 +168,11 @@ def check(config: EvalConfig) -> None:
     """Raise user-fixable errors before ranks start."""
     with quick_imports():
         from dsreason.evaluation.ask.answerers import check_model
+        from dsreason.evaluation.questions.grading import Grader
         from dsreason.evaluation.questions.questions import load_questions
-        from dsreason.evaluation.run import build_grader
 
     load_questions(config)
-    with build_grader(config):
+    with Grader(config.evaluation):
         check_model(config)
 
 

@@ -41,7 +41,6 @@ def export(
 
 
 def accuracies_of(results_dir: Path) -> list[Score]:
-    """The accuracy on each data set of the evaluations in a folder."""
     with quick_imports():
         from dsreason.checkpoints.model_card import Score
         from dsreason.evaluation.report.results import find_runs, read_run

@@ -14,7 +14,7 @@ import typer
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.job.driver import check_gpus
+from dsreason.job.gpu import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import Answering
@@ -148,18 +148,18 @@ def write_text(answering: Answering, stdout: TextIO, *, heading: bool) -> None:
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """(text, whether it is thoughts); the tags, which may come in several pieces, belong to the thoughts."""
-    held, thinking = "", False
+    buffer, thinking = "", False
     for piece in pieces:
-        held += piece
-        while (at := held.find(THOUGHT if thinking else THINK)) >= 0:
+        buffer += piece
+        while (at := buffer.find(THOUGHT if thinking else THINK)) >= 0:
             end = at + len(THOUGHT) * thinking
-            yield held[:end], thinking
-            held, thinking = held[end:], not thinking
+            yield buffer[:end], thinking
+            buffer, thinking = buffer[end:], not thinking
         tag = THOUGHT if thinking else THINK
-        begun = next(n for n in range(len(tag) - 1, -1, -1) if held.endswith(tag[:n]))  # of a tag that may follow
-        yield held[: len(held) - begun], thinking
-        held = held[len(held) - begun :]
-    yield held, thinking
+        begun = next(n for n in range(len(tag) - 1, -1, -1) if buffer.endswith(tag[:n]))  # of a tag that may follow
+        yield buffer[: len(buffer) - begun], thinking
+        buffer = buffer[len(buffer) - begun :]
+    yield buffer, thinking
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.job.driver import check_gpus
+from dsreason.job.gpu import check_gpus
 
 if TYPE_CHECKING:
     from dsreason.data.chat import Encoder

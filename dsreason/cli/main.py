@@ -14,9 +14,8 @@ import typer
 from dsreason import __version__
 from dsreason.cli import data, demo, eval, export, infer, push, score
 from dsreason.cli.job import trainers
-from dsreason.errors import DsReasonError
 from dsreason.job import launch
-from dsreason.job.failures import crash_text, disk_error_as_save_error
+from dsreason.job.failures import crash_text
 from dsreason.secrets import HidingFormatter
 
 app = typer.Typer(
@@ -69,5 +68,4 @@ def main() -> None:
             launch.enter_rank()
         app()
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
-        told = disk_error_as_save_error(error)
-        sys.exit(launch.report(told) if isinstance(told, DsReasonError) else launch.report_crash(error))
+        sys.exit(launch.report(error))

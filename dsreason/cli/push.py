@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 
 from dsreason.errors import CheckpointError
-from dsreason.files.address import HubAddress, S3Address
-
-if TYPE_CHECKING:
-    from dsreason.storage.package import Advance, Package
+from dsreason.files.address import HubAddress
+from dsreason.monitor.work import track
 
 
 def push(
@@ -44,29 +40,14 @@ def push(
         places = [(open_package(folder), target)]
     for package, place in places:
         typer.echo(f"{package.folder} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
-        with progress(package, place) as advance:
-            sent = upload(package, place, advance)
+        if isinstance(place, HubAddress):
+            sent = upload(package, place)  # the Hub's library draws its own bars
+        else:
+            with track("sent", package.num_bytes, "bytes") as advance:
+                sent = upload(package, place, advance)
         there = len(package.files) - sent.files
         typer.echo(
             f"done: {decimal(sent.num_bytes)} sent"
             + (f", {there} of {len(package.files)} files were there" if there else ""),
             err=True,
         )
-
-
-@contextmanager
-def progress(package: Package, place: S3Address | HubAddress) -> Iterator[Advance]:
-    """A bar on a terminal, elsewhere a line now and then. The Hub's library draws its own."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    from dsreason.storage.uploads import Report
-
-    console = Console(stderr=True)
-    if not console.is_terminal or isinstance(place, HubAddress):
-        yield Report("sent", package.num_bytes, lambda text: typer.echo(text, err=True))
-        return
-    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=package.num_bytes)
-        yield lambda count: bar.advance(task, count)

@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed 0.19 reads, those it has removed, and what to do instead."""
+"""The top-level keys that DeepSpeed 0.19 reads, those it has removed, and what to do instead."""
 
 from __future__ import annotations
 
@@ -69,54 +69,6 @@ FLOPS_PROFILER: dict[str, Kind] = {
     "top_modules": "number",
 }
 
-ZERO = frozenset(
-    {
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "compute_grad_norm",
-        "contiguous_gradients",
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "elastic_checkpoint",
-        "enable_sanity_checks",
-        "ignore_unused_parameters",
-        "leaf_module",
-        "legacy_stage1",
-        "load_from_fp32_weights",
-        "log_trace_cache_warnings",
-        "memory_efficient_linear",
-        "offload_optimizer",
-        "offload_param",
-        "overlap_comm",
-        "override_module_apply",
-        "parameter_alignment",
-        "pipeline_loading_checkpoint",
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "round_robin_gradients",
-        "save_muon_momentum_buffer_in_memory",
-        "stage",
-        "stage3_allgather_sequential",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_model_persistence_threshold",
-        "stage3_module_granularity_threshold",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "stage3_use_all_reduce_for_fetch_params",
-        "sub_group_size",
-        "use_multi_rank_bucket_allreduce",
-        "zenflow",
-        "zero_hpz_partition_size",
-        "zero_quantized_gradients",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_weights",
-    }
-)
-
 REMOVED = {
     "elasticity": "resume on another number of ranks with --resume instead",
     "nebula": "checkpoints are plain files now",
@@ -129,10 +81,4 @@ REMOVED = {
     "graph_harvesting": "there is no replacement",
     "curriculum_learning": "data.shuffle and data.sources decide the order",
     "progressive_layer_drop": "there is no replacement",
-}
-
-REMOVED_ZERO = {
-    "mics_shard_size": "zero_hpz_partition_size keeps parameters inside a node",
-    "mics_hierarchical_params_gather": "zero_hpz_partition_size keeps parameters inside a node",
-    "zeropp_loco_param": "zero_quantized_gradients works without it",
 }

@@ -39,11 +39,12 @@ EVALUATION = MODEL | {
 }
 
 
-def check_owned(options: Mapping[str, Any], owned: Mapping[str, str]) -> None:
-    """ValueError for those that have a key of ours, or that nobody may set."""
+def check_owned(options: dict[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
+    """The options. ValueError for those that have a key of ours, or that nobody may set."""
     problems = [f"{name} ({options[name]!r}): set {owned[name]} instead" for name in owned if name in options]
     problems += [
         f"{name} ({options[name]!r}): only one value works here; remove it" for name in sorted(FIXED & options.keys())
     ]
     if problems:
         raise ValueError("; ".join(problems))
+    return options

@@ -28,23 +28,21 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def field_names(name: str, field: FieldInfo) -> list[str]:
-    """The names under which a field may be given: its own, and others that documents have for it."""
+def aliases(field: FieldInfo) -> list[str]:
+    """The names under which a field may be given, where it has several; its own is among them."""
     alias = field.validation_alias
-    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
 
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
     """The field of a section that is given as `key`."""
-    return next((field for name, field in schema.model_fields.items() if key in field_names(name, field)), None)
+    return next((field for name, field in schema.model_fields.items() if key in (name, *aliases(field))), None)
 
 
 def synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
     """The other names of the key at `path`, in the same section."""
-    key = path[-1]
-    fields = _section_at(schema, path[:-1]).model_fields.items()
-    names = next((names for names in (field_names(*item) for item in fields) if key in names), [])
-    return {name for name in names if name != key}
+    field = field_at(schema, path)
+    return set(aliases(field)) - {str(path[-1])} if field else set()
 
 
 def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:

@@ -60,26 +60,25 @@ def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
 def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) -> str:
     field = field_at(schema, path)
     default = field.default if field else PydanticUndefined
-    types = list(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
-    others = [_one(error, default) for error in errors if error["type"] not in EXPECTED]
-    if types and not others:
-        plain = default is not None and isinstance(default, (bool, int, float, str)) and default != ""
-        example = f", such as {default!r}" if plain else ""
-        others = [f"{errors[0]['input']!r} is not {' or '.join(types)}; set one{example}"]
-    return "; ".join(dict.fromkeys(others))
+    types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
+    others = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
+    if others:
+        return "; ".join(others) + (f", or set {types}" if types else "")
+    plain = isinstance(default, (bool, int, float, str)) and default != ""
+    return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
 
 
 def _one(error: ErrorDetails, default: Any) -> str:
     value, context = repr(error["input"]), error.get("ctx", {})
     match error["type"]:
         case "greater_than":
-            return f"{value} is not greater than {context['gt']}; raise it"
+            return f"{value} is not greater than {context['gt']:g}; raise it"
         case "greater_than_equal":
-            return f"{value} is less than {context['ge']}; raise it"
+            return f"{value} is less than {context['ge']:g}; raise it"
         case "less_than":
-            return f"{value} is not less than {context['lt']}; lower it"
+            return f"{value} is not less than {context['lt']:g}; lower it"
         case "less_than_equal":
-            return f"{value} is greater than {context['le']}; lower it"
+            return f"{value} is greater than {context['le']:g}; lower it"
         case "literal_error":
             return _not_a_choice(error["input"], str(context["expected"]))
         case "string_pattern_mismatch":

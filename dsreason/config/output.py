@@ -57,10 +57,10 @@ def check_output_dir(folder: Path, config: RunConfig, resume: str | None) -> Non
     _check_writable(folder)
     check_not_in_use(folder)
     if resume is None:
-        held = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
-        if held:
+        found = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
+        if found:
             raise ConfigError(
-                f"{folder}: holds a run already ({' and '.join(held)}); continue it with --resume auto, "
+                f"{folder}: holds a run already ({' and '.join(found)}); continue it with --resume auto, "
                 "or choose another --output-dir"
             )
         return
@@ -76,18 +76,24 @@ def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) 
     write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
 
 
+def run_record(folder: Path) -> dict[str, Any] | None:
+    """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
+    try:
+        record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None
+
+
 def read_run_config(folder: Path) -> dict[str, Any] | None:
     """The configuration of the run in `folder`, None where it has none."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None
-    try:
-        config = json.loads(file.read_text())["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: is not the configuration of a run ({error!r}); choose another --output-dir"
-        ) from None
-    return dict(config)
+    record = run_record(folder)
+    if record is None:
+        raise ConfigError(f"{file}: is not the configuration of a run; choose another --output-dir")
+    return dict(record["config"])
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -10,9 +10,12 @@ import re
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsreason.files.address import parse_target
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -21,6 +24,18 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    def check_exclusive(self, first: str, second: str) -> None:
+        """ValueError where both of these keys are set."""
+        a, b = getattr(self, first), getattr(self, second)
+        if a is not None and b is not None:
+            raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
+
+    def check_order(self, low: str, high: str) -> None:
+        """ValueError where both of these keys are set and the first is the greater one."""
+        a, b = getattr(self, low), getattr(self, high)
+        if a is not None and b is not None and a > b:
+            raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
 
 
 class ModelConfig(Section):
@@ -75,21 +90,11 @@ class VisionConfig(Section):
     """Seconds at which a video ends."""
 
     @model_validator(mode="after")
-    def check_fps_or_nframes(self) -> VisionConfig:
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError(f"fps ({self.fps}) and nframes ({self.nframes}) exclude each other; remove one")
-        return self
-
-    @model_validator(mode="after")
-    def check_ranges(self) -> VisionConfig:
-        for low, high in (
-            ("min_frames", "max_frames"),
-            ("min_pixels", "max_pixels"),
-            ("video_start", "video_end"),
-        ):
-            a, b = getattr(self, low), getattr(self, high)
-            if a is not None and b is not None and a > b:
-                raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
+    def check_together(self) -> Self:
+        self.check_exclusive("fps", "nframes")
+        self.check_order("min_frames", "max_frames")
+        self.check_order("min_pixels", "max_pixels")
+        self.check_order("video_start", "video_end")
         return self
 
 
@@ -130,7 +135,7 @@ class DataConfig(SourceConfig):
     """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     sources: tuple[WeightedSourceConfig, ...] = ()
     """Several data sets instead of the one above."""
-    validation: float | int | SourceConfig = 0
+    validation: Share | Count | SourceConfig = 0
     """Share (0 to 1) or number of rows held out of training, or a data set of its own."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
@@ -155,15 +160,6 @@ class DataConfig(SourceConfig):
             raise ValueError(f"{value} is neither a share nor a number of rows")
         return value
 
-    @model_validator(mode="after")
-    def check_validation(self) -> DataConfig:
-        v = self.validation
-        if isinstance(v, float) and not v.is_integer() and not 0 < v < 1:
-            raise ValueError(f"validation ({v}) must be a share between 0 and 1 or a whole number of rows")
-        if isinstance(v, (int, float)) and v < 0:
-            raise ValueError(f"validation ({v}) is negative")
-        return self
-
     def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
         """The training sources: `sources`, or the section itself as the only one."""
         if self.sources:
@@ -180,16 +176,8 @@ class OptimConfig(Section):
     """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
     """Applied to matrices, not to norms and biases."""
-    warmup: float | int = Field(0.03, ge=0)
+    warmup: Share | Count = 0.03
     """Warmup steps: a whole number, or a share (below 1) of all steps."""
-
-    @field_validator("warmup")
-    @classmethod
-    def check_warmup(cls, warmup: float) -> float:
-        if warmup > 1 and not float(warmup).is_integer():
-            raise ValueError(f"{warmup} is neither a share below 1 nor a whole number of steps")
-        return warmup
-
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
     decay_share: float = Field(0.2, gt=0, le=1)
@@ -220,11 +208,7 @@ class UpdateConfig(Section):
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
-        if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
-            raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_micro_batch "
-                f"({self.max_tokens_per_micro_batch}) exclude each other; remove one"
-            )
+        self.check_exclusive("micro_batch_size", "max_tokens_per_micro_batch")
         return self
 
 
@@ -282,17 +266,12 @@ class CheckpointConfig(Section):
     """Of the exported weights; auto: `train.precision`."""
     max_shard_size: str = Field("4GB", pattern=r"^\d*[1-9]\d*(\.\d+)?\s*[KMG]B$")
     """Of one safetensors file."""
-    upload: str = ""
+    upload: Annotated[str, AfterValidator(lambda upload: str(parse_target(upload)) if upload else "")] = ""
     """Where to upload to while training goes on: `s3://bucket/prefix` or `hub:user/name[@branch]`. Empty: nowhere."""
     upload_what: Literal["final", "all"] = "final"
     """Upload what the last step leaves, or every checkpoint and export."""
     upload_include: tuple[Literal["export", "checkpoint"], ...] = Field(("export", "checkpoint"), min_length=1)
     """Which kinds of folder; checkpoints are about seven times as large as exports."""
-
-    @field_validator("upload")
-    @classmethod
-    def check_upload(cls, upload: str) -> str:
-        return str(parse_target(upload)) if upload else ""
 
     @model_validator(mode="after")
     def check_something_to_upload(self) -> CheckpointConfig:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Set
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, HttpUrl, ValidationError, field_validator, model_validator
 
 from dsreason.config.engine_options import EVALUATION, check_owned
-from dsreason.config.keys import field_names
+from dsreason.config.keys import aliases
 from dsreason.config.schema import Section, SourceConfig, VisionConfig
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
@@ -69,8 +69,8 @@ class EvalModelConfig(Section):
         if not isinstance(document, dict):
             return document
         once = dict(document)
-        for field, info in cls.model_fields.items():
-            given = [name for name in field_names(field, info) if name in once]
+        for field in cls.model_fields.values():
+            given = [name for name in aliases(field) if name in once]
             if len(given) < 2:
                 continue
             if len({repr(once[name]) for name in given}) > 1:
@@ -103,20 +103,15 @@ class ServerConfig(Section):
     def check_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        parts = urlsplit(url)
-        if parts.password is not None:
+        try:
+            password = HttpUrl(url).password
+        except ValidationError:
+            raise ValueError(
+                f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1"
+            ) from None
+        if password is not None:
             raise ValueError("holds a password, which would be written to the results; give it by api_key_env")
-        if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
-            raise ValueError(f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1")
         return url
-
-
-def has_port(parts: SplitResult) -> bool:
-    """Whether the port, if one is given, is a number that a port can have."""
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
 
 
 class EvaluationConfig(Section):
@@ -148,14 +143,8 @@ class EvaluationConfig(Section):
     """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
     scorer: str | None = None
     """A function of your own, `package.module:attr` or `file.py:attr`, that grades each answer too."""
-    engine_options: dict[str, Any] = {}
+    engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
-
-    @field_validator("engine_options")
-    @classmethod
-    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        check_owned(options, EVALUATION)
-        return options
 
 
 class GenerationConfig(Section):
@@ -201,7 +190,6 @@ class EvalConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all data sets."""
         return (*self.datasets, *(source.dataset for source in self.sources))
 
     @field_validator("datasets", mode="before")
@@ -263,7 +251,6 @@ class EvalConfig(Section):
         return VisionConfig.model_validate(settings)
 
     def workers(self, num_cores: int) -> int:
-        """Workers that decode media."""
         return min(self.evaluation.num_processes or num_cores, num_cores)
 
     def notes(self, num_cores: int) -> list[str]:

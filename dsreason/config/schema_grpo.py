@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
 from dsreason.config.schema import RunConfig, Section, UpdateConfig
@@ -64,10 +65,8 @@ class AlgorithmConfig(Section):
                 f"prompts_per_step ({self.prompts_per_step}) must be a multiple of optimizer_steps_per_rollout "
                 f"({self.optimizer_steps_per_rollout})"
             )
-        low, high = self.correction_low, self.correction_high
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"correction_low ({low}) is greater than correction_high ({high})")
-        if (low is not None or high is not None) and self.correction == "none":
+        self.check_order("correction_low", "correction_high")
+        if (self.correction_low, self.correction_high) != (None, None) and self.correction == "none":
             raise ValueError('correction_low and correction_high need a correction; correction is "none"')
         return self
 
@@ -104,7 +103,7 @@ class RolloutConfig(Section):
     """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
     enforce_eager: bool = False
     """vLLM: do without compiled graphs, which saves memory and start-up time and costs speed."""
-    engine_options: dict[str, Any] = {}
+    engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=ROLLOUT))] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of sampling."""
@@ -134,12 +133,6 @@ class RolloutConfig(Section):
         """Whether completions are drawn from all tokens, so that their probabilities are comparable with the trainer's."""
         return self.top_p == 1 and self.top_k == 0
 
-    @field_validator("engine_options")
-    @classmethod
-    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        check_owned(options, ROLLOUT)
-        return options
-
     @model_validator(mode="after")
     def check_unused(self) -> Self:
         used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
@@ -150,10 +143,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def check_thresholds(self) -> Self:
-        if self.mismatch_warn > self.mismatch_stop:
-            raise ValueError(
-                f"mismatch_warn ({self.mismatch_warn}) is greater than mismatch_stop ({self.mismatch_stop})"
-            )
+        self.check_order("mismatch_warn", "mismatch_stop")
         return self
 
 
@@ -240,7 +230,7 @@ class GRPOConfig(RunConfig):
         if not self.rollout.samples_all_tokens and self.grpo.correction != "none":
             raise ValueError(
                 f"rollout.top_p ({self.rollout.top_p}) and rollout.top_k ({self.rollout.top_k}) with grpo.correction "
-                f"({self.grpo.correction}): the engine's probabilities are then those of the tokens that were kept, and the "
+                f"({self.grpo.correction}): the engine's probabilities then cover a part of the vocabulary only, and the "
                 'correction would be biased; set grpo.correction = "none", or sample from all tokens (top_p 1, top_k 0)'
             )
         return self

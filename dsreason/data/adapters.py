@@ -8,19 +8,17 @@ signature when it is not needed. Where the default (`dsreason.data.rows.read_row
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import ListRows, Rows, parse_splits, read_rows, select
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.user_code import import_file, import_module
+from dsreason.user_code import find_code
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,9 @@ def find_adapter(name: str) -> Adapter:
 
     Errors: ConfigError when there is none, when it has no `to_sample`, or when its file does not import.
     """
-    target, _, attribute = name.partition(":")
-    shipped = shipped_adapters()
-    if target in shipped:
-        module = importlib.import_module(f"data_adapters.{target}")
-    elif target.endswith(".py") or "/" in target:
-        module = import_file(Path(target).expanduser(), f'data.adapter "{name}"')
-    else:
-        advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
-        module = import_module(target, f'data.adapter "{name}"', shipped, advice)
-    found = _attribute(module, attribute, name) if attribute else module
+    target, shipped = name.partition(":")[0], shipped_adapters()
+    advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
+    found = find_code(f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice)
     if "to_sample" not in dir(found):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
     return Adapter(name, _with_data(found.to_sample), found.rows if "rows" in dir(found) else read_rows)
@@ -86,9 +77,3 @@ def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig]
     if len(inspect.signature(to_sample).parameters) > 1:
         return to_sample
     return lambda row, data: to_sample(row)
-
-
-def _attribute(module: Any, attribute: str, name: str) -> Any:
-    if attribute not in vars(module):
-        raise ConfigError(f'data.adapter "{name}": {module.__name__} has no "{attribute}"')
-    return vars(module)[attribute]

@@ -92,40 +92,42 @@ class Encoder:
 
         DataError names the sample; SampleTooLong when it has more than `max_length` tokens.
         """
-        planned = self._plan_media(sample, sample.messages)
-        ids, mask = self._expand(sample, render_training(self.processor, self.family.tokens, sample), planned)
-        self.check_length(sample, len(ids))
-        return self._finish(sample, ids, mask, planned, self._load(sample, planned))
+        encoded, _ = self._encode(sample, render_training(self.processor, self.family.tokens, sample))
+        return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
         """The messages without a last assistant turn, and the generation prompt. Its ids begin those of `encode`."""
-        messages = prompt_messages(sample)
-        planned = self._plan_media(sample, messages)
-        segments = render_prompt(self.processor, self.family.tokens, replace(sample, messages=messages))
-        ids, mask = self._expand(sample, segments, planned)
-        self.check_length(sample, len(ids))
-        loaded = self._load(sample, planned)
-        prompt_ids = [token for segment in segments for token in segment.ids]
-        return EncodedPrompt(sample, self._finish(sample, ids, mask, planned, loaded), prompt_ids, loaded)
+        prompt, segments = self._prompt(sample)
+        encoded, loaded = self._encode(prompt, segments)
+        return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
     def measure(self, sample: Sample) -> int:
         """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
-        planned = self._plan_media(sample, sample.messages)
-        ids, _ = self._expand(sample, render_training(self.processor, self.family.tokens, sample), planned)
+        return self._count(sample, render_training(self.processor, self.family.tokens, sample))
+
+    def _prompt(self, sample: Sample) -> tuple[Sample, list[Segment]]:
+        prompt = replace(sample, messages=prompt_messages(sample))
+        return prompt, render_prompt(self.processor, self.family.tokens, prompt)
+
+    def _encode(self, sample: Sample, segments: list[Segment]) -> tuple[EncodedSample, list[Medium]]:
+        planned = self._plan_media(sample)
+        ids, mask = self._expand(sample, segments, planned)
+        self.check_length(sample, len(ids))
+        loaded = self._load(sample, planned)
+        return self._finish(sample, ids, mask, planned, loaded), loaded
+
+    def _count(self, sample: Sample, segments: list[Segment]) -> int:
+        ids, _ = self._expand(sample, segments, self._plan_media(sample))
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
         """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
-        side = self._limits(kind).factor
+        side, frames = self._limits(kind).factor, self._temporal_patch
+        size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
+        metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
+        planned = PlannedMedium(kind, "", size, self._grid(frames, size), metadata=metadata)
+        loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
-        if kind == "image":
-            planned = PlannedMedium("image", "", (side, side), self._grid(1, (side, side)))
-            loaded: Medium = Image.new("RGB", (side, side))
-        else:
-            frames = self._temporal_patch
-            metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
-            planned = PlannedMedium("video", "", (side, side), self._grid(frames, (side, side)), metadata=metadata)
-            loaded = (np.zeros((frames, side, side, 3), np.uint8), metadata)
         tokens = self.family.tokens
         placeholder = self.processor.image_token if kind == "image" else self.processor.video_token
         text = tokens.media_start + placeholder + tokens.media_end
@@ -135,9 +137,9 @@ class Encoder:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_media(self, sample: Sample, messages: list[Message]) -> list[PlannedMedium]:
+    def _plan_media(self, sample: Sample) -> list[PlannedMedium]:
         planned = []
-        for number, message in enumerate(messages):
+        for number, message in enumerate(sample.messages):
             for part in media_parts([message]):
                 try:
                     planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))

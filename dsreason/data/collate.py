@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dsreason.data.types import Batch, EncodedSample, MediaKind
@@ -49,26 +48,25 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
         positions.append(dummy.position_ids + positions[-1].max() + 1)
     ids = torch.cat([dummy.input_ids for dummy in dummies])
     types = torch.cat([dummy.mm_token_type_ids for dummy in dummies])
-    end = start + ids.shape[0]
-    more = max(0, end - batch.input_ids.shape[1])
     mm_kwargs, numbers = _join([dummy.mm_kwargs for dummy in dummies])
     for kind, own in batch.media_numbers.items():
         numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
-    longer = replace(
+
+    def appended(rows: Tensor, more: Tensor, padding_value: int = 0) -> Tensor:
+        """`rows` [B, T, …] with `more` [N, …] behind the tokens of the last one."""
+        return padded([*rows[:-1], torch.cat([rows[-1, :start], more])], padding_value=padding_value)
+
+    rows_of_positions = appended(batch.position_ids.permute(1, 2, 0), torch.cat(positions[1:], dim=1).T)
+    return replace(
         batch,
-        input_ids=pad(batch.input_ids, (0, more), value=pad_id).clone(),
-        attention_mask=pad(batch.attention_mask, (0, more)).clone(),
-        loss_mask=pad(batch.loss_mask, (0, more), value=False),
-        position_ids=pad(batch.position_ids, (0, more)).clone(),
-        mm_token_type_ids=pad(batch.mm_token_type_ids, (0, more)).clone(),
+        input_ids=appended(batch.input_ids, ids, pad_id),
+        attention_mask=appended(batch.attention_mask, torch.ones_like(ids)),
+        loss_mask=appended(batch.loss_mask, torch.zeros_like(ids, dtype=torch.bool)),
+        position_ids=rows_of_positions.permute(2, 0, 1).contiguous(),
+        mm_token_type_ids=appended(batch.mm_token_type_ids, types),
         mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]),
         media_numbers=numbers,
     )
-    longer.input_ids[-1, start:end] = ids
-    longer.attention_mask[-1, start:end] = 1
-    longer.position_ids[:, -1, start:end] = torch.cat(positions[1:], dim=1)
-    longer.mm_token_type_ids[-1, start:end] = types
-    return longer
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:

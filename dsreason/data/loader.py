@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,55 +47,44 @@ class StepBatches:
     """How long the slowest rank waited for its data workers."""
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that could not be encoded: what a worker returns instead of raising, so that the text stays whole."""
-
-    reason: str
-    too_long: bool
-
-
-def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | BadRow:
-    """`use(sample)` of the row, or where the row is and what is wrong with it."""
+def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
+    """`use(sample)` of the row, or an error that says where the row is; returned, as torch would add a worker's traceback."""
     try:
         sample = dataset[row]
     except DataError as error:  # it names the row
-        return BadRow(str(error), too_long=False)
+        return error
     try:
         return use(sample)
     except DataError as error:
-        return BadRow(f"{dataset.location(row)}: {error}", too_long=isinstance(error, SampleTooLong))
+        return type(error)(f"{dataset.location(row)}: {error}")
 
 
-def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | BadRow]:
+def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | DataError]:
     return [read_row(dataset, row, use) for row in rows]
 
 
-def first_fatal(bad: Iterable[BadRow], config: RunConfig) -> str | None:
-    """The reason of the first row that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
+def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
+    """The text of the first error that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
-    return next((row.reason for row in bad if policies[row.too_long] == "error"), None)
+    return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
+@dataclass
 class StepLoader:
     """Iterates over the steps from `start_step` to the last one; the result depends on nothing but seed and step."""
 
-    def __init__(
-        self,
-        dataset: SampleDataset,
-        encoder: Encoder,
-        order: StepOrder,
-        config: SFTConfig,
-        *,
-        exchange: Exchange,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-    ) -> None:
-        self.dataset, self.encoder, self.order, self.config = dataset, encoder, order, config
-        self.exchange, self.rank, self.world_size, self.start_step = exchange, rank, world_size, start_step
-        self.lengths: dict[int, int] = {}  # token count of every row met so far; equal on all ranks
-        self.exchange_seconds = 0.0  # of the current step
+    dataset: SampleDataset
+    encoder: Encoder
+    order: StepOrder
+    config: SFTConfig
+    exchange: Exchange
+    rank: int = 0
+    world_size: int = 1
+    start_step: int = 0
+    lengths: dict[int, int] = field(default_factory=dict, init=False)
+    """Token count of every row met so far; equal on all ranks."""
+    exchange_seconds: float = field(default=0.0, init=False)
+    """Of the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         work = partial(encode_share, self.dataset, self.encoder, self.config)
@@ -170,21 +159,15 @@ class Share:
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
     """Each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
-
-    def measure(row: int) -> int:
-        try:
-            return encoder.measure(dataset[row])
-        except DataError:
-            return 0
-
-    return [(row, measure(row)) for row in rows]
+    found = read_rows(dataset, encoder.measure, rows)
+    return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, found, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, rows: Sequence[int]) -> Share:
     """The rows as micro-batches. An error is a value here, so that its text reaches the ranks whole."""
     found = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in found if isinstance(item, EncodedSample)]
-    bad = [item for item in found if isinstance(item, BadRow)]
+    bad = [item for item in found if isinstance(item, DataError)]
     refused = first_fatal(bad, config)
     if refused is not None:
         return Share([], error=refused)
@@ -197,7 +180,7 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
         num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
         num_input_tokens=sum(map(len, samples)),
         num_samples=len(samples),
-        skipped=tuple(row.reason for row in bad),
+        skipped=tuple(map(str, bad)),
     )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from dsreason.config.schema import RunConfig
-from dsreason.data.chat import EncodedPrompt, Encoder, prompt_messages
-from dsreason.data.loader import BadRow, decode_ahead, first_fatal, read_rows
+from dsreason.data.chat import EncodedPrompt, Encoder
+from dsreason.data.loader import decode_ahead, first_fatal, read_rows
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
-from dsreason.data.render import render_prompt
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
@@ -38,6 +37,7 @@ class Prompts:
     """Rows left out on any rank, with the reason."""
 
 
+@dataclass
 class PromptLoader:
     """Iterates without end over the batches from `start` on: this rank's prompts of each.
 
@@ -45,41 +45,35 @@ class PromptLoader:
     `check` refuses, is a DataError on every rank, or left out where the configuration says so.
     """
 
-    def __init__(
-        self,
-        dataset: SampleDataset,
-        encoder: Encoder,
-        order: StepOrder,
-        config: RunConfig,
-        *,
-        exchange: Exchange,
-        rank: int = 0,
-        world_size: int = 1,
-        start: int = 0,
-        check: Check | None = None,
-    ) -> None:
-        self.order, self.config, self.exchange = order, config, exchange
-        self.rank, self.world_size, self.start = rank, world_size, start
-        self.read = partial(read_rows, dataset, partial(ask, encoder, check))
+    dataset: SampleDataset
+    encoder: Encoder
+    order: StepOrder
+    config: RunConfig
+    exchange: Exchange
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    check: Check | None = None
 
     def __iter__(self) -> Iterator[Prompts]:
+        read = partial(read_rows, self.dataset, partial(ask, self.encoder, self.check))
         shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
-        found = decode_ahead(self.read, shares, self.config.data)
+        found = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
             yield self._prompts(batch, next(found))
 
-    def _prompts(self, batch: int, items: list[EncodedPrompt | BadRow]) -> Prompts:
-        bad = [item for item in items if isinstance(item, BadRow)]
-        ranks = self.exchange((first_fatal(bad, self.config), [row.reason for row in bad]))
+    def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
+        bad = [item for item in items if isinstance(item, DataError)]
+        ranks = self.exchange((first_fatal(bad, self.config), [str(error) for error in bad]))
         for error, _ in ranks:  # every rank raises, so that none is left waiting
             if error is not None:
                 raise DataError(error)
         places = range(self.rank, self.order.batch_size, self.world_size)
-        kept = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
+        usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(
             batch=batch,
-            prompts=[prompt for _, prompt in kept],
-            numbers=[place for place, _ in kept],
+            prompts=[prompt for _, prompt in usable],
+            numbers=[place for place, _ in usable],
             skipped=[text for _, texts in ranks for text in texts],
         )
 
@@ -96,8 +90,4 @@ class PromptEncoder(Encoder):
 
     def measure(self, sample: Sample) -> int:
         """`len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
-        messages = prompt_messages(sample)
-        planned = self._plan_media(sample, messages)
-        segments = render_prompt(self.processor, self.family.tokens, replace(sample, messages=messages))
-        ids, _ = self._expand(sample, segments, planned)
-        return len(ids)
+        return self._count(*self._prompt(sample))

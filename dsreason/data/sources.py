@@ -27,7 +27,6 @@ from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import nearest
-from dsreason.secrets import without_credentials
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
@@ -75,7 +74,7 @@ class Source:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # not the row's fault
             raise
-        except Exception as error:  # user code; its traceback is kept as the cause
+        except Exception as error:  # user code; the cause has its traceback
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error
@@ -88,14 +87,21 @@ class Source:
 
 
 class SampleDataset(Sequence[Sample]):
-    """Samples by number. Reading one raises a DataError that names file and row where it cannot be used."""
+    """Samples by number. Reading one raises a DataError that names file and row where it cannot be used.
 
-    def __init__(self, parts: Sequence[tuple[Source, NDArray[np.int64]]]) -> None:
-        self.parts = list(parts)
-        self.ends = np.cumsum([len(rows) for _, rows in self.parts], dtype=np.int64)
+    `places` [N, 2] has the number of the source and the row in it of each sample; None: all rows, source after source.
+    """
+
+    def __init__(self, sources: Sequence[Source], places: NDArray[np.int64] | None = None) -> None:
+        self.sources = sources
+        if places is None:
+            counts = [len(source.rows) for source in sources]
+            rows = np.concatenate([np.arange(count) for count in counts])
+            places = np.stack([np.repeat(np.arange(len(counts)), counts), rows], axis=1)
+        self.places = places
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if self.parts else 0
+        return len(self.places)
 
     def __getitem__(self, index: Any) -> Any:
         source, row = self._find(index)
@@ -109,24 +115,16 @@ class SampleDataset(Sequence[Sample]):
     @property
     def weighted_lengths(self) -> list[tuple[int, float]]:
         """(number of rows, weight) of each source, as `StepOrder` takes them."""
-        return [(len(rows), source.weight) for source, rows in self.parts]
+        counts = np.bincount(self.places[:, 0], minlength=len(self.sources)).tolist()
+        return [(count, source.weight) for count, source in zip(counts, self.sources, strict=True)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""
-        starts = [0, *self.ends[:-1]]
-        chosen = [
-            (source, rows[indices[(indices >= start) & (indices < end)] - start])
-            for (source, rows), start, end in zip(self.parts, starts, self.ends, strict=True)
-        ]
-        return SampleDataset([(source, rows) for source, rows in chosen if len(rows)])
+        return SampleDataset(self.sources, self.places[indices])
 
     def _find(self, index: int) -> tuple[Source, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        part = int(np.searchsorted(self.ends, index, side="right"))
-        source, rows = self.parts[part]
-        start = int(self.ends[part - 1]) if part else 0
-        return source, int(rows[index - start])
+        source, row = self.places[index].tolist()
+        return self.sources[source], row
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
@@ -143,14 +141,14 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
 
-def open_source(config: SourceConfig, weight: float = 1.0) -> tuple[Source, NDArray[np.int64]]:
+def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
     check_place("data.path", config.path)
     check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
     source = Source(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
         raise DataError(f"{config.path or config.adapter} (split {config.split}): the data set is empty")
-    return source, np.arange(len(source.rows))
+    return source
 
 
 def num_held_out(validation: float | int, num_rows: int) -> int:
@@ -258,11 +256,8 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
     if is_s3(given):
         return read_address(given)
-    if "://" in given and not given.startswith("file://"):
-        raise DataError(
-            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, "
-            "download it first"
-        )
+    if not given.startswith("file://"):
+        check_place(kind, given)
     path = Path(given.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))

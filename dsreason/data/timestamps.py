@@ -1,4 +1,4 @@
-"""The time written on video frames, for models that tell times by reading them, as cosmos-reason's inference does."""
+"""The time written on video frames, for models that read times from them, as cosmos-reason's inference does."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CLIP_FRAMES = 8
 TRAVEL = 12
 """Pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Pixels that a ball falls: little, so that one frame's distances tell little."""
+"""Pixels that a ball falls: little, so that one frame's distances say little."""
 APPROACH = 12
 """Pixels by which two balls come closer or part."""
 BALL = 14

@@ -12,7 +12,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import JSON_SUFFIXES, read_rows
 from dsreason.datasets.clip_rules import Cut, MissingRaw, Rule, check_name
 from dsreason.datasets.cutting import cut_clip
-from dsreason.datasets.processes import Failure, Track, tracked, untracked
+from dsreason.datasets.processes import tracked
 from dsreason.errors import DataError
 
 
@@ -67,7 +67,7 @@ def clip_name(row: Any, dataset: str) -> str:
     return name
 
 
-def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0, track: Track = untracked) -> Clips:
+def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> Clips:
     """Cut those clips that are not in `folder` yet, each as `<name>.mp4`, in `workers` processes (0: in this one)."""
     folder.mkdir(parents=True, exist_ok=True)
     clips = Clips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
@@ -77,24 +77,21 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
         try:
             cuts.append((name, rule(name)))
         except MissingRaw as error:
-            clips.missing.append(str(error))
+            clips.missing.append(f"{name}: {error}")
         except DataError as error:
-            clips.failed.append(str(error))
+            clips.failed.append(f"{name}: {error}")
     cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
-    problems = tracked(partial(cut_one, folder=folder), cuts, workers, track, "cutting", "clips")
-    for (name, cut), problem in zip(cuts, problems, strict=True):
-        if problem is None:
-            clips.cut.append(name)
+    results = tracked(
+        partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
+    )
+    for (name, _), result in zip(cuts, results, strict=True):
+        if isinstance(result, DataError):
+            clips.failed.append(f"{name}: {result}")
         else:
-            clips.failed.append(f"{name}: {cut.source}: {problem.reason}" if isinstance(problem, Failure) else problem)
+            clips.cut.append(name)
     return clips
 
 
-def cut_one(task: tuple[str, Cut], folder: Path) -> str | None:
-    """Why it could not be cut, or None."""
+def cut_one(task: tuple[str, Cut], folder: Path) -> None:
     name, cut = task
-    try:
-        cut_clip(cut, folder / f"{name}.mp4")
-    except DataError as error:
-        return f"{name}: {error}"
-    return None
+    cut_clip(cut, folder / f"{name}.mp4")

@@ -28,7 +28,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +55,7 @@ class Cut:
     """A part of a raw video, or of a folder with its frames as images.
 
     `[start, end)` counts frames in the order in which they are shown, from 0, or seconds from the first of them.
-    `total` is the number of frames that the raw video should have, where the name tells it.
+    `total` is the number of frames that the raw video should have, where the name says so.
     """
 
     source: Path
@@ -64,6 +63,10 @@ class Cut:
     end: float
     unit: Literal["frames", "seconds"]
     total: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise DataError(f"its range from {self.start:g} to {self.end:g} {self.unit} is empty")
 
 
 Actions = dict[str, dict[int, tuple[float, float]]]
@@ -75,7 +78,8 @@ class MissingRaw(DataError):
 
 
 Rule = Callable[[str], Cut]
-"""From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError where it says nothing usable."""
+"""From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError where it says nothing usable;
+neither repeats the name."""
 
 
 def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
@@ -86,8 +90,10 @@ def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
     if not raw.is_dir():
         raise ConfigError(f"--raw {raw}: no such folder; give the folder with the raw videos of {dataset}")
     if dataset == "holoassist":
-        return partial(holoassist_cut, raw=raw, actions=read_actions(events or find_actions(raw)))
-    return partial({"agibot": agibot_cut, "bridgev2": bridge_cut}[dataset], raw=raw)
+        actions = read_actions(events or find_actions(raw))
+        return lambda name: holoassist_cut(check_name(name, dataset), raw, actions)
+    cut = {"agibot": agibot_cut, "bridgev2": bridge_cut}[dataset]
+    return lambda name: cut(check_name(name, dataset), raw)
 
 
 def check_name(name: str, dataset: str) -> re.Match[str]:
@@ -101,64 +107,45 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
     return match
 
 
-def agibot_cut(name: str, raw: Path) -> Cut:
-    match = check_name(name, "agibot")
+def agibot_cut(match: re.Match[str], raw: Path) -> Cut:
     task, episode, view = match["task"], match["episode"], match["view"]
     episodes = [raw / "observations" / task / episode, raw / task / episode]
     places = [folder / stem for one in episodes for folder in (one / "videos", one) for stem in (view, f"{view}_color")]
-    source = first_file(videos(places), name)
-    return cut_of(name, source, int(match["start"]), int(match["end"]), "frames")
+    return Cut(first_file(videos(places)), int(match["start"]), int(match["end"]), "frames")
 
 
-def bridge_cut(name: str, raw: Path) -> Cut:
-    match = check_name(name, "bridgev2")
-    episode, total = match["episode"], int(match["total"])
-    folder = match["folder"]
+def bridge_cut(match: re.Match[str], raw: Path) -> Cut:
+    folder, episode, total, end = match["folder"], match["episode"], int(match["total"]), int(match["clip"])
     places = list(dict.fromkeys(raw / name for name in (folder.replace("-", "/"), folder, folder.replace(".", "/"))))
     names = [episode, f"traj{episode}"]
     candidates = [place / one / "images0" for place in places for one in names]
     for place in places:
         candidates += sorted(place.glob(f"raw/traj_group*/traj{episode.removeprefix('traj')}/images0"))
     candidates += videos(place / one for place in places for one in names)
-    cut = cut_of(name, first_file(candidates, name), 0, int(match["clip"]), "frames", total)
-    if cut.end > total:
-        raise DataError(f"{name}: clipframe ({int(cut.end)}) is beyond totalframe ({total})")
-    return cut
+    if end > total:
+        raise DataError(f"clipframe ({end}) is beyond totalframe ({total})")
+    return Cut(first_file(candidates), 0, end, "frames", total)
 
 
-def holoassist_cut(name: str, raw: Path, actions: Actions) -> Cut:
-    match = check_name(name, "holoassist")
+def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
     recording, fine = match["recording"], int(match["fine"])
     places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
-    source = first_file([*places, *videos([raw / "videos" / recording, raw / recording])], name)
+    source = first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
     if recording not in actions:
-        raise DataError(f"{name}: the recording {recording} has no annotated actions")
+        raise DataError(f"the recording {recording} has no annotated actions")
     if fine not in actions[recording]:
-        raise DataError(f"{name}: {recording} has {len(actions[recording])} fine actions, none with the id {fine}")
-    return cut_of(name, source, *actions[recording][fine], "seconds")
-
-
-def cut_of(
-    name: str,
-    source: Path,
-    start: float,
-    end: float,
-    unit: Literal["frames", "seconds"],
-    total: int | None = None,
-) -> Cut:
-    if not 0 <= start < end:
-        raise DataError(f"{name}: its range from {start:g} to {end:g} {unit} is empty")
-    return Cut(source, start, end, unit, total)
+        raise DataError(f"{recording} has {len(actions[recording])} fine actions, none with the id {fine}")
+    return Cut(source, *actions[recording][fine], "seconds")
 
 
 def videos(places: Iterable[Path]) -> list[Path]:
     return [place.with_name(f"{place.name}{suffix}") for place in places for suffix in VIDEOS]
 
 
-def first_file(candidates: Sequence[Path], name: str) -> Path:
+def first_file(candidates: Sequence[Path]) -> Path:
     found = next((path for path in candidates if path.exists()), None)
     if found is None:
-        raise MissingRaw(f"{name}: no raw video, such as {candidates[0]}")
+        raise MissingRaw(f"no raw video, such as {candidates[0]}")
     return found
 
 

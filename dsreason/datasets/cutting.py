@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,7 +17,7 @@ from av.video.frame import PictureType, VideoFrame
 from dsreason.datasets.clip_rules import Cut
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import draft_of
-from dsreason.media.media import load_image, opened_video, packet_times
+from dsreason.media.media import UnusableTimes, frames_by_count, frames_by_time, load_image, opened_video, packet_times
 
 ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
@@ -46,58 +45,57 @@ def cut_clip(cut: Cut, target: Path) -> None:
             if cut.source.is_dir():
                 encode(image_frames(cut), IMAGE_FPS, draft)
                 return
-            wanted = frames_of_cut(cut)
+            video = timing(cut.source)
+            wanted = frames_of_cut(cut, video)
             try:
-                encode(decoded_frames(cut.source, wanted), wanted.fps, draft)
+                encode(frames_by_time(cut.source, wanted, video.times), video.fps, draft)
             except UnusableTimes:
-                encode(counted_frames(cut.source, wanted), wanted.fps, draft)
+                encode(counted_frames(cut.source, wanted, video), video.fps, draft)
     except av.FFmpegError as error:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
-
-
-class UnusableTimes(Exception):
-    """A jump into the video did not give the frames whose times are in its packets."""
 
 
 # ---------------------------------------------------------------- which frames
 
 
 @dataclass(frozen=True)
-class Frames:
-    """Frames `[start, end)` of a video; `times` are their time stamps, or none where the file has no usable ones."""
+class Timing:
+    """Number of frames, their time stamps (none where the file has no usable ones), the unit of these, and the rate."""
 
-    start: int
-    end: int
+    count: int
     times: list[int]
+    time_base: Fraction | None
     fps: Fraction
 
 
-def frames_of_cut(cut: Cut) -> Frames:
-    status = cut.source.stat()
-    count, times, time_base, fps = timing(cut.source.absolute(), status.st_mtime_ns, status.st_size)
-    check_total(cut, count)
-    if cut.unit == "frames":
-        start, end = int(cut.start), int(cut.end)
-    elif times and time_base:
-        start, end = frames_between(times, time_base, cut.start, cut.end)
-    else:
-        raise DataError(f"{cut.source}: its frames have no times, so that seconds cannot be cut out of it")
-    if end > count or start == end:
-        raise DataError(
-            f"{cut.source}: has {count} frames; {cut.start:g} to {cut.end:g} {cut.unit} do not lie within them"
-        )
-    return Frames(start, end, times[start:end], fps)
+def timing(source: Path) -> Timing:
+    status = source.stat()
+    return _timing(source.absolute(), status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=8)  # many clips come from one recording, and finding the times reads all of it
-def timing(source: Path, modified: int, size: int) -> tuple[int, list[int], Fraction | None, Fraction]:
-    """Number of frames, their time stamps (none where the file has no usable ones), the unit of these, and the rate."""
+def _timing(source: Path, modified: int, size: int) -> Timing:
     with opened_video(source) as (container, stream):
         count, times = packet_times(container, stream)
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
             raise DataError(f"{source}: the frame rate cannot be determined from the header")
-        return count, times, stream.time_base, fps
+        return Timing(count, times, stream.time_base, fps)
+
+
+def frames_of_cut(cut: Cut, video: Timing) -> range:
+    check_total(cut, video.count)
+    if cut.unit == "frames":
+        start, end = int(cut.start), int(cut.end)
+    elif video.times and video.time_base:
+        start, end = frames_between(video.times, video.time_base, cut.start, cut.end)
+    else:
+        raise DataError(f"{cut.source}: its frames have no times, so that seconds cannot be cut out of it")
+    if end > video.count or start == end:
+        raise DataError(
+            f"{cut.source}: has {video.count} frames; {cut.start:g} to {cut.end:g} {cut.unit} do not lie within them"
+        )
+    return range(start, end)
 
 
 def frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
@@ -124,39 +122,12 @@ def check_total(cut: Cut, count: int) -> None:
 # ---------------------------------------------------------------- their pixels
 
 
-def decoded_frames(source: Path, wanted: Frames) -> Iterator[VideoFrame]:
-    """By their time stamps, from the key frame before them on. UnusableTimes: these do not lead to all of them."""
-    if not wanted.times:
-        raise UnusableTimes
-    missing = deque(wanted.times)
-    with opened_video(source) as (container, stream):
-        if wanted.start > 0:
-            container.seek(wanted.times[0], stream=stream)
-        for frame in container.decode(stream):
-            if frame.pts == missing[0] and not frame.is_corrupt:
-                missing.popleft()
-                yield frame
-                if not missing:
-                    return
-            elif frame.pts is None or frame.pts >= missing[0]:
-                break
-    raise UnusableTimes
-
-
-def counted_frames(source: Path, wanted: Frames) -> Iterator[VideoFrame]:
-    """By their numbers, decoded from the first one on."""
-    number = -1
-    with opened_video(source) as (container, stream):
-        for number, frame in enumerate(container.decode(stream)):
-            if number >= wanted.start:
-                if frame.is_corrupt:
-                    raise DataError(f"{source}: frame {number} is damaged")
-                if not wanted.times:
-                    frame.pts, frame.time_base = number, 1 / wanted.fps
-                yield frame
-            if number == wanted.end - 1:
-                return
-    raise DataError(f"{source}: only {number + 1} frames can be decoded, {wanted.end} are needed")
+def counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
+    """With times of their own where the file has no usable ones."""
+    for number, frame in enumerate(frames_by_count(source, wanted)):
+        if not video.times:
+            frame.pts, frame.time_base = number, 1 / video.fps
+        yield frame
 
 
 def image_frames(cut: Cut) -> Iterator[VideoFrame]:

@@ -1,7 +1,7 @@
 """Data sets from the Hugging Face Hub, laid out as `dsreason eval --data` and the adapters read them.
 
 A file `<path>` of the repository becomes `<data_dir>/<task>/<path>`, an archive of clips (`<ds>/clips.tar.gz`,
-`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is not kept. A download that
+`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is removed. A download that
 was cut continues where it was, also in a later call. `.fetched.json` remembers the content (its hash on the Hub) of what
 is complete.
 """
@@ -15,16 +15,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
-from dsreason.datasets.hub import Counter, RemoteFile, download, hub_errors, list_files, size_of
-from dsreason.datasets.processes import Track, untracked
+from dsreason.datasets.hub import RemoteFile, download, hub_errors, list_files, size_of
 from dsreason.errors import DataError
 from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import existing_part
+from dsreason.monitor.work import track
 from dsreason.problems import nearest
 
 REPOSITORIES = {
@@ -100,7 +101,7 @@ def plan_fetch(
     )
 
 
-def fetch(plan: Plan, track: Track = untracked) -> None:
+def fetch(plan: Plan) -> None:
     """Download what is missing, and unpack archives of clips.
 
     Raises:
@@ -111,9 +112,15 @@ def fetch(plan: Plan, track: Track = untracked) -> None:
         track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
         ThreadPoolExecutor(DOWNLOADS) as threads,
     ):
-        counter = Counter(advance)
+        stopped = Event()
+
+        def received(count: int) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            advance(count)
+
         downloads = {
-            threads.submit(download, plan.repo, plan.revision, file, partial_path(plan.folder, file), counter): file
+            threads.submit(download, plan.repo, plan.revision, file, partial_path(plan.folder, file), received): file
             for file in plan.missing
         }
         try:
@@ -122,7 +129,7 @@ def fetch(plan: Plan, track: Track = untracked) -> None:
                     done.result()
                     put_in_place(plan.folder, downloads[done])
         finally:
-            counter.stopped = True  # the others stop where they are, and are continued by the next call
+            stopped.set()  # the others stop where they are, and are continued by the next call
             threads.shutdown(wait=True, cancel_futures=True)
     partials = plan.folder / PARTIALS
     if partials.is_dir() and not any(partials.iterdir()):

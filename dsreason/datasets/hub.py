@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from threading import Lock
 
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from dsreason.datasets.processes import Advance
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
 """Failed attempts in a row, without a new byte, after which a download gives up."""
@@ -66,21 +64,10 @@ def remote_file(entry: RepoFile) -> RemoteFile:
     return RemoteFile(entry.path, entry.size, sha256 or entry.blob_id, sha256)
 
 
-class Counter:
-    """Bytes written by all downloads. Once `stopped`, the next write of each ends it."""
-
-    def __init__(self, advance: Advance) -> None:
-        self.advance, self.lock, self.stopped = advance, Lock(), False
-
-    def __call__(self, count: int) -> None:
-        if self.stopped:
-            raise CancelledError
-        with self.lock:
-            self.advance(count)
-
-
-def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: Counter) -> None:
+def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: Advance) -> None:
     """The complete content into `partial`; what an earlier call left there is not fetched again.
+
+    `advance` is called with the bytes received, before they are written; what it raises ends the download.
 
     Raises:
         DataError: content that differs from the Hub's list; it is removed.
@@ -92,11 +79,11 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, counter: C
     while not partial.is_file() or partial.stat().st_size < file.size:
         before = size_of(partial)
         try:
-            stream(url, partial, before, counter)
+            stream(url, partial, before, advance)
             break
         except HTTPError as error:
             failures = 0 if size_of(partial) > before else failures + 1
-            if failures == ATTEMPTS or not is_transient(error):
+            if failures == ATTEMPTS or not hub_error(error, repo).transient:
                 raise
             time.sleep(1)
     check_content(repo, file, partial)
@@ -113,7 +100,7 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
         raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
 
 
-def stream(url: str, partial: Path, start: int, counter: Counter) -> None:
+def stream(url: str, partial: Path, start: int, advance: Advance) -> None:
     """From byte `start` to the end. huggingface_hub's own download begins anew in every process."""
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
     if start:
@@ -121,20 +108,13 @@ def stream(url: str, partial: Path, start: int, counter: Counter) -> None:
     with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT) as response:
         hf_raise_for_status(response)
         if start and response.status_code != 206:  # a server that sends everything again
-            counter(-start)
+            advance(-start)
             start = 0
         with partial.open("r+b" if start else "wb") as file:
             file.seek(start)
             for chunk in response.iter_bytes():
-                counter(len(chunk))
+                advance(len(chunk))
                 file.write(chunk)
-
-
-def is_transient(error: HTTPError) -> bool:
-    """Whether to try again: the connection broke, or the server is busy."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code == 429 or error.response.status_code >= 500
-    return True
 
 
 def size_of(path: Path) -> int:

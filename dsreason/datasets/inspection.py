@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset
-from dsreason.datasets.processes import Failure, Track, tracked, untracked
+from dsreason.datasets.processes import tracked
 from dsreason.datasets.row_facts import (
     MediumFacts,
     MediumUse,
@@ -27,8 +27,9 @@ from dsreason.datasets.row_facts import (
     content_hash,
     medium_facts,
 )
+from dsreason.errors import DataError
 
-T = TypeVar("T")
+Media = Mapping[MediumUse, MediumFacts | DataError]
 
 COMMON = 10
 """How many of the most frequent answers and system prompts are reported."""
@@ -122,7 +123,6 @@ def inspect_data(
     *,
     limit: int | None = None,
     workers: int = 0,
-    track: Track = untracked,
 ) -> Inspection:
     """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
 
@@ -134,20 +134,21 @@ def inspect_data(
     for name, dataset in datasets.items():
         reader = RowReader(dataset, encoder)
         rows = evenly(len(dataset), limit)
-        results = tracked(reader, rows, workers, track, f"reading {name}", "rows")
+        read = tracked(reader, rows, dataset.location, workers, f"reading {name}", "rows")
         found[name] = [
-            UnusableRow(row, f"{dataset.location(row)}: {result.reason}") if isinstance(result, Failure) else result
-            for row, result in zip(rows, results, strict=True)
+            UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
+            for row, result in zip(rows, read, strict=True)
         ]
-    uses = unique(use for facts in found.values() for row in usable(facts) for use in row.media)
-    media = dict(zip(uses, probe(uses, workers, track), strict=True))
-    keys = content_keys(media.values(), workers, track)
+    uses = list(dict.fromkeys(use for facts in found.values() for row in usable(facts) for use in row.media))
+    results = tracked(medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
+    media = dict(zip(uses, results, strict=True))
+    keys = content_keys(media, workers)
     return Inspection(
         parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in found.items()},
         overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
         max_length=encoder.max_length if encoder else None,
-        problems=problems(datasets, found, media),
-        duplicates=repeated(datasets, found, keys),
+        problems=problems(found, media),
+        duplicates=repeated(found, keys),
     )
 
 
@@ -161,39 +162,27 @@ def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
     return [row for row in facts if isinstance(row, RowFacts)]
 
 
-def unique(items: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(items))
-
-
 # ---------------------------------------------------------------- media
 
 
-def probe(uses: Sequence[MediumUse], workers: int, track: Track) -> list[MediumFacts]:
-    results = tracked(medium_facts, uses, workers, track, "reading media headers", "files")
-    return [
-        MediumFacts(use.kind, use.path, problem=result.reason) if isinstance(result, Failure) else result
-        for use, result in zip(uses, results, strict=True)
-    ]
-
-
-def content_keys(media: Iterable[MediumFacts], workers: int, track: Track) -> dict[str, str]:
+def content_keys(media: Media, workers: int) -> dict[str, str]:
     """Path → what the file's content is called. Only files that share their size are read whole."""
-    sizes = {facts.path: facts.size for facts in media if facts.problem is None}
+    sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
-    hashes = dict(zip(alike, tracked(content_hash, alike, workers, track, "comparing media", "files"), strict=True))
-    return {path: str(hashes.get(path, size)) for path, size in sizes.items()}
+    hashes = tracked(content_hash, alike, str, workers, "comparing media", "files")
+    by_path = dict(zip(alike, hashes, strict=True))
+    return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
 
 
-def media_report(media: Iterable[MediumFacts]) -> MediaReport:
-    readable = list(media)
+def media_report(files: Sequence[MediumFacts]) -> MediaReport:
     return MediaReport(
-        files=len(readable),
-        bytes=sum(facts.size for facts in readable),
-        height=spread(facts.height for facts in readable),
-        width=spread(facts.width for facts in readable),
-        seconds=spread(facts.seconds for facts in readable if facts.seconds is not None),
-        fps=spread(facts.fps for facts in readable if facts.fps is not None),
+        files=len(files),
+        bytes=sum(file.size for file in files),
+        height=spread(file.height for file in files),
+        width=spread(file.width for file in files),
+        seconds=spread(file.seconds for file in files),
+        fps=spread(file.fps for file in files),
     )
 
 
@@ -203,29 +192,29 @@ def media_report(media: Iterable[MediumFacts]) -> MediaReport:
 def report(
     num_rows: int,
     facts: Sequence[RowFacts | UnusableRow],
-    media: Mapping[MediumUse, MediumFacts],
+    media: Media,
     keys: Mapping[str, str],
     encoder: Encoder | None,
 ) -> PartReport:
     rows = usable(facts)
     bad = [row for row in facts if isinstance(row, UnusableRow)]
-    files = [media[use] for use in unique(use for row in rows for use in row.media)]
-    tokens = [row.tokens for row in rows if row.tokens is not None]
+    files = {use: media[use] for row in rows for use in row.media}
+    readable = [(use.kind, file) for use, file in files.items() if isinstance(file, MediumFacts)]
     short = Counter(row.answer for row in rows if row.answer is not None and not row.letters)
     return PartReport(
         rows=num_rows,
         inspected=len(facts),
         unusable=dict(Counter("missing media" if row.is_missing_media else "other" for row in bad)),
-        unreadable_media=sum(one.problem is not None for one in files),
+        unreadable_media=len(files) - len(readable),
         modalities=dict(Counter(modality(row) for row in rows)),
         question_characters=spread(row.question_length for row in rows),
         answer_characters=spread(row.answer_length for row in rows),
-        tokens=spread(tokens),
-        too_long=sum(count > encoder.max_length for count in tokens) if encoder else None,
+        tokens=spread(row.tokens for row in rows),
+        too_long=sum((row.tokens or 0) > encoder.max_length for row in rows) if encoder else None,
         media={
-            kind: media_report(one for one in files if one.kind == kind and one.problem is None)
+            kind: media_report([file for of_kind, file in readable if of_kind == kind])
             for kind in ("image", "video")
-            if any(one.kind == kind for one in files)
+            if any(use.kind == kind for use in files)
         },
         letters=letters_of(rows),
         answers=dict(short.most_common(COMMON)),
@@ -238,8 +227,8 @@ def report(
     )
 
 
-def spread(numbers: Iterable[float]) -> Spread | None:
-    given = list(numbers)
+def spread(numbers: Iterable[float | None]) -> Spread | None:
+    given = [number for number in numbers if number is not None]
     if not given:
         return None
     low, middle, high, top = (float(value) for value in np.percentile(given, [0, 50, 95, 100]))
@@ -298,36 +287,25 @@ def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -
     return found
 
 
-def repeated(
-    datasets: Mapping[str, SampleDataset],
-    found: Mapping[str, Sequence[RowFacts | UnusableRow]],
-    keys: Mapping[str, str],
-) -> list[dict[str, Any]]:
-    first: dict[Key, tuple[str, int]] = {}
-    texts = []
+def repeated(found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]) -> list[dict[str, Any]]:
+    first: dict[Key, tuple[str, RowFacts]] = {}
+    listed = []
     for name, facts in found.items():
         for row in usable(facts):
-            other, number = first.setdefault(row_key(row, keys), (name, row.row))
-            if (other, number) != (name, row.row):
-                where, of = datasets[name].location(row.row), datasets[other].location(number)
-                texts.append({"part": name, "where": where, "of_part": other, "of": of})
-    return texts
+            other, same = first.setdefault(row_key(row, keys), (name, row))
+            if same is not row:
+                listed.append({"part": name, "where": row.where, "of_part": other, "of": same.where})
+    return listed
 
 
-def problems(
-    datasets: Mapping[str, SampleDataset],
-    found: Mapping[str, Sequence[RowFacts | UnusableRow]],
-    media: Mapping[MediumUse, MediumFacts],
-) -> list[dict[str, Any]]:
+def problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
     listed = []
     for name, facts in found.items():
         for row in facts:
-            where = datasets[name].location(row.row)
             if isinstance(row, UnusableRow):
-                kind = "missing media" if row.is_missing_media else "unusable row"
-                listed.append({"part": name, "where": where, "kind": kind, "reason": row.reason})
-                continue
-            for use in row.media:
-                if (reason := media[use].problem) is not None:
-                    listed.append({"part": name, "where": where, "kind": "unreadable media", "reason": reason})
+                found_here = [("missing media" if row.is_missing_media else "unusable row", row.reason)]
+            else:
+                files = [media[use] for use in row.media]
+                found_here = [("unreadable media", str(file)) for file in files if isinstance(file, DataError)]
+            listed += [{"part": name, "where": row.where, "kind": kind, "reason": why} for kind, why in found_here]
     return listed

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
-from dsreason.data.loader import BadRow, read_row
+from dsreason.data.loader import read_row
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.inspection import evenly
-from dsreason.datasets.processes import Failure, Track, tracked, untracked
+from dsreason.datasets.processes import tracked
+from dsreason.errors import DataError
 
-
-@dataclass(frozen=True)
-class Rendering:
-    """Row number → why it cannot be used, or None. `encode` raises DataError for such a sample."""
-
-    dataset: SampleDataset
-    encode: Callable[[Sample], object]
-
-    def __call__(self, row: int) -> str | None:
-        found = read_row(self.dataset, row, self.encode)
-        return found.reason if isinstance(found, BadRow) else None
+Encode = Callable[[Sample], object]
+"""Raises DataError for a sample that cannot be used."""
 
 
 def render_rows(
-    name: str, rendering: Rendering, *, limit: int | None = None, workers: int = 0, track: Track = untracked
+    name: str, dataset: SampleDataset, encode: Encode, *, limit: int | None = None, workers: int = 0
 ) -> tuple[int, list[str]]:
     """How many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
 
     A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
     """
-    dataset = rendering.dataset
     rows = evenly(len(dataset), limit)
-    problems = tracked(rendering, rows, workers, track, f"rendering {name}", "rows")
-    return len(rows), [
-        f"{dataset.location(row)}: {problem.reason}" if isinstance(problem, Failure) else problem
-        for row, problem in zip(rows, problems, strict=True)
-        if problem is not None
-    ]
+    render = partial(render_row, dataset, encode)
+    results = tracked(render, rows, dataset.location, workers, f"rendering {name}", "rows")
+    return len(rows), [str(result) for result in results if isinstance(result, DataError)]
+
+
+def render_row(dataset: SampleDataset, encode: Encode, row: int) -> None:
+    found = read_row(dataset, row, encode)
+    if isinstance(found, DataError):
+        raise found

@@ -33,7 +33,8 @@ class MediumUse:
 class RowFacts:
     """Of a row that gives a sample. `tokens` is None without a model, or where a medium cannot be measured."""
 
-    row: int
+    where: str
+    """File and row."""
     question: str
     """Hash of the user's words, see `normalised`."""
     question_length: int
@@ -55,7 +56,7 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class UnusableRow:
-    row: int
+    where: str
     reason: str
 
     @property
@@ -65,16 +66,13 @@ class UnusableRow:
 
 @dataclass(frozen=True)
 class MediumFacts:
-    """`seconds` and `fps` are None for images; `problem` says why a file cannot be used."""
+    """`size` in bytes; `seconds` and `fps` are None for images."""
 
-    kind: Literal["image", "video"]
-    path: str
-    size: int = 0
-    height: int = 0
-    width: int = 0
+    size: int
+    height: int
+    width: int
     seconds: float | None = None
     fps: float | None = None
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,9 @@ class RowReader:
     dataset: SampleDataset
     encoder: Encoder | None
 
-    def __call__(self, row: int) -> RowFacts | UnusableRow:
-        try:
-            sample = self.dataset[row]
-        except DataError as error:
-            return UnusableRow(row, str(error))
-        return row_facts(row, sample, self._tokens(sample))
+    def __call__(self, row: int) -> RowFacts:
+        sample = self.dataset[row]
+        return row_facts(self.dataset.location(row), sample, self._tokens(sample))
 
     def _tokens(self, sample: Sample) -> int | None:
         if self.encoder is None:
@@ -100,14 +95,14 @@ class RowReader:
             return None
 
 
-def row_facts(row: int, sample: Sample, tokens: int | None) -> RowFacts:
+def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
     reply = replies[-1] if replies else sample.answer or ""
     shown = media_parts(sample.messages)
     return RowFacts(
-        row=row,
+        where=where,
         question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
         question_length=sum(map(len, asked)),
         answer_length=sum(map(len, replies)),
@@ -137,15 +132,12 @@ def short_answer(text: str) -> str | None:
 
 def medium_facts(use: MediumUse) -> MediumFacts:
     """From the file's header; nothing is decoded but a video's first frame."""
-    try:
-        size = local_path(use.path).stat().st_size
-        if use.kind == "image":
-            height, width = probe_image(use.path)
-            return MediumFacts("image", use.path, size, height, width)
-        info = probe_video(use.path)
-    except DataError as error:
-        return MediumFacts(use.kind, use.path, problem=str(error))
-    return MediumFacts("video", use.path, size, info.height, info.width, info.duration, info.fps)
+    size = local_path(use.path).stat().st_size
+    if use.kind == "image":
+        height, width = probe_image(use.path)
+        return MediumFacts(size, height, width)
+    info = probe_video(use.path)
+    return MediumFacts(size, info.height, info.width, info.duration, info.fps)
 
 
 def content_hash(path: str) -> str:

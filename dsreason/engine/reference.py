@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 from deepspeed import DeepSpeedEngine
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from dsreason.engine.engine import hf_name, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.errors import CheckpointError
+from dsreason.models.weights import find_weights
 
 
 class ReferencePolicy:
@@ -50,19 +50,13 @@ class ReferencePolicy:
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
-        files: dict[str, Path] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                files |= dict.fromkeys(tensors.keys(), file)
-        if missing := [name for name, _ in self._trained() if name not in files]:
+        weights = find_weights(folder, str)
+        names = [name for name, _ in self._trained()]
+        if missing := [name for name in names if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
-
-        def shares() -> Iterator[Tensor]:
-            for name, parameter in self._trained():
-                with safe_open(files[name], "pt") as tensors:
-                    yield self._share_of(parameter, tensors.get_tensor(name)).to(parameter.dtype)
-
-        self._reference.store(shares())
+        whole: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads its own part only
+        weights.read(names, whole.__setitem__)
+        self._reference.store(self._share_of(p, whole[name]).to(p.dtype) for name, p in self._trained())
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((hf_name(name), p) for name, p in self.engine.module.named_parameters() if p.requires_grad)

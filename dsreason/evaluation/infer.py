@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 import time
@@ -16,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
@@ -25,6 +23,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_paths
 from dsreason.data.prompts import PromptEncoder
+from dsreason.data.rows import JsonLinesRows
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
@@ -34,8 +33,7 @@ from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.media import probe_image, probe_video
-from dsreason.models.encoder import open_encoder
-from dsreason.models.load import load_model, model_config, resolve_model
+from dsreason.models.load import load_model, model_config, open_encoder, resolve_model
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
@@ -44,9 +42,6 @@ from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
 """From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
-
-INVALID_PREFIX = "Invalid prefix encountered"
-"""Begins the error of a decoder that stumbles over bytes which are no UTF-8; a new one goes on."""
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
@@ -80,23 +75,25 @@ class InferSettings:
     """Of the weights; `auto`: what config.json says."""
 
 
+@dataclass
 class Answering:
     """An answer on its way: iterate to its end for the text as it is drawn, then ask for the `result`."""
 
-    def __init__(
-        self, model: str, prompt: EncodedPrompt, ids: Iterator[int], stop_ids: Sequence[int], tokenizer: Any
-    ) -> None:
-        self.model, self.prompt, self.stop_ids, self.tokenizer = model, prompt, stop_ids, tokenizer
-        self.ids: list[int] = []
-        self._drawn, self._started = ids, time.perf_counter()
-        self.seconds = 0.0
+    model: str
+    prompt: EncodedPrompt
+    drawn: Iterator[int]
+    stop_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
     def __iter__(self) -> Iterator[str]:
+        started = time.perf_counter()
         yield from stream(self._recorded(), self.tokenizer)
-        self.seconds = time.perf_counter() - self._started
+        self.seconds = time.perf_counter() - started
 
     def _recorded(self) -> Iterator[int]:
-        for token in self._drawn:
+        for token in self.drawn:
             self.ids.append(token)
             yield token
 
@@ -247,22 +244,15 @@ def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[
 
 def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """The text of token ids in pieces of whole characters; joined, what decoding all ids at once gives."""
-    decoder, pending = DecodeStream(skip_special_tokens=True), []
+    pending: list[int] = []
     for token in ids:
         pending.append(token)
-        try:
-            text = decoder.step(tokenizer.backend_tokenizer, token)
-        except Exception as error:  # it has no type of its own
-            if not str(error).startswith(INVALID_PREFIX):
-                raise
-            yield tokenizer.decode(pending[:-1], skip_special_tokens=True)
-            decoder, pending = DecodeStream(skip_special_tokens=True), [token]
-            text = decoder.step(tokenizer.backend_tokenizer, token)
-        if text is not None:
-            pending = []
+        text = str(tokenizer.decode(pending, skip_special_tokens=True))
+        if not text.endswith("\ufffd"):  # part of a character
             yield text
-    if rest := tokenizer.decode(pending, skip_special_tokens=True):  # half a character, where the answer was cut off
-        yield rest
+            pending = []
+    if pending:  # the answer was cut off inside a character
+        yield str(tokenizer.decode(pending, skip_special_tokens=True))
 
 
 # ---------------------------------------------------------------- the prompt
@@ -308,30 +298,25 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if (prompt is None) == (file is None):
         given = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
         raise ConfigError(f"{given} given; give one of them")
-    if file is None:
-        prompts = [str(prompt)]
-    else:
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
-        lines = enumerate(text.split("\n"), start=1)
-        prompts = [text.strip()]
-        if file.suffix == ".jsonl":
-            prompts = [_prompt_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+    try:
+        if file is None:
+            prompts = [str(prompt)]
+        elif file.suffix == ".jsonl":
+            rows = JsonLinesRows(file)
+            prompts = [_prompt_of(rows[i], rows.location(i)) for i in range(len(rows))]
+        else:
+            prompts = [file.read_text(encoding="utf-8-sig").strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
     if not prompts or not all(found.strip() for found in prompts):
         raise ConfigError(f"{'--prompt' if file is None else file}: the prompt is empty")
     return prompts
 
 
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON ({error})") from None
+def _prompt_of(row: Any, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        raise ConfigError(f'{where}: is {line.strip()[:80]}; a line must be {{"prompt": "…"}}')
+        raise ConfigError(f'{where}: is {row!r:.80}; a line must be {{"prompt": "…"}}')
     return prompt
 
 

@@ -29,7 +29,7 @@ from dsreason.evaluation.report.results import (
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
 from dsreason.files.lock import FolderLock
-from dsreason.job.watchdog import report_and_exit
+from dsreason.job.launch import report_and_exit
 from dsreason.monitor.progress import Advance
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
             *(absent[0].id, absent[0].problem),
         )
     with (
-        build_grader(config) as grader,  # before the engine, whose start takes longer than to find a mistake in it
+        Grader(config.evaluation) as grader,  # before the engine, whose start takes longer than to find a mistake in it
         FolderLock(on_lost=report_and_exit) as lock,
         open_answering(config, lambda model: open_results(config, questions, model, lock)) as answering,
     ):
@@ -86,11 +86,11 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
         evaluation = Evaluation(config, folder, grader, answering)
         own = of_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
-            kept = evaluation.prepare(own)
+            answered = evaluation.prepare(own)
             answering.on_first_rank(lambda: check_stored(folder, questions))
-            advance(sum(question.id in kept or question.problem is not None for question in own))
+            advance(sum(question.id in answered or question.problem is not None for question in own))
             started = time.perf_counter()
-            results = list(evaluation.run(own, kept, advance))
+            results = list(evaluation.run(own, answered, advance))
             seconds = time.perf_counter() - started
         asked = [result.completion_tokens for result in results if result.error is None]
         parts = answering.gather((len(asked), sum(asked), seconds))
@@ -146,11 +146,6 @@ def stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
     return {result.id for file in files if file.exists() for result in read_file(file)}
 
 
-def build_grader(config: EvalConfig) -> Grader:
-    given = config.evaluation
-    return Grader(given.answer_type, given.parser, similarity_model=given.similarity_model, scorer=given.scorer)
-
-
 def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
     """One rank's part: whole clips, so that no two ranks write to one file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
@@ -175,27 +170,27 @@ class Evaluation:
         clips: dict[tuple[str, str], list[Question]] = {}
         for question in questions:
             clips.setdefault((question.dataset, question.video_id), []).append(question)
-        kept: set[str] = set()
+        answered: set[str] = set()
         for (dataset, video_id), asked in clips.items():
             stored = {result.id: result for result in self.stored(dataset, video_id)}
-            answered = [question for question in asked if question.id in stored and stored[question.id].error is None]
-            for question in answered:
+            done = [question for question in asked if question.id in stored and stored[question.id].error is None]
+            for question in done:
                 check_same(question, stored[question.id], result_file(self.folder, dataset, video_id))
-            kept |= {question.id for question in answered}
-            if missing := [question for question in asked if question.id not in kept]:
+            answered |= {question.id for question in done}
+            if missing := [question for question in asked if question.id not in answered]:
                 unasked = {one.id: self.graded(one, Reply(error=one.problem or NOT_ASKED), 0) for one in missing}
                 write_results(self.folder, dataset, video_id, list((stored | unasked).values()))
-        return kept
+        return answered
 
-    def run(self, questions: Sequence[Question], kept: Set[str], advance: Advance) -> Iterator[Result]:
+    def run(self, questions: Sequence[Question], answered: Set[str], advance: Advance) -> Iterator[Result]:
         """The answers that were not there before, each once it is stored.
 
         Where the batches have a fixed size, one of which anything is missing is asked as a whole: what is computed together
         rounds alike, so that an evaluation gives the same answers however often it was interrupted.
         """
-        for batch in self.answering.answerer.batches(self.batches(questions, kept)):
-            for question, reply, attempts in self.answers(batch, is_first=not kept):
-                if question.id not in kept:
+        for batch in self.answering.answerer.batches(self.batches(questions, answered)):
+            for question, reply, attempts in self.answers(batch, is_first=not answered):
+                if question.id not in answered:
                     yield self.store(question, reply, attempts)
                     advance(1)
 
@@ -203,16 +198,16 @@ class Evaluation:
         file = result_file(self.folder, dataset, video_id)
         return read_file(file) if file.exists() else []
 
-    def batches(self, questions: Sequence[Question], kept: Set[str]) -> list[list[Question]]:
+    def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
         """What has to be asked, as many batches on ranks that ask together."""
         size = self.answering.batch_size
         if size is None:
-            asked = [question for question in questions if not question.problem and question.id not in kept]
-            return [asked] if self.answering.any_rank(bool(asked)) else []
+            asked = [question for question in questions if not question.problem and question.id not in answered]
+            return [asked] if any(self.answering.in_step(bool(asked))) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
-        missing = [batch for batch in usable if any(question.id not in kept for question in batch)]
-        return missing + [[]] * (self.answering.max_over_ranks(len(missing)) - len(missing))
+        missing = [batch for batch in usable if any(question.id not in answered for question in batch)]
+        return missing + [[]] * (max(self.answering.in_step(len(missing))) - len(missing))
 
     def answers(self, batch: Sequence[Question], *, is_first: bool) -> Iterator[tuple[Question, Reply, int]]:
         """Each question once with its last reply and how often it was asked: again while nothing is read in the answer."""
@@ -220,7 +215,7 @@ class Evaluation:
         place = {question.id: i for i, question in enumerate(batch)}
         pending = list(batch)
         for attempt in range(last + 1):
-            if not self.answering.any_rank(bool(pending)):
+            if not any(self.answering.in_step(bool(pending))):
                 return
             unread = []
             requests = [
@@ -278,21 +273,20 @@ def check_server_answers(
 
     Questions that were not sent to it say nothing about it.
     """
-    failed: list[tuple[Request, Reply]] = []
+    num_failed, last = 0, ""
     for request, reply in replies:
         yield request, reply
         if reply.error is None:
             yield from replies
             return
         if reply.sent:
-            failed.append((request, reply))
+            num_failed, last = num_failed + 1, f"{request.question.id}: {reply.error}"
         else:
             num_asked -= 1
-        if failed and len(failed) >= min(num_asked, MIN_FAILURES):
-            request, reply = failed[-1]
+        if num_failed and num_failed >= min(num_asked, MIN_FAILURES):
             raise ConfigError(
-                f"server.url ({url}): none of the first {len(failed)} questions got an answer, such as "
-                f"{request.question.id}: {reply.error}; correct the server or its address, and the same command asks again"
+                f"server.url ({url}): none of the first {num_failed} questions got an answer, such as "
+                f"{last}; correct the server or its address, and the same command asks again"
             )
 
 

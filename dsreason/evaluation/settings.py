@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.load import dump_config
-from dsreason.config.output import CONFIG_FILE
+from dsreason.config.output import run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
@@ -58,18 +58,9 @@ def trained_vision(model: Path) -> dict[str, Any] | None:
     """`data.vision` of the run that a folder belongs to (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`), None if none."""
     for folder in (model, *list(model.absolute().parents)[:2]):
         if record := run_record(folder):
-            vision = record["config"]["data"].get("vision")
+            vision = record["config"].get("data", {}).get("vision")
             return None if vision is None else {key: value for key, value in vision.items() if value is not None}
     return None
-
-
-def run_record(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
-    try:
-        record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and "deepspeed" in record else None
 
 
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pydantic import StrictBool
+
 from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
 
@@ -46,7 +48,7 @@ class Result:
     answer: str
     """As parsed; "" where nothing was read, or nothing was answered."""
     full_response: str
-    is_correct: bool
+    is_correct: StrictBool
     id: str
     """Of the question."""
     kind: Kind

@@ -197,7 +197,7 @@ def unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
         yield
     except UNPACK_ERRORS as error:
         inside = "" if member is None else f": {member[:200]!r}"
-        cause = " ".join(str(error).split()) or type(error).__name__  # tarfile tells on several lines what it has tried
+        cause = " ".join(str(error).split()) or type(error).__name__  # tarfile lists what it has tried on several lines
         text = f"{archive}{inside} cannot be unpacked: {cause}"
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise StorageError(f"{text}; make room, or unpack it elsewhere (COSMOS_CACHE)") from error

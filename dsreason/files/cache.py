@@ -1,4 +1,4 @@
-"""Where things that can be made again are kept: tiny models, the built-in task, unpacked archives."""
+"""The folder for what can be made again: tiny models, the built-in task, unpacked archives."""
 
 from __future__ import annotations
 

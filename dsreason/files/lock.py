@@ -160,7 +160,7 @@ def parse(content: str) -> Holder | None:
 
 
 def last_touched(file: Path) -> int | None:
-    """None where it is gone. Opened: NFS tells what it remembers of a file that is only looked at."""
+    """None where it is gone. It is opened because NFS answers from its cache for a file that is not."""
     try:
         with file.open() as lock:
             return os.fstat(lock.fileno()).st_mtime_ns

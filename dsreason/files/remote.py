@@ -46,8 +46,8 @@ def check_place(key: str, text: str) -> None:
         read_address(text)
     elif "://" in text:
         raise DataError(
-            f"{key}: {without_credentials(text)} is an address; only local paths, s3:// addresses and data sets on the "
-            "hub are read, download it first"
+            f"{key}: {without_credentials(text)} is an address; only local files, s3:// addresses and data sets of the Hub "
+            "are read, download it first"
         )
 
 

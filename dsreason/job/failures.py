@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
@@ -24,6 +24,8 @@ from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+E = TypeVar("E", bound=BaseException)
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
 """Set by our own launcher only: the folder that ranks write their errors to, for the parent to print."""
@@ -86,7 +88,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def disk_error_as_save_error(error: BaseException) -> BaseException:
+def disk_error_as_save_error(error: E) -> E | SaveError:
     """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
@@ -98,7 +100,6 @@ def disk_error_as_save_error(error: BaseException) -> BaseException:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """This rank's failure."""
     error = disk_error_as_save_error(error)
     if isinstance(error, RankError):
         return error.failure
@@ -177,25 +178,26 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     }
 
 
-def first_failure(left: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
     """The failure that caused the others.
 
     Args:
-        left: what ranks wrote before they ended, also those that the agent had not yet seen fail.
+        reports: what ranks wrote before they ended, also those that the agent had not yet seen fail.
         exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
             agent ends the others with SIGTERM.
     """
-    known = {failure.rank for failure in left}
+    known = {failure.rank for failure in reports}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
-    user_fixable = [failure for failure in left if failure.user_fixable]
-    late = [failure for failure in left if failure.exit_code == TIME_LIMIT_EXIT_CODE]
+    user_fixable = [failure for failure in reports if failure.user_fixable]
+    late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not user_fixable:
         return _together(late, exit_codes)
     # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
     by_signal = [failure for failure in killed if failure.signal]
-    return min(by_signal or user_fixable or killed or left or silent, key=lambda failure: (failure.time, failure.rank))
+    candidates = by_signal or user_fixable or killed or reports or silent
+    return min(candidates, key=lambda failure: (failure.time, failure.rank))
 
 
 def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:

@@ -1,22 +1,29 @@
-"""The GPU of this process: choosing it, what is not used of it, and what its errors at the start mean."""
+"""The GPU of this process: whether torch can use it, choosing it, and what its errors at the start mean.
+
+Importing this does not import torch: the command reads its configuration first.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from dsreason.errors import ConfigError, DsReasonError
 
-from dsreason.errors import DsReasonError
-from dsreason.job.driver import check_gpus
+if TYPE_CHECKING:
+    import torch
 
-OLD_DRIVER = (
-    "the NVIDIA driver is too old for this torch ({torch}, built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or "
-    "newer), or install a torch that is built for the driver's CUDA"
-)
+WARNING = "CUDA initialization: "
+"""How torch's warning begins."""
+DRIVERS = {"12": 525, "13": 580}
+"""Oldest NVIDIA driver for each major version of CUDA."""
 CAUSES = {
     r"Duplicate GPU detected": "two ranks use the same GPU; start one rank for each GPU, and look whether "
     "CUDA_VISIBLE_DEVICES ({visible}) names one twice, or each rank sees the same one alone",
@@ -24,8 +31,8 @@ CAUSES = {
     "rank needs one of its own, counted from 0; start at most {gpus} on this host (--nproc, --nproc-per-node, --num_gpus)",
     r"CUDA out of memory|C(uda|UDA) (failure|error).*out of memory": "GPU {local_rank} is full before the model is loaded; "
     "`nvidia-smi` shows what holds its memory: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
-    r"driver on your system is too old": OLD_DRIVER,
-    r"driver version is insufficient": OLD_DRIVER,
+    r"driver (on your system is too old|version is insufficient)": "the NVIDIA driver is too old for this torch ({torch}, "
+    "built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA",
     r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and restart this host "
     "(or its container)",
     r"no CUDA-capable device": "no GPU is visible; look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES ({visible}), and whether the "
@@ -39,11 +46,54 @@ CAUSES = {
 """What CUDA's and NCCL's errors say, and what that means where ranks are just starting."""
 
 
+@cache
+def cuda_fault() -> str | None:
+    """Why torch cannot use the GPUs of this machine; None where it can, where there are none, or where it is built without.
+
+    torch warns of it once a process, so this comes before anything else that asks for GPUs.
+    """
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable, count = torch.cuda.is_available(), torch.cuda.device_count()
+    if usable or torch.version.cuda is None:
+        return None
+    warning = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
+    if warning is None:
+        return f"the driver names {count}, and torch sees none" if count else None
+    if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one
+        return None
+    return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
+
+
+def has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def check_gpus() -> None:
+    """ConfigError where there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
+    fault = cuda_fault()
+    if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return
+    import torch
+
+    version = str(torch.version.cuda)
+    driver = DRIVERS.get(version.partition(".")[0])
+    needed = f", which needs an NVIDIA driver of version {driver} or newer" if driver else ""
+    raise ConfigError(
+        f"torch {torch.__version__} cannot use the GPUs of this machine: {fault}; it is built for CUDA {version}{needed}: "
+        "look at nvidia-smi and update the driver, or set DS_ACCELERATOR=cpu to run on the CPU"
+    )
+
+
 def choose_device(local_rank: int) -> torch.device:
     """This rank's GPU, which becomes the current one; the CPU where there is none, or DS_ACCELERATOR asks for it.
 
     DsReasonError where there are GPUs and this rank cannot use its own.
     """
+    import torch
+
     check_gpus()
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -69,6 +119,8 @@ def gpu_errors() -> Iterator[None]:
 
 def meaning(error: str) -> str | None:
     """What an error of CUDA or NCCL means, and what to do; None where that is not known."""
+    import torch
+
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)
     if text is None:
         return None

@@ -109,14 +109,11 @@ def connecting() -> Iterator[None]:
 
     By a timer: the native code waits as long as a collective may take, and hears of no exception.
     """
-
-    def give_up() -> None:
-        os._exit(launch.report(not_connected(f"nothing for {limit()}")))
-
     if os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), give_up)
+    no_answer = not_connected(f"nothing for {limit()}")
+    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), launch.report_and_exit, [no_answer])
     timer.daemon = True
     timer.start()
     try:
@@ -295,18 +292,7 @@ def code_facts(config: RunConfig) -> dict[str, str]:
 
 
 def named_files(document: Any) -> list[Path]:
-    targets = {text.partition(":")[0] for text in texts_in(document)}
+    """The Python files that the keys and values of a JSON document name, also as `package.module:attr`."""
+    targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]
-    files = [Path(name).expanduser() for name in names if re.fullmatch(r"[\w./~-]{1,200}", name)]
-    return [file for file in files if file.is_file()]
-
-
-def texts_in(document: Any) -> Iterator[str]:
-    if isinstance(document, str):
-        yield document
-    elif isinstance(document, Mapping):
-        for key, value in document.items():
-            yield from (str(key), *texts_in(value))
-    elif isinstance(document, list):
-        for item in document:
-            yield from texts_in(item)
+    return [file for file in (Path(name).expanduser() for name in names) if file.is_file()]

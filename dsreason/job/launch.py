@@ -31,13 +31,12 @@ from dsreason.errors import ConfigError, DsReasonError, Stopped
 from dsreason.files.atomic import write_file
 from dsreason.files.lock import start_time
 from dsreason.imports import quick_imports
-from dsreason.job.driver import cuda_fault
 from dsreason.job.failures import (
     CRASH_LOG,
     ERROR_DIR,
     Failure,
     RankError,
-    crash_text,
+    disk_error_as_save_error,
     exit_codes,
     failure_of,
     first_failure,
@@ -45,6 +44,7 @@ from dsreason.job.failures import (
     record_failure,
     with_last_log_line,
 )
+from dsreason.job.gpu import cuda_fault
 from dsreason.job.launchers import end_with_launchers
 from dsreason.secrets import hide_secrets
 
@@ -141,28 +141,31 @@ def redirect_output(file: Path) -> None:
     os.close(descriptor)
 
 
-def report(error: DsReasonError) -> int:
-    """Print `error` once, however many ranks raise it; returns the exit code."""
+def report(error: Exception) -> int:
+    """Print why this process ends, once, however many ranks raise the same; returns the exit code.
+
+    The traceback of a bug is left for the parent, which shows that of the rank that failed first.
+    """
+    error = disk_error_as_save_error(error)
+    failure = failure_of(error)
     if is_rank():
-        failure = failure_of(error)
         record_failure(failure)
         record_final_failure(failure)
-    if should_print_error(str(error)):
-        print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
-    return error.exit_code
-
-
-def report_crash(error: Exception) -> int:
-    """Leave the traceback of a bug for the parent, which shows that of the rank that failed first; an exit code."""
-    text = crash_text(error)
+    if isinstance(error, DsReasonError):
+        if should_print_error(str(error)):
+            print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
+        return error.exit_code
     has_log = bool(logging.getLogger().handlers)
     if has_log:
-        logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, text)
-    if is_rank():
-        record_failure(failure_of(error))
-    if should_print_error(text) and not (started_by_us() and has_log):
-        sys.stderr.write(text)
+        logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, failure.text)
+    if should_print_error(failure.text) and not (started_by_us() and has_log):
+        sys.stderr.write(failure.text)
     return 1
+
+
+def report_and_exit(error: Exception) -> None:
+    """Report an error and end the process: what is closed after it may wait for the other ranks."""
+    os._exit(report(error))
 
 
 def should_print_error(text: str) -> bool:
@@ -302,9 +305,9 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
         environment(_rank_environment(ranks, log_dir, error_dir)),
-        _quiet_agent(),
         forwarded_signals() as received,
     ):
+        logging.disable(logging.CRITICAL)  # the agent repeats failures in its own form, which the parent tells better
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -314,11 +317,13 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         except SignalException as error:
             print(f"stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
+        finally:
+            logging.disable(logging.NOTSET)
     return None
 
 
 def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
-    """How ranks end that were told to by signals: they say so, or the signal itself ended them; else it is a failure."""
+    """How ranks end that signals asked to stop: they say so, or the signal itself ended them; else it is a failure."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
@@ -400,14 +405,3 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Without the agent's log: it repeats failures in its own form, which the parent tells better."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -30,14 +30,7 @@ import torch.distributed as dist
 
 from dsreason.errors import DsReasonError
 from dsreason.job import hosts, launch
-from dsreason.job.failures import (
-    PEER_EXIT_CODE,
-    Failure,
-    failure_of,
-    last_line,
-    own_rank,
-    peer_error,
-)
+from dsreason.job.failures import PEER_EXIT_CODE, Failure, failure_of, last_line, own_rank, peer_error
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +81,7 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def named(self, failure: Failure) -> Failure:
-        """This rank's failure as others tell it."""
+        """This rank's failure in the words of another rank."""
         if failure.user_fixable:
             return failure
         where = f"; its log: {self.log}" if self.log else ":"
@@ -152,15 +145,12 @@ class Lifeline:
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
 
     def report_log(self, file: str) -> None:
-        """Tell where this rank's log is."""
         self._send({"log": file})
 
     def report_activity(self, activity: str) -> None:
-        """Tell what this rank is doing."""
         self._send({"activity": activity})
 
     def say_goodbye(self) -> None:
-        """Leave in order."""
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
@@ -222,7 +212,7 @@ def from_the_start(activity: str = AT_START) -> Iterator[None]:
 
     def end(first: Failure) -> None:
         if first.rank != own_rank() and not is_failing.is_set():
-            os._exit(launch.report(peer_error(first)))
+            launch.report_and_exit(peer_error(first))
 
     _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)
@@ -289,7 +279,7 @@ class LifelineServer:
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """On the monotonic clock; None while nothing has failed, and again once all have been told."""
+        """On the monotonic clock; None while nothing has failed, and again once everyone knows."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from dsreason.job.failures import CRASH_LOG, crash_text
@@ -36,35 +37,24 @@ class ScreenHandler(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-class ScreenFilter(logging.Filter):
+def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
     """Rank 0: our own INFO and everybody's warnings. Other ranks: errors. Python warnings: in the file only."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name == CRASH_LOG:
-            return False
-        if self.rank != 0:
-            return record.levelno >= logging.ERROR
-        if record.name == "py.warnings":
-            return False
-        return record.levelno >= (logging.INFO if record.name.startswith("dsreason") else logging.WARNING)
+    if record.name in (CRASH_LOG, "py.warnings"):
+        return False
+    ours = record.name.startswith("dsreason")
+    return record.levelno >= (logging.ERROR if rank else logging.INFO if ours else logging.WARNING)
 
 
-class OnceFilter(logging.Filter):
+def once() -> Callable[[logging.LogRecord], bool]:
     """Lets a Python warning through once: libraries under us set the warning filters to "always" and repeat every step."""
+    seen: set[str] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
+    def is_new(record: logging.LogRecord) -> bool:
+        before = len(seen)
+        seen.add(record.getMessage())
+        return len(seen) > before
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        new = text not in self.seen
-        self.seen.add(text)
-        return new
+    return is_new
 
 
 def set_step(step: int | None) -> None:
@@ -81,7 +71,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path)
     to_screen = ScreenHandler()
-    to_screen.addFilter(ScreenFilter(rank))
+    to_screen.addFilter(lambda record: is_for_screen(record, rank))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -95,7 +85,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         library.handlers.clear()
         library.propagate = True
     logging.captureWarnings(True)
-    logging.getLogger("py.warnings").addFilter(OnceFilter())
+    logging.getLogger("py.warnings").addFilter(once())
     log_crashes(to_file)
     return path
 

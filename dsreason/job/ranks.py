@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ def free_port() -> int:
 def set_threads(local_size: int) -> None:
     """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
 
-    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks, which cannot be told from a person's wish:
+    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks, which looks like a person's wish:
     under it the variable counts for nothing.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not started_by_us()
@@ -185,19 +185,11 @@ def all_sum(value: float) -> float:
 def on_rank_zero(call: Callable[[], T]) -> T:
     """Run `call` on rank 0 only and return its (small) result on every rank.
 
-    A `DsReasonError` there is raised on every rank, so that none is left waiting.
+    A `DsReasonError` there is raised on every rank, so that none waits forever.
     """
-    result: T | None = None
-    error: DsReasonError | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = call()
-        except DsReasonError as caught:
-            error = caught
-    result, error = broadcast_object((result, error))
-    if error is not None:
-        raise error
-    return result
+    with errors_on_all_ranks():
+        result = call() if dist.get_rank() == 0 else None
+    return cast(T, broadcast_object(result))
 
 
 def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:

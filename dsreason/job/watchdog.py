@@ -139,7 +139,7 @@ class Watchdog:
         """Give this rank `CLOSING_TIME` to end by itself."""
         self._over.set()
         self._end_in(CLOSING_TIME + GRACE)
-        timer = threading.Timer(CLOSING_TIME, report_and_exit, [error])
+        timer = threading.Timer(CLOSING_TIME, launch.report_and_exit, [error])
         timer.daemon = True
         timer.start()
 
@@ -251,8 +251,3 @@ def stacks(rank: int) -> list[str]:
         + "".join(traceback.format_stack(frame))
         for ident, frame in sorted(frames, key=lambda item: item[0] == main)
     ]
-
-
-def report_and_exit(error: Exception) -> None:
-    """Report an error and end the process: what is closed after it may wait for the other ranks."""
-    os._exit(launch.report(error) if isinstance(error, DsReasonError) else launch.report_crash(error))

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of groups, and which groups have something to teach.
+"""Advantages from the rewards of groups.
 
 Notation: rewards `[P, G]` of P prompts with G completions each; a row is a group. A group whose rewards are all equal
 gets exactly 0, also where rounding would leave a difference between 0.1 and the mean of several 0.1.
@@ -48,17 +48,6 @@ def batch_normalized(rewards: Tensor) -> Tensor:
     Example: [[1, 0], [1, 1]] has std 0.4330 over all four, and gives [[1.1547, -1.1547], [0, 0]].
     """
     return group_centered(rewards) / (rewards.std(correction=0) + EPS)
-
-
-def informative_groups(rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
-    """Which groups dynamic sampling keeps: those whose rewards differ, `[P, G]` → bool `[P]` (DAPO, 2503.14476).
-
-    Rewards that span no more than `tolerance` count as equal: continuous rewards never are to the last bit, and the
-    normalisation by std would blow up their noise. The span is compared and not the std, which rounding keeps from 0.
-
-    Example: [[1, 0], [1, 1], [0.52, 0.50]] with tolerance 0.05 gives [True, False, False].
-    """
-    return rewards.amax(dim=1) - rewards.amin(dim=1) > tolerance
 
 
 def _zero_where_equal(advantages: Tensor, rewards: Tensor) -> Tensor:

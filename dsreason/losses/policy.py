@@ -73,8 +73,8 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: ((1.2 + 0.5) / 2 - 1) / 2 = -0.075, a loss of 0.075.
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
+    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
+    losses = losses / sequence_lengths(inputs.sequence)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
@@ -86,9 +86,8 @@ def dr_grpo_loss(
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1], max_length 4: (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of -0.0875.
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    normalizer = max(inputs.counts.num_sequences * inputs.counts.max_length, 1)
-    return PolicyLoss(_token_losses(objective, inputs).sum() / normalizer, clipped)
+    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
+    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences * inputs.counts.max_length, 1), clipped)
 
 
 def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
@@ -97,8 +96,7 @@ def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: (1.28 + 0.5 - 1) / 3 = 0.26, a loss of -0.26.
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    losses = _token_losses(objective, inputs)
+    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
@@ -110,8 +108,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5: (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
     ratio = _ratio(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence))
-    objective, clipped = _clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
-    losses = _token_losses(objective, inputs) / sequence_lengths(inputs.sequence)
+    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high)
+    losses = losses / sequence_lengths(inputs.sequence)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
@@ -133,19 +131,20 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+def _clipped_losses(
+    ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A) `[N]`, and bool `[N]` where that has no gradient any more (PPO, 1707.06347).
+    """Losses `[N]` with the objective min(r A, clip(r) A), and bool `[N]` where that has no gradient (PPO, 1707.06347).
 
-    With `dual_clip` c (1912.09729; c = 3 is usual) at least c A where A < 0: there r is otherwise unbounded.
+    With `dual_clip` c (1912.09729; c = 3 is usual) it is at least c A where A < 0: there r is otherwise unbounded.
     """
+    advantages = inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     if dual_clip is not None:
         objective = torch.where(advantages < 0, objective.maximum(dual_clip * advantages), objective)
         clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
-    return objective, clipped
+    return _token_losses(objective, inputs), clipped
 
 
 def _token_losses(objective: Tensor, inputs: LossInputs) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
+        stream.codec_context.thread_count = 1  # starting threads takes longer than one frame
         first = _any_frame(container, stream)
         if first is None:
             raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
@@ -189,9 +191,10 @@ def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int
     if backend == "torchcodec":
         frames = _torchcodec_frames(file, wanted, size)
     elif backend == "pyav":
-        frames = _frames_by_time(file, wanted, size)
-        if len(frames) < len(wanted):
-            frames = _frames_by_count(file, wanted, size)
+        try:
+            frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
+        except UnusableTimes:
+            frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted)]
     else:
         raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
     row_of = {index: row for row, index in enumerate(wanted)}
@@ -257,13 +260,13 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
     ):  # PyAV < 18 hides the index
         return False
-    kept, end = 0, 0
+    shown, end = 0, 0
     for entry in stream.index_entries:
-        kept += not entry.is_discard
+        shown += not entry.is_discard
         end = max(end, entry.pos + entry.size)
     if end > size:
         raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
-    return kept == stream.frames == len(stream.index_entries)
+    return shown == stream.frames == len(stream.index_entries)
 
 
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
@@ -282,42 +285,50 @@ def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX
     return count, sorted(times) if len(times) == count else []
 
 
-def _frames_by_count(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    frames: list[NDArray[np.uint8]] = []
-    count = 0
-    chosen = set(wanted)
+class UnusableTimes(Exception):
+    """A jump into the video did not give the frames whose times are in its packets."""
+
+
+def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
+    """The frames of these numbers (ascending), by decoding all that are before them."""
+    index, chosen = -1, set(wanted)
     with opened_video(file) as (container, stream):
         for index, frame in enumerate(container.decode(stream)):
-            count = index + 1
             if index in chosen:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
-                frames.append(_to_array(frame, size))
+                yield frame
             if index >= wanted[-1]:
-                return frames
+                return
     raise DataError(
-        f"{file}: frame {wanted[-1]} is wanted but only {count} can be decoded; the file is damaged or truncated"
+        f"{file}: frame {wanted[-1]} is wanted but only {index + 1} can be decoded; the file is damaged or truncated"
     )
 
 
-def _frames_by_time(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    """As `_frames_by_count`, without decoding all others; fewer than `wanted` where the file's times do not allow it."""
-    frames: list[NDArray[np.uint8]] = []
+def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
+    """As `frames_by_count`, from the key frame before the first one on; `times` are those of `packet_times`, if known.
+
+    UnusableTimes: the file's times do not lead to all of these frames.
+    """
     with opened_video(file) as (container, stream):
-        _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
+        if not times:
+            _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
         if wanted[-1] >= len(times):
-            return frames
-        chosen = {times[index] for index in wanted}
+            raise UnusableTimes
+        missing = deque(times[index] for index in wanted)
         if wanted[0] >= SEEK_FROM_FRAME:
-            container.seek(times[wanted[0]], stream=stream)
+            container.seek(missing[0], stream=stream)
         else:
             container.seek(0)
-        for frame in _decoded(container, stream, chosen):
-            if frame.pts in chosen and not frame.is_corrupt:
-                frames.append(_to_array(frame, size))
-            if frame.pts is None or frame.pts >= times[wanted[-1]]:
+        for frame in _decoded(container, stream, set(missing)):
+            if frame.pts == missing[0] and not frame.is_corrupt:
+                missing.popleft()
+                yield frame
+                if not missing:
+                    return
+            elif frame.pts is None or frame.pts >= missing[0]:
                 break
-    return frames
+    raise UnusableTimes
 
 
 def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -> Iterator[VideoFrame]:

@@ -21,7 +21,7 @@ MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
 """Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
 MAX_SETTING = 10**15
-"""Largest of the other settings: up to here a float tells whole numbers apart, and no product below overflows."""
+"""Largest of the other settings: up to here a float represents every whole number, and no product below overflows."""
 
 PART_SETTINGS = frozenset(
     (
@@ -65,23 +65,22 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     `max_frames`, and never more than there are; `family` has their defaults. A range with fewer frames than one
     temporal patch repeats them.
     """
-    _check_settings(part)
-    start, end = _frame_range(info, part)
+    given = _settings(part)
+    start, end = _frame_range(info, given)
     available = end - start + 1
-    if part.get("nframes") is not None:
-        count = _requested_frames(part["nframes"], available, temporal_patch)
+    if "nframes" in given:
+        count = _requested_frames(given["nframes"], available, temporal_patch)
     else:
-        count = _frames_at_rate(info, part, family, available, temporal_patch)
+        count = _frames_at_rate(info, given, family, available, temporal_patch)
     step = (end - start) / (count - 1) if count > 1 else 0.0
     return FrameChoice(tuple(round(start + i * step) for i in range(count)), available)
 
 
 def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
     """(height, width) that an image is resized to; the part's `min_pixels` and `max_pixels` win over `limits`."""
-    _check_settings(part)
-    low, high = part.get("min_pixels"), part.get("max_pixels")
-    min_pixels = low if low is not None else min(limits.min_pixels, high or limits.min_pixels)
-    max_pixels = high if high is not None else max(limits.max_pixels, min_pixels)
+    given = _settings(part)
+    min_pixels = given.get("min_pixels", min(limits.min_pixels, given.get("max_pixels", limits.min_pixels)))
+    max_pixels = given.get("max_pixels", max(limits.max_pixels, min_pixels))
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
@@ -100,21 +99,17 @@ def video_size(
     `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
     """
-    _check_settings(part)
+    given = _settings(part)
     cell = limits.factor**2
     if family.bounds_are_per_video:
-        min_pixels, total, largest = (
-            limits.min_pixels / num_frames,
-            limits.max_pixels / temporal_patch,
-            family.max_frame_tokens * cell,
-        )
+        smallest, largest = limits.min_pixels / num_frames, family.max_frame_tokens * cell
+        total = limits.max_pixels / temporal_patch
     else:
-        min_pixels, total, largest = limits.min_pixels, family.max_video_tokens * cell, limits.max_pixels
-    min_pixels = part["min_pixels"] if part.get("min_pixels") is not None else min_pixels
-    total = part["total_pixels"] if part.get("total_pixels") is not None else total
+        smallest, largest = limits.min_pixels, limits.max_pixels
+        total = family.max_video_tokens * cell
+    min_pixels, total = given.get("min_pixels", smallest), given.get("total_pixels", total)
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
-    if part.get("max_pixels") is not None:
-        max_pixels = min(part["max_pixels"], max_pixels)
+    max_pixels = min(max_pixels, given.get("max_pixels", max_pixels))
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
@@ -138,26 +133,26 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max
     return new_height, new_width
 
 
-def _check_settings(part: Mapping[str, Any]) -> None:
-    for key in PART_SETTINGS & part.keys():
-        value = part[key]
-        if value is None:
-            continue
+def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The part's own settings, without those that are None. DataError for values that cannot be used."""
+    given = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
+    for key, value in given.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{key} is {value!r:.100}; it must be a number")
         if not 0 <= value <= most or (value == 0 and key != "video_start"):
             raise DataError(f"{key} is {value!r:.100}; it must be greater than 0 and at most {most}")
-    if part.get("fps") is not None and part.get("nframes") is not None:
-        raise DataError(f"fps ({part['fps']}) and nframes ({part['nframes']}) exclude each other; remove one")
+    if "fps" in given and "nframes" in given:
+        raise DataError(f"fps ({given['fps']}) and nframes ({given['nframes']}) exclude each other; remove one")
     for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
-        if part.get(low) is not None and part.get(high) is not None and part[low] > part[high]:
-            raise DataError(f"{low} ({part[low]}) is greater than {high} ({part[high]})")
+        if low in given and high in given and given[low] > given[high]:
+            raise DataError(f"{low} ({given[low]}) is greater than {high} ({given[high]})")
+    return given
 
 
-def _frame_range(info: VideoInfo, part: Mapping[str, Any]) -> tuple[int, int]:
+def _frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
     """First and last frame between `video_start` and `video_end`; an end beyond the video is the video's end."""
-    start_time, end_time = part.get("video_start"), part.get("video_end")
+    start_time, end_time = given.get("video_start"), given.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
         raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
@@ -183,12 +178,11 @@ def _requested_frames(nframes: float, available: int, temporal_patch: int) -> in
 
 
 def _frames_at_rate(
-    info: VideoInfo, part: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
+    info: VideoInfo, given: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
 ) -> int:
-    fps = part["fps"] if part.get("fps") is not None else family.fps
-    given_low, given_high = part.get("min_frames"), part.get("max_frames")
-    low = given_low if given_low is not None else min(family.min_frames, given_high or family.min_frames)
-    high = given_high if given_high is not None else max(family.max_frames, given_low or 0)
+    fps: float = given.get("fps", family.fps)
+    low: float = given.get("min_frames", min(family.min_frames, given.get("max_frames", family.min_frames)))
+    high: float = given.get("max_frames", max(family.max_frames, low))
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)

@@ -52,13 +52,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def near_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names close to a mistyped pattern; where none is, one of each part of the model."""
+    """Names close to a mistyped pattern; where none is, the first ones."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}
-    if near := get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5):
-        return near
-    parts: dict[str, str] = {}
-    for name in names:
-        parts.setdefault(".".join(name.split(".")[:2]), name)
-    return list(parts.values())[:3]
+    return get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5) or list(names[:3])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
 from dsreason.config.schema import ModelConfig
+from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
 from dsreason.files.address import is_s3
@@ -21,9 +22,11 @@ from dsreason.files.atomic import build_once
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
-from dsreason.models.patch import patch
+from dsreason.models.mrope import position_ids
+from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
+from dsreason.problems import listed
 from dsreason.secrets import without_credentials
 
 if TYPE_CHECKING:
@@ -150,6 +153,22 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     return processor
 
 
+def open_encoder(
+    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
+) -> Encoder:
+    """The encoder of a Hugging Face folder.
+
+    Args:
+        dtype: of the engine that serves the model: it rounds video times to it.
+        max_length_key: the setting that `max_length` comes from, for messages.
+    """
+    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    return Encoder(processor, family, positions, max_length, max_length_key)
+
+
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
     """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
     expected = {
@@ -169,12 +188,8 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
                 raise CheckpointError(
                     f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
                 )
-        if not {"shortest_edge", "longest_edge"} <= dict(media.size).keys():
-            raise CheckpointError(
-                f"{path}: {type(media).__name__} has size {dict(media.size)}; it must have shortest_edge and longest_edge"
-            )
         for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
-            value = media.size[name]
+            value = dict(media.size).get(name)
             if not isinstance(value, int | float) or not 1 <= value <= most:
                 raise CheckpointError(
                     f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
@@ -221,7 +236,7 @@ def load_model(
             parameter.data = parameter.data.to(dtype, copy=True)
     if (path / "generation_config.json").is_file():
         model.generation_config = generation_config(path)
-    patch(model, family)
+    share_media(model, family)
     return model.train()
 
 
@@ -283,7 +298,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }
-    lines = [f"  {len(names)} {kind}: {shorten(names)}" for kind, names in problems.items() if names]
+    lines = [f"  {len(names)} {kind}: {listed(names, 8, separator=', ')}" for kind, names in problems.items() if names]
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in found})
@@ -304,11 +319,6 @@ def check_tied(weights: Weights, stored: dict[str, str]) -> None:
             )
 
 
-def shorten(names: list[str], count: int = 8) -> str:
-    more = f", … ({len(names) - count} more)" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
 def map_parameters(model: nn.Module, weights: Weights) -> None:
     """Put the files' tensors in place of the empty parameters (of both modules where two share one)."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -325,10 +335,10 @@ def map_parameters(model: nn.Module, weights: Weights) -> None:
     weights.read(list(empty), place)
 
 
-def fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no file holds (rotary frequencies), by transformers' own initialisation."""
+def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
+    """Compute the buffers, which no file holds (rotary frequencies), by transformers' own initialisation."""
     for module in model.modules():
-        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:
             buffer = module.get_buffer(name)
             if buffer.numel() > MAX_BUFFER:
@@ -336,7 +346,7 @@ def fill_buffers(model: PreTrainedModel) -> None:
                     f"{model.name_or_path}: config.json asks for {buffer.numel()} values in {type(module).__name__}.{name}, "
                     f"more than {MAX_BUFFER}; take the original model's"
                 )
-            module.register_buffer(name, torch.full_like(buffer, torch.nan, device="cpu"), persistent=False)
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
         if names:
             model._init_weights(module)
         if unfilled := [name for name in names if module.get_buffer(name).isnan().any()]:

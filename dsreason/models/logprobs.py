@@ -23,39 +23,26 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     banned_ids: Tensor | None = None,
-) -> Tensor:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, in float32.
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution, in float32.
 
     Args:
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them.
-        banned_ids: `[K]` token ids of probability 0, which a rollout engine was kept from drawing.
+        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them, or half as many with
+            the entropy, for which a token takes twice the memory.
+        banned_ids: `[K]` token ids of probability 0, which the rollout engine never draws.
 
     Returns:
-        `[N]` float32. The backward pass computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax)
+        `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` where it is not asked for. The backward pass
+        computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax, d H / d logits = -p (log p + H))
         and accumulates the gradient of `weight` in float32.
     """
-    chunk = chunk_size or default_chunk(weight)
-    return _token_logprobs(hidden, weight, targets, temperature, chunk, banned_ids, False)[0]
-
-
-def token_logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    banned_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy H = -Σ p log p (nats) of the distribution at each target, `[N]` float32.
-
-    Both have gradients: d H / d logits = -p (log p + H). A token takes twice the memory, so chunks are half as large.
-    """
-    chunk = chunk_size or max(1, default_chunk(weight) // 2)
-    return _token_logprobs(hidden, weight, targets, temperature, chunk, banned_ids, True)
+    chunk = chunk_size or max(1, default_chunk(weight) // (2 if with_entropy else 1))
+    compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+    return compute(hidden, weight, targets, temperature, chunk, banned_ids, with_entropy)
 
 
 def default_chunk(weight: Tensor) -> int:
@@ -125,9 +112,6 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
 
 
-_token_logprobs: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
-
-
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
     """`[n, V]` float32, freshly allocated so that the caller may overwrite it; -inf where banned."""
     logits = (hidden @ weight.t()).float()
@@ -152,5 +136,7 @@ class LogprobHead(nn.Linear):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
             return super().forward(hidden)
-        compute = token_logprobs_and_entropy if with_entropy else token_logprobs
-        return compute(hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids)
+        logprobs, entropy = token_logprobs(
+            hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids, with_entropy=with_entropy
+        )
+        return (logprobs, entropy) if with_entropy else logprobs

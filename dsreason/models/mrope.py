@@ -84,28 +84,3 @@ def next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> 
             f"the text has {found} placeholders there; encode text and media with the same processor settings"
         )
     return grid
-
-
-def batch_positions(
-    grid_rule: GridRule,
-    config: Any,
-    input_ids: Tensor,
-    mm_token_type_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    **mm_kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """What a transformers model calls as `get_rope_index`: positions `[3, B, T]` and deltas `[B, 1]`.
-
-    Rows may be padded left or right (position 0 there). A delta is what to add to the number of tokens so far to get
-    the position of the next one.
-    """
-    images, videos = grid_rule(mm_kwargs, config)
-    runs = {IMAGE: iter(images), VIDEO: iter(videos)}
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    positions = torch.zeros(3, *input_ids.shape, dtype=torch.int64, device=input_ids.device)
-    deltas = []
-    for row, kept in enumerate(mask.bool()):
-        part = row_positions(mm_token_type_ids[row][kept].tolist(), runs)
-        positions[:, row, kept] = part.to(input_ids.device)
-        deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
-    return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)

@@ -13,6 +13,22 @@ from dsreason.models.shared_media import shared_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
+    """What the model without its output layer makes of a batch, whose repeated media are encoded once."""
+    vision_tower = model.get_submodule(family_of(model.config.model_type).modules.vision_tower)
+    with shared_media(vision_tower, batch.media_numbers):
+        output: BaseModelOutputWithPast = model.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            mm_token_type_ids=batch.mm_token_type_ids,
+            use_cache=use_cache,
+            **batch.mm_kwargs,
+        )
+    return output
 
 
 class Policy(nn.Module):
@@ -21,10 +37,10 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.names = family_of(model.config.model_type).modules
-        head = model.get_submodule(self.names.head)
+        self.head = family_of(model.config.model_type).modules.head
+        head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
-            raise TypeError(f"{self.names.head} is {head}; expected a Linear without bias")
+            raise TypeError(f"{self.head} is {head}; expected a Linear without bias")
         head.__class__ = LogprobHead
 
     def forward(
@@ -37,20 +53,11 @@ class Policy(nn.Module):
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        with shared_media(self.model.get_submodule(self.names.vision_tower), batch.media_numbers):
-            hidden = self.model.model(
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids,
-                mm_token_type_ids=batch.mm_token_type_ids,
-                use_cache=False,
-                **batch.mm_kwargs,
-            ).last_hidden_state  # [B, T, H]
+        hidden = base_output(self.model, batch, use_cache=False).last_hidden_state  # [B, T, H]
         trained = batch.loss_mask[:, 1:]  # token t + 1 is predicted from the hidden state of token t
         selected, targets = hidden[:, :-1][trained], batch.input_ids[:, 1:][trained]
         count = targets.shape[0]
         if count == 0:
             selected, targets = hidden[0, :1], batch.input_ids[0, :1]
-        head = self.model.get_submodule(self.names.head)
-        found = head(selected, targets, temperature, banned_ids, with_entropy)
+        found = self.model.get_submodule(self.head)(selected, targets, temperature, banned_ids, with_entropy)
         return (found[0][:count], found[1][:count]) if with_entropy else found[:count]

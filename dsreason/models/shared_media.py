@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsreason.families import Family
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -39,6 +41,12 @@ class SharedMediaForward:
         for name, value in output.items():
             output[name] = spread(value) if isinstance(value, Tensor) else [spread(rows) for rows in value]
         return output
+
+
+def share_media(model: PreTrainedModel, family: Family) -> None:
+    """Make the vision tower of this one model object encode a repeated medium once."""
+    vision_tower = model.get_submodule(family.modules.vision_tower)
+    vision_tower.forward = SharedMediaForward(vision_tower.forward)
 
 
 @contextmanager

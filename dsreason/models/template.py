@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import resource
 import signal
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from jinja2.sandbox import SecurityError
 
 from dsreason.errors import CheckpointError
 
+FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
 """What rendering a short conversation may take; it takes a millisecond."""
 TEXT = "What is it?"
@@ -26,34 +29,29 @@ def check_template(path: Path, processor: Any) -> None:
     texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is
     left to the rows, which name themselves.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _try_template(processor, writer)
-    os.close(writer)
-    with os.fdopen(reader, encoding="utf-8", errors="replace") as pipe:
-        problem = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if status:
+    reader, writer = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_try_template, args=(processor, writer))
+    child.start()
+    writer.close()
+    try:
+        problem = reader.recv()
+    except EOFError:
         problem = f"takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB"
+    child.join()
     if problem:
         raise CheckpointError(f"{path}: the chat template {problem} on a short conversation; take the original model's")
 
 
-def _try_template(processor: Any, writer: int) -> None:
-    """In the child, which it ends: why the template cannot be used goes into the pipe."""
+def _try_template(processor: Any, writer: Connection) -> None:
+    """In the child: sends why the template cannot be used, or nothing where it goes beyond the limits."""
     signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    try:
+    with suppress(MemoryError):
         problems = [_problem(processor, content) for content in CONTENTS]
-    except MemoryError:
-        os._exit(1)
-    if all(problems):  # some templates take text only
-        os.write(writer, problems[0].encode(errors="replace"))
-    os._exit(0)
+        writer.send(problems[0] if all(problems) else "")  # some templates take text only
 
 
 def _problem(processor: Any, content: Any) -> str:

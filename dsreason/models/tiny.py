@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from tokenizers import Regex as TokenizerRegex
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig, Qwen2Tokenizer
+from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
 from dsreason.families import Family, family_of
 from dsreason.families.family import Modules, Tokens
@@ -52,12 +51,6 @@ CORPUS = (
     "Answer with the letter of the option. Answer with one word. Answer yes or no.",
     "Describe what you see in this video. Describe the image. Is it a triangle?",
     "Think step by step, and answer the question: <think> </think> <answer> </answer> 0.5 seconds",
-)
-
-# Splits as Qwen's tokenizers do: contractions, words with their leading space, single digits, punctuation, white space.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # In the templates `$name` is a token of the family.
@@ -120,7 +113,7 @@ def build_tiny(
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.video_processor.save_pretrained(folder)
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
@@ -139,12 +132,22 @@ def build_tiny(
         "temporal_patch_size": 2,
         "out_hidden_size": hidden_size,
     }
-    config = _config(family, text, vision, head_size, tokenizer, tie_embeddings, dtype)
+    tokens = family.tokens
+    end, padding = tokenizer.convert_tokens_to_ids([tokens.turn_end, tokens.padding])
+    text |= {"bos_token_id": padding, "eos_token_id": end, "dtype": dtype}
+    media = {
+        "image": tokens.image,
+        "video": tokens.video,
+        "vision_start": tokens.media_start,
+        "vision_end": tokens.media_end,
+    }
+    common = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
+    common |= {"tie_word_embeddings": tie_embeddings, "dtype": dtype}
+    config = family.tiny.config(text, vision, head_size, common)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(deepcopy(config))  # which it changes
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
-    end, padding = tokenizer.convert_tokens_to_ids([family.tokens.turn_end, family.tokens.padding])
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
@@ -160,14 +163,8 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
     """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
     special = special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
-    learner.normalizer = normalizers.NFC()
-    learner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(TokenizerRegex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    learner.decoder = decoders.ByteLevel()
+    splits = Qwen2Tokenizer().backend_tokenizer
+    learner.normalizer, learner.pre_tokenizer = splits.normalizer, splits.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE - len(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -196,31 +193,7 @@ def chat_template(family: Family) -> str:
     return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
-def _config(
-    family: Family,
-    text: dict[str, Any],
-    vision: dict[str, Any],
-    head_size: int,
-    tokenizer: Qwen2Tokenizer,
-    tie_embeddings: bool,
-    dtype: torch.dtype,
-) -> PreTrainedConfig:
-    tokens = family.tokens
-    names = (tokens.image, tokens.video, tokens.media_start, tokens.media_end, tokens.padding, tokens.turn_end)
-    image, video, media_start, media_end, begin, end = tokenizer.convert_tokens_to_ids(names)
-    common = {
-        "image_token_id": image,
-        "video_token_id": video,
-        "vision_start_token_id": media_start,
-        "vision_end_token_id": media_end,
-        "tie_word_embeddings": tie_embeddings,
-        "dtype": dtype,
-    }
-    ends = {"bos_token_id": begin, "eos_token_id": end, "dtype": dtype}
-    return family.tiny.config(text | ends, vision, head_size, common)
-
-
-def _published_name(family: Family, name: str) -> str:
+def published_name(family: Family, name: str) -> str:
     """The name that a parameter has in the family's published checkpoints."""
     for in_memory, published in family.tiny.published_names:
         name = name.replace(in_memory, published)
@@ -240,19 +213,6 @@ def _draw(
     return torch.empty(shape, device=generator.device).normal_(0.0, std, generator=generator).to(dtype).cpu()
 
 
-def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
-    """Names in order, cut where the next tensor would exceed `max_bytes`."""
-    shard: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if shard and filled + size > max_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(name)
-        filled += size
-    yield shard
-
-
 def _write_weights(
     family: Family,
     model: nn.Module,
@@ -261,17 +221,11 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}  # tied ones once
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards = list(_shards(sizes, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {
-            _published_name(family, name): _draw(name, shapes[name], family.modules, dtype, generator) for name in names
-        }
+    parameters = {published_name(family, name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
+    plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
+    for file, names in plan.filename_to_tensors.items():
+        tensors = {name: _draw(name, parameters[name].shape, family.modules, dtype, generator) for name in names}
         save_file(tensors, os.fspath(folder / file), metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -157,7 +157,6 @@ def group_bytes(limit: Path, used: Path, stat: Path) -> int:
 
 
 def status_bytes(field: str) -> int:
-    """A kB line of /proc/self/status in bytes."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/self/status has no line {field}")

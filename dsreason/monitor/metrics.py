@@ -119,12 +119,12 @@ class StepLines:
     """
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
-        kept = [] if resume_step is None else read_lines(path, last_step=resume_step)
-        write_file(path, b"".join(map(encode_line, kept)))
-        self.current: dict[str, Any] = kept[-1] if kept else {"step": -1}
+        entries = [] if resume_step is None else read_lines(path, last_step=resume_step)
+        write_file(path, b"".join(map(encode_line, entries)))
+        self.current: dict[str, Any] = entries[-1] if entries else {"step": -1}
         self.file = path.open("r+b")
         self.offset = self.file.seek(0, os.SEEK_END)  # where the line of `current` starts
-        if kept:
+        if entries:
             self.offset -= len(encode_line(self.current))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:

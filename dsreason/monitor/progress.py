@@ -84,11 +84,7 @@ class Rate:
     memory = 0.9  # weight of the past in the running means
 
     def __init__(
-        self,
-        total_steps: int,
-        first_step: int,
-        clock: Callable[[], float] = time.monotonic,
-        part: Part | None = None,
+        self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic, part: Part | None = None
     ) -> None:
         self.total_steps, self.step, self.clock, self.part = total_steps, first_step, clock, part
         self.started = clock()

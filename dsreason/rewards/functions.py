@@ -11,9 +11,8 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.problems import nearest
 from dsreason.rewards import BUILT_IN
-from dsreason.user_code import FILE_MODULE, import_file, import_module
+from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
 RewardFn = Callable[[str, Sample], Result | Awaitable[Result]]
@@ -26,32 +25,14 @@ REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 
 
-def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Marks a plain reward for which a call beyond the time limit is worth this much, instead of an end to the run."""
-
-    def mark(function: Callable[..., float]) -> Callable[..., float]:
-        vars(function)["score_on_timeout"] = score
-        return function
-
-    return mark
-
-
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
     """The reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
-    Without `:attr` it is the function `reward` of the module, else the only public one that is written there. `options`
-    are keyword arguments of every call (`{"pattern": …}` for `format`).
+    Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
     Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
     """
-    target, _, attribute = name.partition(":")
-    what = f'reward "{name}"'
-    if name in BUILT_IN:
-        module, attribute = import_module(f"dsreason.rewards.{BUILT_IN[name]}", what, [*BUILT_IN], ADVICE), name
-    elif target.endswith(".py") or "/" in target:
-        module = import_file(Path(target).expanduser(), what)
-    else:
-        module = import_module(target, what, [*BUILT_IN], ADVICE)
-    function = _attribute(module, attribute, name) if attribute else _only_function(module, name)
+    found = BUILT_IN.get(name) or find_code(name, f'reward "{name}"', [*BUILT_IN], ADVICE)
+    function = _only_function(found, name) if isinstance(found, ModuleType) else found
     return _with_options(function, dict(options or {}), name)
 
 
@@ -79,32 +60,16 @@ def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn
     return functools.partial(function, **options) if options else function
 
 
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    if attribute not in vars(module):
-        near = nearest(attribute, _functions(module))
-        hint = f'; did you mean "{near}"?' if near else ""
-        raise ConfigError(f'reward "{name}": {_place(module)} has no "{attribute}"{hint}')
-    return vars(module)[attribute]
-
-
 def _only_function(module: ModuleType, name: str) -> Any:
-    found = _functions(module)
-    if "reward" in found:
-        return found["reward"]
-    if len(found) != 1:
-        listed = f"it has {', '.join(found)}" if found else "it has none"
-        raise ConfigError(f'reward "{name}": {_place(module)} has no function "reward" ({listed}); name one as :attr')
-    return next(iter(found.values()))
-
-
-def _functions(module: ModuleType) -> dict[str, Any]:
-    """The public functions that are written in the module, not imported into it."""
-    return {
+    """The function `reward`, else the only public one that is written in the module, not imported into it."""
+    found = {
         key: value
         for key, value in vars(module).items()
         if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
     }
-
-
-def _place(module: ModuleType) -> str:
-    return str(module.__file__) if module.__name__.startswith(FILE_MODULE) else module.__name__
+    if "reward" in found:
+        return found["reward"]
+    if len(found) != 1:
+        listed = f"it has {', '.join(found)}" if found else "it has none"
+        raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); name one as :attr')
+    return next(iter(found.values()))

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
-
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from collections.abc import Callable
 
 from dsreason.data.types import Sample
-from dsreason.rewards.functions import score_on_timeout
 
 SECONDS = 3
 """Longest time for reading one expression, and for one comparison."""
@@ -26,6 +23,16 @@ UNITS = (
 """Words beside a number that do not count."""
 
 
+def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
+    """Marks a plain reward for which a call beyond the time limit is worth this much, instead of an end to the run."""
+
+    def mark(function: Callable[..., float]) -> Callable[..., float]:
+        vars(function)["score_on_timeout"] = score
+        return function
+
+    return mark
+
+
 @score_on_timeout(0.0)
 def boxed_math(completion: str, sample: Sample) -> float:
     r"""1 if the completion's `\boxed{…}` equals the reference's, else 0; the same as cosmos-rl's.
@@ -35,7 +42,7 @@ def boxed_math(completion: str, sample: Sample) -> float:
     """
     if sample.answer is None:
         return 0.0
-    return float(equal(sample.answer, completion, (ExprExtractionConfig(), LatexExtractionConfig())))
+    return float(equal(sample.answer, completion, bare_numbers=True))
 
 
 @score_on_timeout(-1.0)
@@ -52,11 +59,14 @@ def direct_math(completion: str, sample: Sample) -> float:
     return 1.0 if same else -1.0
 
 
-def equal(reference: str, answer: str, targets: tuple[Any, ...] = (LatexExtractionConfig(),)) -> bool:
-    """Whether two texts hold the same mathematical value; the reference is read as LaTeX."""
+def equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
+    """Whether two texts hold the same mathematical value; both are read as LaTeX, the answer also as a bare number."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # sympy, which takes a second
+
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
-    right = parse(reference, (LatexExtractionConfig(),), parsing_timeout=seconds)
-    given = parse(answer, targets, parsing_timeout=seconds)
+    latex, number = LatexExtractionConfig(), ExprExtractionConfig()
+    right = parse(reference, (latex,), parsing_timeout=seconds)
+    given = parse(answer, (number, latex) if bare_numbers else (latex,), parsing_timeout=seconds)
     return bool(verify(right, given, timeout_seconds=seconds))
 
 

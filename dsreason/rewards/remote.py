@@ -16,16 +16,18 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel, Field, ValidationError
+
+from dsreason.config.schema_grpo import RemoteRewardConfig
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.problems import first_problem
 from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
 """cosmos-rl's names of the environment variables, the new and the old ones."""
 
 
+class Answer(BaseModel):
+    scores: dict[str, list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]] = Field(min_length=1)
+
+
 class _Retry(Exception):
     """A failure that may pass: no connection, too slow, or a status that says so."""
 
@@ -45,20 +51,24 @@ class _Retry(Exception):
         self.wait = wait
 
 
-@dataclass(frozen=True)
 class RemoteReward:
-    """A reward server. `time_limit` is for one request of at most `batch_size` completions, `retries` come on top."""
+    """A reward server. What the configuration does not say comes from the environment, the token from there alone.
 
-    url: str = field(repr=False)
-    token: str | None = field(default=None, repr=False)
-    batch_size: int = 64
-    concurrency: int = 4
-    time_limit: float = 60.0
-    retries: int = 4
-    pause: float = 1.0
-    """Seconds before the first retry; doubled for every further one."""
+    Read are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same with `WFM_REWARD_`.
 
-    def __post_init__(self) -> None:
+    Args:
+        pause: seconds before the first retry; doubled for every further one.
+    """
+
+    def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
+        self.config, self.pause = config, pause
+        self.url, self.token = config.url or _variable("URL") or _variable("ENQUEUE_URL") or "", _variable("TOKEN")
+        self.time_limit = config.time_limit or _seconds(_variable("ENQUEUE_TIMEOUT_S") or "60")
+        if not self.url:
+            raise ConfigError(
+                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
+                "or reward.remote.url"
+            )
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
             raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
         if "@" in urlsplit(self.url).netloc:
@@ -67,24 +77,6 @@ class RemoteReward:
             raise ConfigError(
                 "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
             )
-
-    @classmethod
-    def from_environment(cls, **settings: Any) -> RemoteReward:
-        """Address, token and time limit from `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`.
-
-        The same with `WFM_REWARD_` is read too. `settings` win.
-        """
-        url = _variable("URL") or _variable("ENQUEUE_URL")
-        settings = {"url": url, "token": _variable("TOKEN"), **settings}
-        if not settings["url"]:
-            raise ConfigError(
-                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
-                "or reward.remote.url"
-            )
-        seconds = _variable("ENQUEUE_TIMEOUT_S")
-        if seconds is not None:
-            settings.setdefault("time_limit", _seconds(seconds))
-        return cls(**settings)
 
     @property
     def place(self) -> str:
@@ -97,9 +89,11 @@ class RemoteReward:
     ) -> dict[str, list[float]]:
         """Every score that the server gives, `names` at least, for `completions[i]` as an answer to `samples[i]`."""
         pairs = list(zip(completions, samples, strict=True))
-        batches = [pairs[first : first + self.batch_size] for first in range(0, len(pairs), self.batch_size)]
+        batches = [
+            pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)
+        ]
         stop = threading.Event()
-        with ThreadPoolExecutor(self.concurrency) as executor:
+        with ThreadPoolExecutor(self.config.concurrency) as executor:
             running = [executor.submit(self._score_batch, batch, names, stop) for batch in batches]
             try:
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -133,12 +127,12 @@ class RemoteReward:
     ) -> dict[str, list[float]]:
         ids = [sample.id for _, sample in batch]
         body = _body(batch)
-        for attempt in range(self.retries + 1):
+        for attempt in range(self.config.retries + 1):
             try:
                 return self._parsed(self._post(body, ids), ids, names)
             except _Retry as error:
                 pause = min(max(self.pause * 2**attempt, error.wait), LONGEST_PAUSE)
-                if attempt == self.retries:
+                if attempt == self.config.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
                 if stop.wait(pause):
                     self._fail(ids, "cancelled, since another request failed", cause=error)
@@ -186,35 +180,24 @@ class RemoteReward:
 
     def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
         try:
-            found = json.loads(answer)
-        except ValueError:
-            self._fail(ids, f"the response is not JSON: {self._quoted(answer.decode(errors='replace'))}")
-        scores = found.get("scores") if isinstance(found, dict) else None
-        if not isinstance(scores, dict) or not scores:
-            queue = ""
-            if isinstance(found, dict) and "uuid" in found:
-                queue = (
-                    " (a uuid: cosmos-rl's queue for generated media, where scores are fetched later, is not supported)"
-                )
+            scores = Answer.model_validate_json(answer).scores
+        except ValidationError as error:
+            place = error.errors()[0]["loc"]
+            if len(place) == 3 and int(place[2]) < len(ids):  # scores, name, number
+                ids = [ids[int(place[2])]]
+            queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"
             self._fail(
-                ids, f'the response has no {{"scores": {{name: [number]}}}}: {self._quoted(json.dumps(found))}{queue}'
+                ids,
+                f'the response is not {{"scores": {{name: [number]}}}}: {self._quoted(first_problem(error))} in '
+                f"{self._quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
             )
         missing = [name for name in names if name not in scores]
         if missing:
             self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
         for name, values in scores.items():
-            self._check(name, values, ids)
-        return {name: [float(value) for value in values] for name, values in scores.items()}
-
-    def _check(self, name: str, values: Any, ids: Sequence[str]) -> None:
-        if not isinstance(values, list) or len(values) != len(ids):
-            got = f"{len(values)} numbers" if isinstance(values, list) else type(values).__name__
-            self._fail(ids, f'score "{self._quoted(name)}": {got} for {len(ids)} completions')
-        for value, sample_id in zip(values, ids, strict=True):
-            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                self._fail(
-                    [sample_id], f'score "{self._quoted(name)}": {self._quoted(repr(value))} is not a finite number'
-                )
+            if len(values) != len(ids):
+                self._fail(ids, f'score "{self._quoted(name)}": {len(values)} numbers for {len(ids)} completions')
+        return scores
 
     def _listed(self, names: Iterable[str]) -> str:
         return self._quoted(", ".join(sorted(names)))

@@ -30,16 +30,16 @@ def merged(
     `size` is an item's, in bytes. `any_rank` tells whether something is true on any rank that has to make as many lists;
     such ranks have as many groups, some of them empty.
     """
-    held: list[T] = []
-    held_bytes = 0
+    batch: list[T] = []
+    num_bytes = 0
     for group in groups:
-        held += group
-        held_bytes += sum(map(size, group))
-        if any_rank(held_bytes > memory_gib * GIB and len(held) >= least):
-            yield held
-            held, held_bytes = [], 0
-    if any_rank(bool(held)):
-        yield held
+        batch += group
+        num_bytes += sum(map(size, group))
+        if any_rank(num_bytes > memory_gib * GIB and len(batch) >= least):
+            yield batch
+            batch, num_bytes = [], 0
+    if any_rank(bool(batch)):
+        yield batch
 
 
 def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) -> list[list[int]]:

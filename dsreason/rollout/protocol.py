@@ -93,7 +93,7 @@ class TensorFingerprints(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """The order of calls is wake, kept, sync, generate (any number of times), sleep, on every rank alike."""
+    """The order of calls is wake, retained, sync, generate (any number of times), sleep, on every rank alike."""
 
     dtype: torch.dtype
     """Of the weights."""
@@ -101,8 +101,6 @@ class RolloutEngine(Protocol):
     """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
     reads_pixels: bool
     """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
-    _stats: dict[str, float]
-    """Of the last wake, sync, generate and sleep."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -111,21 +109,21 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Takes the memory that generation needs. Raises `SyncError` where a buffer did not outlive the sleep."""
 
-    def kept(self, names: Collection[str]) -> set[str]:
+    def retained(self, names: Collection[str]) -> set[str]:
         """Those of `names` (frozen parameters) whose values, last sent, are still there: `sync` can do without them.
 
         Collective, between `wake` and `sync`; the same answer on every rank. Logs once what has to be sent again.
         """
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
-        """Replaces every weight by the policy's, but for those `kept`, which `weights` leaves out.
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
+        """Replaces every weight by the policy's, but for those `retained`, which `weights` leaves out.
 
         Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those that
         `named_parameters()` of the Hugging Face model gives in memory. Raises `SyncError` when a tensor is missing,
-        unknown, of another shape or not kept after all; the engine then holds no version.
+        unknown, of another shape or not retained after all; the engine then holds no version.
         """
 
-    def held(self) -> TensorFingerprints:
+    def fingerprints(self) -> TensorFingerprints:
         """Fingerprints of this rank's tensors, while awake."""
 
     def generate(
@@ -157,10 +155,6 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Gives the memory back. The weights count as lost, unless the engine `keeps_weights`."""
 
-    def stats(self) -> dict[str, float]:
-        """`time/{wake,sync,generate,sleep}` in seconds, `rollout/tokens` drawn and `rollout/tokens_per_second`."""
-        return dict(self._stats)
-
 
 def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
     """Ids of the family's media tokens, which are never sampled; those that the vocabulary has."""
@@ -177,12 +171,12 @@ def check_no_media_tokens(
         raise RolloutError(f"sample {sample_id!r}: the completion holds {names}, which is banned")
 
 
-def check_version(asked: int, held: int | None) -> None:
+def check_version(asked: int, current: int | None) -> None:
     """StaleWeightsError where completions of one version are asked of another, or of none."""
-    if asked != held:
+    if asked != current:
         raise StaleWeightsError(
             f"completions of weights version {asked} were asked for, the engine holds "
-            f"{'no weights' if held is None else f'version {held}'}: sync before generate"
+            f"{'no weights' if current is None else f'version {current}'}: sync before generate"
         )
 
 

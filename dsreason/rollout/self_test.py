@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dsreason.job.ranks import gather_objects
+from dsreason.problems import listed
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncError, TensorFingerprints
-from dsreason.rollout.weight_sync import changed, listed
+from dsreason.rollout.weight_sync import changed
 
 if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
@@ -32,7 +33,7 @@ class Round(NamedTuple):
 
     completions: list[Completion]
     """This rank's, greedy, one a prompt."""
-    held: TensorFingerprints
+    tensors: TensorFingerprints
 
 
 def self_test(
@@ -57,9 +58,9 @@ def self_test(
         if sent is not None:
             engine.sync(sent, version)
         completions = [engine.generate([prompt], sampling, version=version)[0] for prompt in prompts]
-        held = engine.held()
+        tensors = engine.fingerprints()
         engine.sleep()
-        return Round(completions, held)
+        return Round(completions, tensors)
 
     tolerance = TOLERANCES.get(engine.dtype, COARSE_TOLERANCE)
     real = run(REAL, weights())
@@ -81,7 +82,7 @@ def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
     """What is wrong where the perturbed weights did not make themselves felt."""
-    before, after = real.held.parameters, moved.held.parameters
+    before, after = real.tensors.parameters, moved.tensors.parameters
     different = set(changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
         return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {listed(stuck)}"
@@ -92,7 +93,8 @@ def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
 
 def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
     """What is wrong where the policy's weights are there again, and not all is as it was."""
-    if wrong := [name for before, after in zip(real.held, again.held, strict=True) for name in changed(before, after)]:
+    pairs = zip(real.tensors, again.tensors, strict=True)
+    if wrong := [name for before, after in pairs for name in changed(before, after)]:
         return f"{when}, {len(wrong)} tensors changed: {listed(wrong)}"
     difference = largest_difference(real.completions, again.completions)
     if difference <= tolerance:
@@ -102,7 +104,7 @@ def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str 
 
 
 def largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
-    """Largest |difference| of two rounds' log-probabilities; infinite where tokens differ or a number is none."""
+    """Largest |difference| of two rounds' log-probabilities; infinite where tokens differ or one is NaN."""
     if [completion.ids for completion in first] != [completion.ids for completion in second]:
         return math.inf
     pairs = zip(first, second, strict=True)

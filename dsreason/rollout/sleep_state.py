@@ -41,7 +41,7 @@ def vllm_pools() -> Pools:
 
 @dataclass
 class SleepState:
-    """The memory behind such tensors, as bytes by pool, and what it held when the engine fell asleep."""
+    """The memory behind such tensors, as bytes by pool, and its contents when the engine fell asleep."""
 
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class SleepState:
 
     @property
     def gib(self) -> float:
-        return sum(held.nbytes for part in self.memory.values() for held in part) / 2**30
+        return sum(tensor.nbytes for part in self.memory.values() for tensor in part) / 2**30
 
     def remember(self) -> None:
         self.contents = {
-            tag: [held.to("cpu", copy=True) if held.any() else None for held in memory]
+            tag: [tensor.to("cpu", copy=True) if tensor.any() else None for tensor in memory]
             for tag, memory in self.memory.items()
         }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
+from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.families import family_of
-from dsreason.models.load import model_config
-from dsreason.models.patch import patch
+from dsreason.models.load import empty_model, fill_buffers, load_model, model_config
+from dsreason.models.policy import base_output
+from dsreason.models.shared_media import share_media
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
@@ -32,14 +30,12 @@ from dsreason.rollout.protocol import (
     media_token_ids,
     random_streams,
 )
-from dsreason.rollout.weight_sync import changed, fingerprint, fingerprints, on_cpu, raise_sync_error
+from dsreason.rollout.weight_sync import WeightStream, fingerprints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dsreason.data.chat import EncodedPrompt
-
-log = logging.getLogger(__name__)
 
 PAD_ID = 0
 """Masked everywhere, so any id will do."""
@@ -81,10 +77,6 @@ class TransformersEngine(RolloutEngine):
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
-        self.sent: dict[str, Tensor] = {}
-        """Fingerprints of what the last sync left here."""
-        self.logged_lost_weights = False
-        self._stats: dict[str, float] = {}
 
     @property
     def keeps_weights(self) -> bool:
@@ -96,29 +88,35 @@ class TransformersEngine(RolloutEngine):
         return self.model
 
     def wake(self) -> None:
-        start = time.perf_counter()
         if self.model is None:
             self.model = self._empty_model()
         self.awake = True
-        self._stats["time/wake"] = time.perf_counter() - start
 
-    def kept(self, names: Collection[str]) -> set[str]:
-        if names and not self.keeps_weights and not self.logged_lost_weights:
-            self.logged_lost_weights = True
-            log.info("all %d frozen tensors are sent at every sync: this engine rebuilds its model", len(names))
-        return self.sent.keys() & set(names) if self.awake else set()
+    def load(self, version: int) -> None:
+        """Wakes with the weights of the model folder."""
+        model = load_model(
+            self.path,
+            dtype=self.dtype,
+            attention=self.settings.attention,
+            trust_remote_code=self.trust_remote_code,
+        )
+        self.model = model.to(self.device).requires_grad_(False).eval()
+        self.awake, self.version = True, version
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
-        start = time.perf_counter()
+    def retained(self, names: Collection[str]) -> set[str]:
+        """None: all are sent, however often."""
+        return set()
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        before = {name: self.sent[name] for name in kept if name in self.sent}
-        self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
-        self.sent = copy_weights(self._awake_model, weights, before)
+        self.version = None  # a sync that fails half-way leaves no usable weights
+        model = self._awake_model
+        expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+        copy_weights(model, WeightStream(weights, expected, self.dtype, self.device))
         self.version = version
-        self._stats["time/sync"] = time.perf_counter() - start
 
-    def held(self) -> TensorFingerprints:
+    def fingerprints(self) -> TensorFingerprints:
         model = self._awake_model
         return TensorFingerprints(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
 
@@ -127,45 +125,27 @@ class TransformersEngine(RolloutEngine):
     ) -> Iterator[tuple[int, Completion]]:
         """A batch shares its settings; each prompt is drawn from its own random stream."""
         check_version(version, self.version if self.awake else None)
-        start, tokens = time.perf_counter(), 0
         for sampling in dict.fromkeys(samplings):
             asked = [i for i, own in enumerate(samplings) if own == sampling]
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
             for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
                 drawn = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
-                tokens += sum(len(completion.ids) for completion in drawn)
                 yield from zip(indices, drawn, strict=True)
-        seconds = time.perf_counter() - start
-        self._stats |= {
-            "time/generate": seconds,
-            "rollout/tokens": tokens,
-            "rollout/tokens_per_second": tokens / seconds,
-        }
 
     def sleep(self) -> None:
-        start = time.perf_counter()
         self.awake = False
         if not self.keeps_weights:
-            self.model, self.version, self.sent = None, None, {}
+            self.model, self.version = None, None
             torch.cuda.empty_cache()
-        self._stats["time/sleep"] = time.perf_counter() - start
 
     def _empty_model(self) -> PreTrainedModel:
-        """The folder's architecture with whatever memory holds for weights; the RNG state is left as it was."""
-        if is_deepspeed_zero3_enabled():
-            raise RuntimeError("transformers' global ZeRO-3 flag is set: it would partition the rollout copy")
-        attention = "sdpa" if self.settings.attention == "auto" else self.settings.attention
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), torch.device(self.device), no_init_weights():
-            model = AutoModelForImageTextToText.from_config(
-                self.config,
-                dtype=self.dtype,
-                attn_implementation=attention,
-                trust_remote_code=self.trust_remote_code,
-            )
+        """The folder's architecture with whatever memory holds for weights."""
+        model = empty_model(self.config, self.dtype, self.settings.attention, self.trust_remote_code)
+        model.to_empty(device=self.device)
         model.tie_weights()
-        patch(model, family_of(self.config.model_type))
+        fill_buffers(model, self.device)
+        share_media(model, family_of(self.config.model_type))
         return model.requires_grad_(False).eval()
 
     def _complete_batch(
@@ -217,15 +197,15 @@ def draw_tokens(
     places = {id(prompt): i for i, prompt in enumerate(prompts)}
     device = next(model.parameters()).device
     which = torch.tensor([places[id(row)] for row in rows], device=device)  # [B]
-    inputs = left_padded(prompts, PAD_ID, device)
-    output = model.model(use_cache=True, **inputs)
-    cache, hidden = output.past_key_values, output.last_hidden_state[which, -1]
+    batch = collate(prompts, pad_id=PAD_ID).to(device)
+    output = base_output(model, batch, use_cache=True)
+    cache, hidden = output.past_key_values, output.last_hidden_state[which, batch.attention_mask.sum(1)[which] - 1]
     cache.batch_select_indices(which)
-    attention = pad(inputs["attention_mask"][which], (0, sampling.max_completion_length), value=1)
-    next_position = inputs["position_ids"].amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
+    attention = pad(batch.attention_mask[which], (0, sampling.max_completion_length), value=1)
+    next_position = batch.position_ids.amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
     uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()
-    width, vocabulary = inputs["input_ids"].shape[1], head.weight.shape[0]
+    width, vocabulary = batch.input_ids.shape[1], head.weight.shape[0]
     penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
     finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(sampling.max_completion_length):
@@ -250,31 +230,15 @@ def draw_tokens(
 
 
 @torch.no_grad()
-def copy_weights(
-    model: nn.Module, weights: Iterator[tuple[str, Tensor]], kept: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Copies each tensor into the parameter of its name, and returns the fingerprints of what the model then holds.
+def copy_weights(model: nn.Module, sending: WeightStream) -> None:
+    """Copy each tensor into the parameter of its name, tied ones under the first of their names.
 
-    All must come, under one of their names if tied, but for those in `kept`, which still have these fingerprints. The
-    iterator is read to its end even after a wrong tensor, because every rank must take part in every gather.
+    SyncError where one is missing or wrong.
     """
-    kept = kept or {}
-    targets = dict(model.named_parameters(remove_duplicate=False))
-    missing = {id(parameter): name for name, parameter in model.named_parameters()}
-    lost = changed(kept, fingerprints((name, targets[name]) for name in kept))
-    wrong = [f"{name} was not sent, and differs from what was sent before" for name in lost]
-    held = dict(kept)
-    for name, tensor in weights:
-        if name not in targets:
-            wrong.append(f"{name} is unknown")
-        elif targets[name].shape != tensor.shape:
-            wrong.append(f"{name} has shape {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}")
-        else:
-            targets[name].copy_(tensor)
-            held[name] = fingerprint(targets[name])
-    arrived = {id(targets[name]) for name in held}
-    raise_sync_error(wrong + [f"{name} did not arrive" for target, name in missing.items() if target not in arrived])
-    return on_cpu(held)
+    parameters = dict(model.named_parameters())
+    for name, tensor in sending:
+        parameters[name].copy_(tensor)
+    sending.finish()
 
 
 def stop_token_ids(path: Path) -> list[int]:
@@ -286,24 +250,6 @@ def stop_token_ids(path: Path) -> list[int]:
     if config.eos_token_id is None:
         raise ValueError(f"{path}: neither generation_config.json nor config.json names an eos_token_id")
     return [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id)
-
-
-def left_padded(rows: Sequence[EncodedSample], pad_id: int, device: torch.device) -> dict[str, Tensor]:
-    """The forward's arguments for prompts that end in the same column: ids `[B, T]`, positions `[3, B, T]`, media."""
-    width = max(len(row) for row in rows)
-
-    def stack(tensors: list[Tensor], value: int, dim: int) -> Tensor:
-        return torch.stack([pad(t, (width - t.shape[-1], 0), value=value) for t in tensors], dim).to(device)
-
-    inputs = {
-        "input_ids": stack([row.input_ids for row in rows], pad_id, 0),
-        "attention_mask": stack([torch.ones_like(row.input_ids) for row in rows], 0, 0),
-        "position_ids": stack([row.position_ids for row in rows], 0, 1),
-        "mm_token_type_ids": stack([row.mm_token_type_ids for row in rows], 0, 0),
-    }
-    for key in sorted({key for row in rows for key in row.mm_kwargs}):
-        inputs[key] = torch.cat([row.mm_kwargs[key] for row in rows if key in row.mm_kwargs]).to(device)
-    return inputs
 
 
 class Penalties:
@@ -340,22 +286,14 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
     if sampling.temperature == 0:
         token = logits.argmax(dim=-1)
         return token, logits.log_softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
-    logprobs = keep_most_probable(logits / sampling.temperature, sampling).log_softmax(dim=-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k > 0:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    logprobs = logits.log_softmax(dim=-1)
     cumulated = logprobs.double().exp().cumsum(dim=-1)
     # Scaled by the last value, which rounding leaves beside 1; `right` skips tokens of probability 0.
     threshold = uniform[:, None].double() * cumulated[:, -1:]
     token = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), logprobs.gather(1, token).squeeze(1)
-
-
-def keep_most_probable(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits `[B, V]` with those outside of top_k and top_p (nucleus sampling, arXiv:1904.09751) at -inf."""
-    if sampling.top_k > 0:
-        smallest = logits.topk(min(sampling.top_k, logits.shape[1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        outside = probs.cumsum(dim=-1) - probs >= sampling.top_p  # what comes before the token reaches top_p already
-        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    return logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,21 +70,15 @@ def engine_arguments(
     }
 
 
-def check_engine_options(options: Iterable[str], key: str) -> None:
+def check_engine_options(options: Mapping[str, Any], key: str) -> None:
     """ConfigError for options under our `key` that the installed vLLM does not have."""
-    options = list(options)
-    if not options:
-        return
-    known = known_arguments()
-    problems = []
-    for name in sorted(set(options) - known):
-        near = nearest(name, known)
-        problems.append(
-            f"{key}.{name}: is not an argument of the installed vLLM; "
-            + (f"did you mean {near}?" if near else "remove it")
+    known = known_arguments() if options else set()
+    unknown = {name: nearest(name, known) for name in sorted(options) if name not in known}
+    if unknown:
+        advice = {name: f"did you mean {near}?" if near else "remove it" for name, near in unknown.items()}
+        raise ConfigError(
+            "\n".join(f"{key}.{name}: is not an argument of the installed vLLM; {advice[name]}" for name in unknown)
         )
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def known_arguments() -> set[str]:

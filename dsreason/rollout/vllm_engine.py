@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dsreason.families import family_of
 from dsreason.job.ranks import World, gather_objects
-from dsreason.models.load import model_config
+from dsreason.models.load import empty_model, model_config
+from dsreason.problems import listed
 from dsreason.rollout.protocol import (
     Completion,
     RolloutEngine,
@@ -36,7 +36,6 @@ from dsreason.rollout.vllm_process import (
     release,
     set_environment,
     unique_shared_memory,
-    without_zero3_flag,
 )
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
 from dsreason.rollout.vllm_versions import keep_video_times
@@ -46,12 +45,10 @@ from dsreason.rollout.weight_sync import (
     check_arrival,
     complete_layers,
     engine_values,
-    expected_shapes,
     find_different,
     find_places,
     fingerprint,
     fingerprints,
-    listed,
     on_cpu,
     repair_tied_output,
 )
@@ -98,12 +95,12 @@ class VLLMEngine(RolloutEngine):
         self.buffers: dict[str, Tensor] = {}
         """Fingerprints of the model's buffers, when it fell asleep."""
         self.logged_lost_weights = False
-        self._stats: dict[str, float] = {}
         set_environment(world)
-        with preserved_process_state(world), without_zero3_flag(), unique_shared_memory(world):
+        with preserved_process_state(world), unique_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
             self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
-            self.expected = expected_shapes(config, trust_remote_code=trust_remote_code)
+            hf_model = empty_model(config, dtype, "auto", trust_remote_code)
+            self.expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}  # tied ones once
             from vllm import LLM
 
             keep_video_times()
@@ -141,15 +138,13 @@ class VLLMEngine(RolloutEngine):
 
     def wake(self) -> None:
         """Memory for the weights; that for keys and values follows at the end of `sync`, when gathers are over."""
-        start = time.perf_counter()
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
             if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
-        self._stats["time/wake"] = time.perf_counter() - start
 
-    def kept(self, names: Collection[str]) -> set[str]:
+    def retained(self, names: Collection[str]) -> set[str]:
         """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
         if not self.weights_awake:
             return set()
@@ -157,21 +152,20 @@ class VLLMEngine(RolloutEngine):
         places = [place for place in self.places if place.name in frozen]
         lost = {place.name for place in find_different(places, self.sent, self._group)}
         whole = complete_layers(self.places, frozen - lost)
-        kept = set.intersection(*gather_objects(whole))
-        if frozen - kept and not self.logged_lost_weights:
+        retained = set.intersection(*gather_objects(whole))
+        if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
             log.info(
                 "%d of %d frozen tensors are sent at every sync: %d are lost during sleep (rollout.sleep_level %d), and %d are "
                 "in one layer with such or with trained ones",
-                *(len(frozen - kept), len(frozen), len(lost), self.sleep_level, len(frozen - kept - lost)),
+                *(len(frozen - retained), len(frozen), len(lost), self.sleep_level, len(frozen - retained - lost)),
             )
-        return kept
+        return retained
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, kept: Collection[str] = ()) -> None:
-        start = time.perf_counter()
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        before = {name: self.sent[name] for name in kept if name in self.sent}
+        before = {name: self.sent[name] for name in retained if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserved_process_state(self.world):
@@ -184,10 +178,9 @@ class VLLMEngine(RolloutEngine):
         check_arrival(self.places, sending.fingerprints, self._group)
         self._empty_cache()
         self.version, self.sent = version, sending.fingerprints
-        self._stats["time/sync"] = time.perf_counter() - start
 
     @torch.no_grad()
-    def held(self) -> TensorFingerprints:
+    def fingerprints(self) -> TensorFingerprints:
         """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
         parameters = {
             f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)) for place in self.places
@@ -198,7 +191,6 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
         """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
-        start, tokens = time.perf_counter(), 0
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
             self._empty_cache()
@@ -208,15 +200,7 @@ class VLLMEngine(RolloutEngine):
         for number, output in self._outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
-                completion = to_completion(output, version, self.tokenizer)
-                tokens += len(completion.ids)
-                yield number - first, completion
-        seconds = time.perf_counter() - start
-        self._stats |= {
-            "time/generate": seconds,
-            "rollout/tokens": tokens,
-            "rollout/tokens_per_second": tokens / seconds,
-        }
+                yield number - first, to_completion(output, version, self.tokenizer)
 
     def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
         """The number of each request and its output, as they end. vLLM holds the pixels of those that it has begun."""
@@ -243,7 +227,6 @@ class VLLMEngine(RolloutEngine):
                 self.llm.llm_engine.abort_request(list(running))
 
     def sleep(self) -> None:
-        start = time.perf_counter()
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
@@ -253,7 +236,6 @@ class VLLMEngine(RolloutEngine):
                 self._sleep()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._stats["time/sleep"] = time.perf_counter() - start
 
     def shutdown(self) -> None:
         """Ends the engine and its process groups, and leaves the trainer's. Safe to call twice."""
@@ -316,8 +298,8 @@ class VLLMEngine(RolloutEngine):
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size
             dist.all_gather_object(shares, share, group=self._group)
-        for _, asked, held in shares:
-            check_version(asked, held)
+        for _, asked, current in shares:
+            check_version(asked, current)
         return [requests for requests, *_ in shares]
 
     def _check_room(self, requests: list[Request]) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.integrations import deepspeed as transformers_deepspeed
 
 from dsreason.job.ranks import World, broadcast_object
 
@@ -85,19 +84,6 @@ def unique_shared_memory(world: World) -> Iterator[None]:
         for name in names:
             for file in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
                 file.unlink(missing_ok=True)
-
-
-@contextmanager
-def without_zero3_flag() -> Iterator[None]:
-    """While the flag is set, transformers partitions whatever model is built."""
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    config = reference() if reference is not None else None
-    transformers_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            transformers_deepspeed.set_hf_deepspeed_config(config)
 
 
 def release(llm: LLM) -> None:

@@ -3,9 +3,9 @@
 vLLM's `reload_weights` returns nothing and only warns about what it did not load, so both counts are ours:
 
 1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`WeightStream`); or it was sent
-   before, is frozen, and the engine kept it.
+   before, is frozen, and the engine still has it.
 2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
-   rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or kept from before, differs.
+   rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or left from before, differs.
    Those that were not sent again are compared with what was sent last.
 
 What the fingerprint does not see: values that changed places inside one tensor, and two tensors of equal sums. Parts of
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
+from dsreason.problems import listed
 from dsreason.rollout.protocol import SyncError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WeightStream:
     """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
 
     Tensors are copied, to the engine's device: vLLM keeps the parts of a fused layer until all have come, when gathered
-    ones are gone again. `fingerprints` begins with those of the tensors that the engine kept, on the CPU; those of what
+    ones are gone again. `fingerprints` begins with those of the tensors that the engine still has, on the CPU; those of what
     is sent lie on the device until `finish`.
     """
 
@@ -95,25 +95,13 @@ def raise_sync_error(wrong: list[str]) -> None:
         raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
 
 
-def listed(wrong: list[str]) -> str:
-    return "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-
-
-def expected_shapes(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
-    """Every parameter of the Hugging Face model by its name in memory; tied ones once."""
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
 def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
     """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
 
     SyncError where a name leads nowhere, or where nothing sent would reach a parameter of the engine.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
-    held = {
+    parameters = {
         f"{layer_name}.{name}": (layer, name)
         for layer_name, layer in layers.items()
         for name, parameter in layer._parameters.items()
@@ -121,14 +109,14 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
     }
     places, wrong = [], []
     for name, engine_name in zip(names, model.hf_to_vllm_mapper.apply_list(names), strict=True):
-        whole, part = find_part(model, engine_name, held)
+        whole, part = find_part(model, engine_name, parameters)
         if whole is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
             continue
-        layer, parameter = held.pop(whole) if part is None else held[whole]
+        layer, parameter = parameters.pop(whole) if part is None else parameters[whole]
         places.append(Place(name, whole, layer, parameter, rows_of(layer, part)))
     fused = {place.engine_name for place in places}
-    for engine_name, (layer, parameter) in held.items():
+    for engine_name, (layer, parameter) in parameters.items():
         twin = next((p for p in places if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
         if engine_name in fused:
             continue
@@ -140,14 +128,16 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
     return places
 
 
-def find_part(model: VLLMModule, name: str, held: dict[str, tuple[VLLMModule, str]]) -> tuple[str | None, int | None]:
+def find_part(
+    model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
+) -> tuple[str | None, int | None]:
     """The engine's parameter of this name, or the fused one that it is the n-th part of."""
-    if name in held:
+    if name in parameters:
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
         for number, part in enumerate(parts):
             whole = name.replace(f".{part}.", f".{fused}.")
-            if part != fused and whole != name and whole in held:
+            if part != fused and whole != name and whole in parameters:
                 return whole, number
     return None, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,6 @@ from dsreason.errors import CheckpointError, ConfigError
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
 CHECKPOINTS, EXPORTS = "checkpoints", "export"
-
-
-Advance = Callable[[int], None]
-"""Called from several threads with the number of bytes just done."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """Where it lies in the folder of its run: `checkpoints/step_4`."""
-        return f"{self.folder.absolute().parent.name}/{self.folder.absolute().name}"
+        return name_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
@@ -51,6 +46,11 @@ class Package:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
+
+
+def name_of(folder: Path) -> str:
+    """Where it lies in the folder of its run: `checkpoints/step_4`."""
+    return f"{folder.absolute().parent.name}/{folder.absolute().name}"
 
 
 def open_package(folder: Path) -> Package:

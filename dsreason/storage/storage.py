@@ -11,7 +11,8 @@ from typing import Protocol
 
 from dsreason.errors import ConfigError, StorageError
 from dsreason.files.address import HubAddress, S3Address, parse_target
-from dsreason.storage.package import EXPORTS, Advance, Package, Sent
+from dsreason.monitor.progress import Advance
+from dsreason.storage.package import EXPORTS, Package, Sent
 
 log = logging.getLogger(__name__)
 

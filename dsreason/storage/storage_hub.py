@@ -18,8 +18,9 @@ from dsreason.files.address import HubAddress
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
 from dsreason.files.retries import with_retries
+from dsreason.monitor.progress import Advance
 from dsreason.secrets import quiet_libraries
-from dsreason.storage.package import Advance, Package, Sent
+from dsreason.storage.package import Package, Sent
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
 from dsreason.files.disk import sha256_of
 from dsreason.files.s3 import Answer, request
-from dsreason.storage.package import Advance, Package, Sent
+from dsreason.monitor.progress import Advance
+from dsreason.storage.package import Package, Sent
 
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000
@@ -59,7 +60,7 @@ class S3Storage:
         try:
             return request("head_object", address, Key=address.key)
         except StorageError as error:
-            if error.status in (403, 404):  # 403: who may not list a bucket is not told what is missing there
+            if error.status in (403, 404):  # 403: the answer for a missing object to who may not list the bucket
                 return None
             raise
 
@@ -74,7 +75,10 @@ class S3Storage:
             advance(size)
         else:
             etag = send_parts(file, address, facts, part_bytes, advance)
-        request("head_object", address, check=same_file(address, size, etag), Key=address.key)
+        found = request("head_object", address, Key=address.key)
+        if found["ContentLength"] != size:
+            raise StorageError(f"{address}: has {found['ContentLength']} bytes instead of {size}; upload it again")
+        same_etag(address, etag)(found)
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
@@ -107,15 +111,6 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
             request("abort_multipart_upload", address, attempts=1, **upload)
         raise
     return f"{md5(b''.join(digest for _, digest in sent)).hexdigest()}-{count}"
-
-
-def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
-    def check(answer: Answer) -> None:
-        if answer["ContentLength"] != size:
-            raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
-        same_etag(address, etag)(answer)
-
-    return check
 
 
 def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:

@@ -14,7 +14,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,8 +28,9 @@ from dsreason.errors import DsReasonError, StorageError
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.atomic import write_file
 from dsreason.job.launch import is_first_rank
+from dsreason.monitor.work import track_in_lines
 from dsreason.secrets import hide_secrets
-from dsreason.storage.package import CHECKPOINTS, finished_folders, open_package, written_at
+from dsreason.storage.package import CHECKPOINTS, finished_folders, name_of, open_package, written_at
 from dsreason.storage.storage import place_in, upload
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
 """In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
-REPORT_EVERY_S = 30.0
 
 
 @contextmanager
@@ -74,7 +74,6 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
-        self._uploaded: dict[Path, int] | None = None  # folder: when what is in storage had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -134,34 +133,36 @@ class Uploader:
 
     def _place(self, folder: Path) -> S3Address | HubAddress:
         assert self.target is not None
-        return place_in(self.target, f"{folder.parent.name}/{folder.name}")
+        return place_in(self.target, name_of(folder))
 
     def _work(self) -> None:
         while (folder := self._queue.get()) is not None:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        if self._uploaded is None:
-            run = folder.parent.parent
-            self._uploaded = {run / name: when for name, when in read_record(run).get(str(self.target), {}).items()}
-        return self._uploaded.get(folder) == written_at(folder)
+        record = read_record(folder.parent.parent).get(str(self.target), {})
+        return record.get(name_of(folder)) == written_at(folder)
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
+        run, target = folder.parent.parent, str(self.target)
+        record = read_record(run)
+        present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
+        try:
+            write_file(run / RECORD, json.dumps(record | {target: present | {name_of(folder): when}}, indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
         with self._lock:
             del self._unfinished[folder]
-            self._uploaded = {one: at for one, at in (self._uploaded or {}).items() if one.is_dir()} | {folder: when}
-            names = {one.relative_to(folder.parent.parent).as_posix(): at for one, at in self._uploaded.items()}
-        write_record(folder.parent.parent, str(self.target), names)
 
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
         try:
             when = written_at(folder)
             package = open_package(folder)
-            log.info("uploading %s to %s", folder, place)
-            report = Report(f"uploading {folder}", package.num_bytes, log.info)
-            sent = upload(package, place, report)
+            begin = time.monotonic()
+            with track_in_lines(f"uploading {folder} to {place}", package.num_bytes, "bytes", log.info) as advance:
+                sent = upload(package, place, advance)
             if written_at(folder) != when:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
@@ -170,7 +171,8 @@ class Uploader:
             self._failed(folder, hide_secrets(f"{type(error).__name__}: {error}"))
         else:
             self._note_uploaded(folder, when)
-            log.info("uploaded %s to %s: %s", folder, place, report.summary(sent.num_bytes))
+            seconds = time.monotonic() - begin
+            log.info("uploaded %s to %s: %s in %.0f s", folder, place, decimal(sent.num_bytes), seconds)
 
     def _failed(self, folder: Path, why: str) -> None:
         with self._lock:
@@ -185,36 +187,3 @@ def read_record(run: Path) -> dict[str, dict[str, int]]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def write_record(run: Path, target: str, uploaded: dict[str, int]) -> None:
-    try:
-        write_file(run / RECORD, json.dumps(read_record(run) | {target: uploaded}, indent=1) + "\n")
-    except OSError as error:
-        log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
-
-
-class Report:
-    """Says how far an upload is, every REPORT_EVERY_S seconds. Its call may come from several threads."""
-
-    def __init__(
-        self, name: str, total: int, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.name, self.total, self.say, self.clock = name, total, say, clock
-        self.begin = clock()
-        self.done, self.next_line = 0, self.begin + REPORT_EVERY_S
-        self._lock = Lock()
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-            due = self.clock() >= self.next_line
-            if due:
-                self.next_line = self.clock() + REPORT_EVERY_S
-        if due:
-            self.say(f"{self.name}: {decimal(self.done)} of {decimal(self.total)}")
-
-    def summary(self, num_bytes: int) -> str:
-        """`3.4 GB in 40 s, 85.0 MB/s`."""
-        seconds = self.clock() - self.begin
-        return f"{decimal(num_bytes)} in {seconds:.0f} s, {decimal(round(num_bytes / max(seconds, 1e-9)))}/s"

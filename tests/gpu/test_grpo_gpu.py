@@ -82,7 +82,7 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     from dsreason.monitor.memory import MemoryLedger, used_bytes
     from dsreason.rollout.vllm_arguments import VLLMSettings
     from dsreason.rollout.vllm_engine import VLLMEngine
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.common.sampler import Sampler
 

@@ -1,4 +1,7 @@
-"""Runs of the built-in task that several test files look at: each takes minutes, and is done once per session."""
+"""Runs of the built-in task that several test files look at: each takes minutes, and is done once per session.
+
+`TRAINED` of tests/conftest.py names the files that use them: with pytest-xdist, one process runs these.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.command import dsreason
-
-SHORT = ("--set", "train.epochs=6")
-"""Of the recipe's 9, which make sure of the last percent."""
 
 
 def train_builtin(factory: pytest.TempPathFactory, *options: object) -> Path:
@@ -21,28 +21,19 @@ def train_builtin(factory: pytest.TempPathFactory, *options: object) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_qwen2_5_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_builtin(tmp_path_factory, "--ds-config", "zero3.json", *SHORT)
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wrong about half of the questions: as `dsreason demo` trains it, from a random model."""
+    return train_builtin(tmp_path_factory, "--config", "builtin_warm_start.toml")
+
+
+@pytest.fixture(scope="session")
+def trained_qwen2_5_vl(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm start, which has learned to see, trained on for 2 epochs of right answers. From nothing it takes 6."""
+    learned = f'model.path="{warm_start / "export" / "final"}"'
+    return train_builtin(tmp_path_factory, "--ds-config", "zero3.json", "--set", learned, "--set", "train.epochs=2")
 
 
 @pytest.fixture(scope="session")
 def trained_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_builtin(tmp_path_factory, "--set", "model.path=tiny:qwen3_vl", *SHORT)
-
-
-@pytest.fixture(scope="session")
-def warm_start(trained_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wrong about half of the questions: a model that has learned to see, trained on for 2 epochs of mislabelled rows.
-
-    `dsreason demo` trains its own from a random model, which takes five times as long.
-    """
-    learned = f'model.path="{trained_qwen2_5_vl / "export" / "final"}"'
-    return train_builtin(
-        tmp_path_factory, "--config", "builtin_warm_start.toml", "--set", learned, "--set", "train.epochs=2"
-    )
-
-
-@pytest.fixture(scope="session")
-def demo_warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `dsreason demo` trains it."""
-    return train_builtin(tmp_path_factory, "--config", "builtin_warm_start.toml")
+    """Far from a random model, though not yet good at the task."""
+    return train_builtin(tmp_path_factory, "--set", "model.path=tiny:qwen3_vl", "--set", "train.epochs=2")

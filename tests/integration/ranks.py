@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsreason.errors import DataError, DsReasonError, RewardError
+from dsreason.errors import DataError, RewardError
 from dsreason.job import launch
 from dsreason.job.failures import record_activity
 
@@ -59,12 +59,10 @@ def main() -> None:
                 log_dir=Path(log_dir),
                 max_restarts=int(restarts),
             )
-    except DsReasonError as error:
-        sys.exit(launch.report(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        sys.exit(launch.report_crash(error))
+        sys.exit(launch.report(error))
 
 
 if __name__ == "__main__":

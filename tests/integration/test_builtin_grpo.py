@@ -37,30 +37,26 @@ def test_the_warm_start_is_half_wrong(warm_start: Path) -> None:
     assert 0.4 <= metrics(warm_start)[-1]["val/accuracy"] <= 0.6
 
 
-def test_the_warm_start_of_the_demo_is_half_wrong_too(demo_warm_start: Path) -> None:
-    assert 0.4 <= metrics(demo_warm_start)[-1]["val/accuracy"] <= 0.6
-
-
 def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
-    lines = train(warm_start, tmp_path, "--set", "train.max_steps=50")
+    lines = train(warm_start, tmp_path, "--set", "train.max_steps=40")
     first, *_, last = accuracies(lines)
     assert 0.4 <= first <= 0.6
     assert last >= first + 0.25  # the demo asks for 85 %; a test must pass on every machine
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.7  # about two and a half deviations
     mismatches = [line["mismatch/max_abs_logprob"] for line in lines if "train/loss" in line]
-    assert len(mismatches) == 50
+    assert len(mismatches) == 40
     assert max(mismatches) <= 1e-4
 
 
-def test_a_shuffled_reward_improves_nothing(demo_warm_start: Path, tmp_path: Path) -> None:
+def test_a_shuffled_reward_improves_nothing(warm_start: Path, tmp_path: Path) -> None:
     lines = train(
-        demo_warm_start,
+        warm_start,
         tmp_path,
         "--set",
         'reward.functions={"rewards.py:shuffled"=1.0}',
         "--set",
-        "train.max_steps=40",
+        "train.max_steps=30",
     )
     first, *_, last = accuracies(lines)
     assert last <= first + 0.1

@@ -72,7 +72,7 @@ def everything(engine: Any) -> dict[str, Any]:
 
 def save_run(folder: str, bf16: bool) -> dict[str, Any]:
     """Three steps, a checkpoint, three more, for every stage."""
-    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
 
     results = {}
@@ -144,7 +144,8 @@ def test_resume_on_another_number_of_ranks_continues_the_same_losses(
 
 def damage_run(folder: str) -> dict[str, str]:
     """The error text for every way in which a checkpoint does not fit."""
-    from dsreason.checkpoints.checkpoint import TrainerState, load_checkpoint
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
 
     engine, world = build("zero3")

@@ -45,7 +45,7 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
 
     Returns what differs from a checkpoint that training waited for, and the number of values compared.
     """
-    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from tests.engines import save_checkpoint
 
@@ -90,8 +90,7 @@ def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: 
 
 def fail_to_write(folder: str) -> list[str]:
     """The errors of writes for which the disk has no room, from the first byte on or in the middle, on one rank."""
-    from dsreason.checkpoints.checkpoint import TrainerState
-    from dsreason.checkpoints.checkpoint_folder import complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, complete_checkpoints
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from dsreason.errors import SaveError
     from dsreason.job.ranks import barrier
@@ -141,8 +140,7 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
 
 def leave_with_an_error(folder: str) -> list[str]:
     """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
-    from dsreason.checkpoints.checkpoint import TrainerState
-    from dsreason.checkpoints.checkpoint_folder import check_sizes, complete_checkpoints, recover
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, complete_checkpoints, recover
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from dsreason.job.ranks import barrier
 
@@ -178,7 +176,7 @@ def test_a_checkpoint_on_its_way_is_completed_where_all_ranks_leave_and_found_by
 
 def copy_with_little_memory(folder: str) -> list[bool]:
     """Whether training goes on beside the writing where the host has room for one rank's copy, and for both."""
-    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
     engine, world = build("zero3")
@@ -203,8 +201,7 @@ def test_the_copies_of_all_ranks_of_a_host_must_find_room_together(tmp_path: Pat
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
-    from dsreason.checkpoints.checkpoint import TrainerState
-    from dsreason.checkpoints.checkpoint_folder import check_sizes, complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, complete_checkpoints
     from dsreason.checkpoints.export import export_engine
     from dsreason.errors import SaveError
     from dsreason.job.ranks import barrier, on_rank_zero

@@ -1,4 +1,4 @@
-"""The shipped DeepSpeed files on real engines, and our lists of keys against the installed DeepSpeed."""
+"""The shipped DeepSpeed files on real engines, and our list of removed keys against the installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsreason.config.deepspeed import resolve_deepspeed
-from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO, ZERO
+from dsreason.config.deepspeed_keys import REMOVED
 from dsreason.config.schema import SFTConfig
 from dsreason.engine.engine import build_engine
 from dsreason.job.ranks import init_world, shutdown
@@ -51,10 +51,7 @@ def test_each_shipped_file_trains_alike_on_cpu(precision: str) -> None:
         assert losses["zero2.json"][-1] < losses["zero2.json"][1]
 
 
-def test_our_key_lists_are_those_of_deepspeed() -> None:
+def test_our_list_of_removed_keys_is_that_of_deepspeed() -> None:
     from deepspeed.runtime import config as deepspeed_config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    assert {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()} == ZERO
     assert set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(REMOVED)
-    assert set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS) == set(REMOVED_ZERO)

@@ -26,11 +26,11 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample
 from dsreason.evaluation.ask.answerers import Answering
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
+from dsreason.evaluation.questions.grading import Grader
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import find_run, read_run
-from dsreason.evaluation.run import Evaluation, build_grader
-from dsreason.models.encoder import open_encoder
-from dsreason.rollout.opening import load_weights
+from dsreason.evaluation.run import Evaluation
+from dsreason.models.load import open_encoder
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.distributed import run_on_ranks
@@ -363,9 +363,9 @@ def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
     engine = Counting(tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     engine.calls, engine.rows = [], []
-    load_weights(engine, tiny_qwen2_5_vl, VERSION)
+    engine.load(VERSION)
     answerer = EngineAnswerer(engine, encoder, 2048, media_memory_gib=memory_gib, workers=0)
-    with build_grader(config) as grader:
+    with Grader(config.evaluation) as grader:
         answers = Evaluation(config, tmp_path, grader, Answering(answerer, None, {})).run(questions, set(), int)
         first = next(answers)
         assert [result.id for result in read_run(find_run(tmp_path))] == [first.id]
@@ -385,7 +385,8 @@ def test_ranks_and_engines_give_the_same_answers(
     options = ("--model", tiny_qwen2_5_vl, "--data", ".", "--set", "generation.repetition_penalty=1.3")
     options += SHORT
     if not (benchmark / "one").exists():
-        evaluate(benchmark, "one", *options)
+        [(code, text)] = run(benchmark, ["--results-dir", "one", *FP32, *options])
+        assert code == 0, text
     parallel = ("--tensor-parallel-size", 2) if engine == "vllm" else ("--nproc", 2)
     evaluate(benchmark, engine, *options, *parallel, "--set", f'model.engine="{engine}"')
     expected, found = results(benchmark / "one"), results(benchmark / engine)
@@ -417,7 +418,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
 ) -> None:
     num_kills = 1 + request.config.getoption("--kills")
     num_questions = 40 * num_kills
-    options = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", num_questions, *FP32]
+    options: list[object] = ["--model", tiny_qwen2_5_vl, "--adapter", "builtin", "--limit", num_questions, *FP32]
     options += [
         "--set",
         "evaluation.batch_size=16",
@@ -426,7 +427,8 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
         "--set",
         "generation.max_tokens=8",
     ]
-    evaluate(tmp_path, "whole", *options)
+    [(code, text)] = run(tmp_path, ["--results-dir", "whole", *options])
+    assert code == 0, text
     command = [*COMMAND, "eval", "--results-dir", "killed", *map(str, options)]
     moments = random.Random(0)
     steps = [0, *(moments.randrange(5, num_questions // num_kills) for _ in range(num_kills - 1))]
@@ -449,6 +451,7 @@ def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
             assert num_answered() == 0
         else:  # nothing is missing from what would be scored now
             assert len(results(tmp_path / "killed")) == num_questions
-    evaluate(tmp_path, "killed", *options)
+    [(code, text)] = run(tmp_path, ["--results-dir", "killed", *options])
+    assert code == 0, text
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     assert len(results(tmp_path / "whole")) == num_questions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
     """A few large steps with a frozen vision tower under each ZeRO stage, then a checkpoint and an export."""
-    from dsreason.checkpoints.checkpoint import TrainerState
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
@@ -60,7 +61,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
         found[stage] = engine_logits(engine, load_processor(Path(model)))
         save_checkpoint(engine, Path(folder) / stage, 3, TrainerState(step=3, model_path=model), world)
         output = Path(folder) / f"{stage}_engine"
-        export_engine(engine, Path(model), output, world, dtype="fp32", max_shard_size=SHARD, bucket_mb=0.3)
+        export_engine(engine, Path(model), output, world, dtype="fp32", max_shard_size=SHARD)
         engine.destroy()
     return found
 
@@ -74,12 +75,11 @@ def reopen(folder: str) -> dict[str, Any]:
     )
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from dsreason.families import family_of
-    from dsreason.models.patch import patch
+    from tests.positions import patch_positions
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
     assert model.dtype == torch.float32
-    patch(model, family_of(model.config.model_type))
+    patch_positions(model)
     processor = AutoProcessor.from_pretrained(folder)
     with torch.no_grad():
         logits = {name: model(**encode(processor, name)).logits.numpy() for name in CASES}
@@ -165,6 +165,10 @@ def test_export_refuses_a_full_folder_and_a_lost_base_model(
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="full: exists and is not empty"):
         export_checkpoint(checkpoint, tmp_path / "full")
+    moved = shutil.copytree(checkpoint, tmp_path / "step_3")
+    state = moved / "trainer_state.json"
+    state.write_text(state.read_text().replace(json.loads(state.read_text())["state"]["model_path"], str(tmp_path)))
+    (moved / "COMPLETE").write_text(json.dumps({"files": {}}))
     with pytest.raises(CheckpointError, match="has no config.json"):
-        export_checkpoint(checkpoint, tmp_path / "out", source=tmp_path)
+        export_checkpoint(moved, tmp_path / "out")
     assert not (tmp_path / "out").exists()

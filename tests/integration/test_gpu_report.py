@@ -18,25 +18,24 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 
 
-def report(parts: str, out: Path, *, minutes: int = 10) -> subprocess.CompletedProcess[str]:
+FIRST = "environment zero head ledger_05b"
+
+
+def report(parts: str, out: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--parts", parts, "--out", str(out)]
     kept = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=60 * minutes)
+    ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=3600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(tmp_path: Path) -> None:
-    for parts in ("environment zero head ledger_05b", "attention sft"):
-        ended = report(parts, tmp_path)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_every_part_runs_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(tmp_path: Path) -> None:
+    report(FIRST, tmp_path)
+    report(" ".join(part.name for part in PARTS if part.name not in FIRST.split()), tmp_path)
     records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]
-    assert {name: record["verdict"] for name, record in records.items()} == {
-        "environment": "measured",
-        "zero": "ok",
-        "attention": "ok",
-        "head": "measured",
-        "ledger_05b": "measured",
-        "sft": "measured",
-    }
+    assert set(records) == {part.name for part in PARTS}
+    with_goals = {part.name for part in PARTS if any(goal.on_cpu for goal in part.goals)}
+    assert {name for name, record in records.items() if record["verdict"] == "ok"} == with_goals
+    assert {record["verdict"] for record in records.values()} == {"ok", "measured"}
     assert all(record["device"] == "cpu" and record["tiny"] for record in records.values())
     measured = {row["name"]: row["value"] for record in records.values() for row in record["measurements"]}
     assert measured["steps"] == 4
@@ -45,11 +44,3 @@ def test_parts_run_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(
     for file in ("gpu-report.json", "gpu-report.md"):
         text = (tmp_path / file).read_text()
         assert not any(secret in text for secret in (str(ROOT), str(tmp_path), str(Path.home()), socket.gethostname()))
-
-
-def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
-    ended = report("", tmp_path, minutes=60)
-    records = json.loads((tmp_path / "gpu-report.json").read_text())["parts"]
-    assert set(records) == {part.name for part in PARTS}, ended.stdout + ended.stderr
-    broken = {name: record for name, record in records.items() if record["verdict"] in ("failed", "timed out")}
-    assert not broken

@@ -47,7 +47,8 @@ def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
 
 def save_and_resume(folder: str) -> list[list[str]]:
     """Train, save, train on; the files of each stage's checkpoint, once the same came out of resuming it."""
-    from dsreason.checkpoints.checkpoint import TrainerState, load_checkpoint
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
     from tests.engines import save_checkpoint
 
     world, files = own_host(folder), []
@@ -103,7 +104,7 @@ def resume_with_parts(folder: str) -> list[str]:
         (checkpoints / "step_4" / MARKER).unlink()
     found += [choose("auto"), choose(str(checkpoints / "step_2")), choose(str(checkpoints / "step_4"))]
     with pytest.raises(CheckpointError) as caught:
-        check_parts(checkpoints / "step_2", {"world_size": 4}, world)
+        check_parts(checkpoints / "step_2", 4, world)
     found.append(str(caught.value).replace(rng_file(1 - world.rank), "other"))
     barrier()
     if world.rank == 1:

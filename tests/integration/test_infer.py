@@ -14,7 +14,6 @@ from dsreason.cli.infer import infer as command
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.infer import InferSettings, draw_batch, infer, prompt_encoder, sample_of
 from dsreason.models.load import load_processor
-from dsreason.rollout.opening import load_weights
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from tests.integration.command import dsreason
@@ -65,7 +64,7 @@ def test_answers_are_those_of_the_rollout_engine(
         dtype=torch_dtype,
         device=torch.device("cpu"),
     )
-    load_weights(engine, tiny, VERSION)
+    engine.load(VERSION)
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)

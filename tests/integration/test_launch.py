@@ -26,7 +26,7 @@ DEEPSPEED = [
     "--num_gpus",
     "2",
     "--master_port",
-    "29517",
+    "29518",
     "--no_local_rank",
 ]
 

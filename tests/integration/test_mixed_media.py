@@ -24,7 +24,7 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.data.micro_batches import cut_by_count
     from dsreason.job.ranks import init_world
     from dsreason.rollout.protocol import media_token_ids
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.rollouts import MicroBatch, training_sample
     from dsreason.train.grpo.update import accumulate_gradients, cut

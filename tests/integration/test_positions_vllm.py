@@ -125,10 +125,11 @@ def compare(folder: str) -> dict[str, Any]:
     from dsreason.families import family_of
     from dsreason.models.load import load_model, load_processor
     from dsreason.models.mrope import position_ids
-    from dsreason.models.patch import patch
+    from tests.positions import patch_positions
 
     processor = load_processor(Path(folder))
     model = load_model(Path(folder), dtype=torch.float32).eval()
+    patch_positions(model)
     family = family_of(model.config.model_type)
     found: dict[str, Any] = {"ours": {}, "logprobs": {}, "transformers": {}, "padded": {}}
     for name in CASES:
@@ -140,7 +141,7 @@ def compare(folder: str) -> dict[str, Any]:
             found["logprobs"][name] = [logprobs(model, inputs, own), logprobs(model, inputs, None)]
             del model.model.get_rope_index  # the instance's override
             found["transformers"][name] = logprobs(model, inputs, None)
-            patch(model, family)
+            patch_positions(model)
     encoded = [encode(processor, name) for name in BATCH]
     found["padded"] = {side: padded_positions(model, encoded, side) for side in ("left", "right")}
     found["generated"] = generate(model, processor)

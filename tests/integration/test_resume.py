@@ -58,6 +58,7 @@ def last_losses(run: Path) -> list[float]:
 
 def test_three_and_three_steps_equal_six_bit_for_bit(folder):
     resumed = train(folder, "resumed", ranks=2, resume="whole/checkpoints/step_3")
+    assert len(last_losses(resumed)) == 3  # all rows of every epoch are trained, in both of them
     assert last_losses(resumed) == last_losses(folder / "whole")
     expected, found = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
     assert expected.keys() == found.keys()
@@ -65,9 +66,9 @@ def test_three_and_three_steps_equal_six_bit_for_bit(folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_another_number_of_ranks_continues_with_the_same_losses(folder, ranks):
-    resumed = train(folder, f"on_{ranks}", ranks=ranks, resume="whole/checkpoints/step_3")
+def test_another_number_of_ranks_continues_with_the_same_losses(folder):
+    """One; test_checkpoint.py resumes on four, too, without the command."""
+    resumed = train(folder, "on_1", ranks=1, resume="whole/checkpoints/step_3")
     assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
 
 

@@ -73,7 +73,7 @@ def explore_self_test(
 
     def test() -> Any:
         tested = self_test(engine, weights, prompts, max_completion_length=8)
-        return tested.completions, sum(map(len, tested.held))
+        return tested.completions, sum(map(len, tested.tensors))
 
     def after(method: str, call: int, change: Callable[[], Any]) -> tuple[str, str]:
         """What the self-test says where `change` follows the given call of the engine's method."""

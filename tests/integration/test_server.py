@@ -27,8 +27,7 @@ from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.models.encoder import open_encoder
-from dsreason.rollout.opening import load_weights
+from dsreason.models.load import open_encoder
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.unit.media.videos import write_video
@@ -122,7 +121,7 @@ def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[
     engine = TransformersEngine(
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
     )
-    load_weights(engine, tiny_qwen2_5_vl, VERSION)
+    engine.load(VERSION)
     found = {}
     for name, sample in samples.items():
         prompt = encoder.encode_prompt(sample)

@@ -22,8 +22,7 @@ def started_run(folder: Path, *, by_us: bool) -> tuple[int, list[str]]:
     """How often the checks ran in a rank, and what its engine made it import or left in its environment."""
     if by_us:
         os.environ[ERROR_DIR] = str(folder)
-    from dsreason.train.common.opening import open_run
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine, open_run
 
     checks: list[SFTConfig] = []
     config = load_config(SFTConfig, None, [], default_recipe="builtin_sft.toml")

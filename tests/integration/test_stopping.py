@@ -17,7 +17,7 @@ from tests.integration.rows import write_mixed_rows
 pytestmark = pytest.mark.integration
 
 STOPPED = 75
-STEPS = 30
+STEPS = 16
 CONFIG = """
 [model]
 path = "{model}"
@@ -28,7 +28,7 @@ workers = 1
 vision.fps = 4.0
 [train]
 epochs = 100
-max_steps = 30
+max_steps = {steps}
 global_batch_size = 4
 micro_batch_size = 2
 precision = "fp32"
@@ -44,9 +44,7 @@ keep = 2
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
     folder = tmp_path_factory.mktemp("stopping")
     rows = write_mixed_rows(folder / "data")
-    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
-    ended = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
-    assert ended.returncode == 0, ended.stderr
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows, steps=STEPS))
     return folder
 
 
@@ -80,9 +78,11 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
     step = int(last.split("after step ")[1].split(",")[0])
     assert 2 <= step < STEPS
     assert (run / f"checkpoints/step_{step}/COMPLETE").exists()
-    if number != signal.SIGTERM:
-        return  # what follows is the same for all
+    if number != signal.SIGINT:
+        return  # what follows is the same for all, and test_resume.py has it in the short suite
 
+    whole = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
+    assert whole.returncode == 0, whole.stderr
     resumed = start(folder, number.name)
     _, said = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, said

@@ -24,14 +24,14 @@ STEPS = 3
 
 @pytest.fixture(
     scope="module",
-    params=SETUPS,
+    params=SETUPS[2:],  # with tensor parallelism; test_builtin_grpo.py trains without it
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     setup: Setup = request.param
     run: Path = request.getfixturevalue(f"trained_{setup.family}")
-    assert metrics(run)[-1]["val/accuracy"] >= 0.8
+    assert metrics(run)[-1]["val/loss"] < 1  # of a random model: 6.3
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(run / "export" / "final", folder / "model")
     if not setup.tied:

@@ -43,7 +43,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.monitor.memory import MemoryLedger
     from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import validate
     from dsreason.train.sft.loop import sft_step

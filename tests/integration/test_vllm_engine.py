@@ -75,8 +75,6 @@ class Explorer:
     """One rank's policy, engine and prompts."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-
         from dsreason.config.schema import SFTConfig
         from dsreason.job.ranks import init_world
         from dsreason.models.load import load_model
@@ -89,7 +87,6 @@ class Explorer:
         encoder = build_encoder(SFTConfig(), folder / "model")
         self.prompts = make_prompts(encoder, folder / f"media_{self.world.rank}")
         self.policy = Policy(load_model(folder / "model", dtype=torch.float32)).eval()
-        self.zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # as a trainer sets transformers' flag
         random.seed(1)
         before = generators()
         threads = torch.get_num_threads(), torch.set_num_threads
@@ -104,8 +101,7 @@ class Explorer:
                 loaded_version=0,
             )
         self.banned = torch.tensor(self.engine.banned_ids)
-        self.undisturbed = is_deepspeed_zero3_enabled() and before == generators()
-        self.undisturbed &= threads == (torch.get_num_threads(), torch.set_num_threads)
+        self.undisturbed = before == generators() and threads == (torch.get_num_threads(), torch.set_num_threads)
 
     def disturb(self, seed: int, scale: float = 0.05, frozen: Collection[str] = ()) -> None:
         """Stands in for training: every weight moves, the vision tower's too."""
@@ -185,7 +181,6 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     found |= explore_faults(explorer)
     found["frozen"] = explore_frozen(explorer)
     found["sleep"] = {level: explore_sleep(explorer, level) for level in (1, 2)}
-    found["stats"] = engine.stats()
     engine.shutdown()
     engine.shutdown()
     torch.distributed.barrier()
@@ -357,29 +352,29 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
     log.setLevel(logging.INFO)
 
     engine.sleep()
-    found: dict[str, Any] = {"asleep": engine.kept(tower)}
+    found: dict[str, Any] = {"asleep": engine.retained(tower)}
     engine.wake()
-    kept = engine.kept(tower)
+    kept = engine.retained(tower)
     found["tower"] = kept == tower
     explorer.disturb(30, frozen=tower)
     engine.sync(explorer.weights(without=kept), 5, kept)
     found["differences"] = explorer.differences(version=5)
     found["lines of a frozen tower"] = list(lines)
     torn = {KEY, f"{layer}q_proj.weight", NORM, TOWER["qwen2_5_vl"], "model.visual.merger.mlp.0.weight"}
-    found["torn"] = engine.kept(torn & engine.expected.keys())
-    found["whole"] = engine.kept(qkv) == qkv
+    found["torn"] = engine.retained(torn & engine.expected.keys())
+    found["whole"] = engine.retained(qkv) == qkv
     explorer.disturb(31, frozen=qkv)
     engine.sync(explorer.weights(without=qkv), 6, qkv)
     found["differences of a frozen layer"] = explorer.differences(version=6)
     with torch.no_grad():
         engine.model.get_parameter(norm1.removeprefix("model.")).mul_(0.5)
-    found["lost"] = tower - engine.kept(tower)
+    found["lost"] = tower - engine.retained(tower)
     found["lines"] = lines
     found["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
     found["sent twice"] = failure(
         lambda: engine.sync(explorer.weights(), 7, ()) or engine.sync(explorer.weights(), 8, {KEY})
     )
-    found["after a failure"] = engine.kept(tower)
+    found["after a failure"] = engine.retained(tower)
     found["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
     engine.sync(explorer.weights(), 7)
     found["differences in the end"] = explorer.differences(version=7)
@@ -648,12 +643,11 @@ def test_media_tokens_are_never_drawn_and_stop_tokens_come_last(found: list[dict
         assert {reason for _, reason in rank["hot"]} <= {"stop", "length"}
 
 
-def test_completions_and_stats_are_plain_values(found: list[dict[str, Any]]) -> None:
+def test_completions_are_plain_values(found: list[dict[str, Any]]) -> None:
     for rank in found:
         completion = rank["completion"]
         assert completion.version == 2 and len(completion.ids) == len(completion.logprobs)
         assert all(type(value) is float for value in completion.logprobs)
-        assert {"time/wake", "time/sync", "time/generate", "time/sleep"} <= rank["stats"].keys()
 
 
 def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> None:

@@ -98,10 +98,8 @@ try:
         with watchdog.phase("rollout"):
             end(how)
             fall_asleep()
-except DsReasonError as error:
-    sys.exit(launch.report(error))
 except Exception as error:
-    sys.exit(launch.report_crash(error))
+    sys.exit(launch.report(error))
 """
 
 

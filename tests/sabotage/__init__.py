@@ -2,7 +2,7 @@
 
     python -m tests.sabotage                        # every fault; one with real ranks takes minutes
     python -m tests.sabotage kl_sign prune_one_more # these two
-    python -m tests.sabotage --unit                 # only those that unit tests should see, five minutes
+    python -m tests.sabotage --unit                 # only those that unit tests should see, some seconds each
     python -m tests.sabotage --markdown FILE        # the table as Markdown, too
 
 A suite that is made faster must still see what it saw before. `faults.toml` holds mistakes that people really make; each

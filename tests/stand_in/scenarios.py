@@ -104,7 +104,7 @@ def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world
-    from dsreason.train.common.policy import build_policy_engine
+    from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     world = init_world()

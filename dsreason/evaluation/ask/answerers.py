@@ -17,7 +17,7 @@ from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
-from dsreason.evaluation.ask.asking import Answerer
+from dsreason.evaluation.ask.asking import Answerer, Gather, alone
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
 from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
@@ -25,8 +25,7 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
-from dsreason.models.encoder import open_encoder
-from dsreason.models.load import model_config, resolve_model
+from dsreason.models.load import model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
@@ -49,35 +48,21 @@ class Answering:
     batches."""
     model: dict[str, str]
     """Its name in the results, and what tells it from others."""
-    world: World | None = None
-    together: bool = False
-    """Whether ranks hold a model together and have to ask as often."""
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank if self.world else 0
-
-    @property
-    def size(self) -> int:
-        return self.world.size if self.world else 1
+    rank: int = 0
+    size: int = 1
+    in_step: Gather = alone
+    """Gathers a value from the ranks that hold a model together and have to ask as often."""
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value. Collective."""
-        return gather_objects(value) if self.world else [value]
+        return gather_objects(value) if self.size > 1 else [value]
 
     def on_first_rank(self, call: Callable[[], None]) -> None:
         """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
-        if self.world:
+        if self.size > 1:
             on_rank_zero(call)
         else:
             call()
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether it is true on any rank that has to ask as often as this one."""
-        return any(self.gather(flag)) if self.together else flag
-
-    def max_over_ranks(self, count: int) -> int:
-        return max(self.gather(count)) if self.together else count
 
     @contextmanager
     def progress(self, num_questions: int) -> Iterator[Advance]:
@@ -136,19 +121,19 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
-    together = config.model.tensor_parallel_size > 1
+    in_step = gather_objects if config.model.tensor_parallel_size > 1 else alone
     answerer = EngineAnswerer(
         engine,
         encoder,
         length,
         media_memory_gib=config.evaluation.media_memory_gib,
         workers=config.workers(available_cores(world)),
-        together=together,
+        in_step=in_step,
     )
     batch_size = config.evaluation.batch_size
     if batch_size is None and isinstance(engine, TransformersEngine):
         batch_size = engine.settings.batch_size
-    return Answering(answerer, batch_size, model, world, together)
+    return Answering(answerer, batch_size, model, world.rank, world.size, in_step)
 
 
 def check_model(config: EvalConfig) -> None:

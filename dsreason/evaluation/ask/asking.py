@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsreason.evaluation.types import Question
 from dsreason.rollout.protocol import Sampling
+
+Gather = Callable[[Any], list[Any]]
+"""The values of some ranks, by rank, from that of this one. Collective."""
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ import torch
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
-from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.asking import Gather, Reply, Request, alone
 from dsreason.evaluation.types import Question
 from dsreason.families import family_of
-from dsreason.job.ranks import gather_objects
 from dsreason.models.load import check_depth, empty_model, model_config
 from dsreason.models.load import check_weights as check_tensors
 from dsreason.models.weights import find_weights
@@ -42,8 +41,8 @@ class EngineAnswerer:
     """For decoded media that wait to be asked about: batches are cut where they need more."""
     workers: int = 2
     """Processes that decode media, a batch ahead."""
-    together: bool = False
-    """Whether several ranks hold the model together, so that all must ask as often."""
+    in_step: Gather = alone
+    """Of the ranks that hold the model together, which must ask as often."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
     """Of the last batch, by question id; a text says why there is none."""
 
@@ -59,7 +58,7 @@ class EngineAnswerer:
                 lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
                 memory_gib=self.media_memory_gib,
                 least=self.engine.max_num_seqs,
-                any_rank=self._any_rank,
+                any_rank=lambda flag: any(self.in_step(flag)),
             ):
                 self.prompts = {question.id: prompt for question, prompt in asked}
                 yield [question for question, _ in asked]
@@ -68,16 +67,12 @@ class EngineAnswerer:
         self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
         """As many on every rank that has to ask as often."""
-        longest = max(gather_objects(len(batch))) if self.together else len(batch)
-        for i in range(0, longest, GROUP_SIZE):
+        for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
     def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
         """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
         return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
-
-    def _any_rank(self, flag: bool) -> bool:
-        return any(gather_objects(flag)) if self.together else flag
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
         asked: list[tuple[Request, EncodedPrompt]] = []

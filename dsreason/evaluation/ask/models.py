@@ -13,9 +13,8 @@ from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint
 from dsreason.checkpoints.export import export_checkpoint
-from dsreason.config.output import CHECKPOINTS
+from dsreason.config.output import CHECKPOINTS, run_record
 from dsreason.errors import CheckpointError
-from dsreason.evaluation.settings import run_record
 
 FINAL = Path("export") / "final"
 GENERIC_NAME = re.compile(

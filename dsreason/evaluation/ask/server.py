@@ -20,7 +20,7 @@ from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.problems import nearest
+from dsreason.problems import first_problem, listed, nearest
 from dsreason.rollout.protocol import Sampling
 
 CHECK_SECONDS = 20.0
@@ -151,46 +151,47 @@ class ServerAnswerer:
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:
-            raise ConfigError(
-                self._without_key(
-                    f"server.url ({self.url}): the server answers {error.status_code}: {error.message:.500}"
-                )
-            ) from None
+            raise self._failed(f"the server answers {error.status_code}: {error.message:.500}") from None
         except openai.APIConnectionError as error:
-            raise ConfigError(
-                f"server.url ({self.url}): no server answers there ({reason(error)}); start it, or correct the address"
-            ) from None
+            raise self._failed(f"no server answers there ({reason(error)}); start it, or correct the address") from None
 
     def _only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
-        found = f"it has {abbreviated(self.listed)}" if self.listed else "it does not say which models it has"
-        raise ConfigError(f"server.url ({self.url}): set server.model to the model that shall answer; {found}")
+        found = (
+            f"it has {listed(self.listed, LISTED, separator=', ')}"
+            if self.listed
+            else "it does not say which models it has"
+        )
+        raise self._failed(f"set server.model to the model that shall answer; {found}")
 
     def _refusal(self, error: openai.APIStatusError) -> ConfigError:
-        where, variable = f"server.url ({self.url})", self.config.api_key_env
-        text = self._without_key(f"{error.message:.300}")
+        said, variable = f"{error.status_code}: {error.message:.300}", self.config.api_key_env
         if not isinstance(error, openai.NotFoundError):
             done = "rejects the key in" if self.key else "requires a key, and none is in"
-            return ConfigError(
-                f"{where}: the server {done} the environment variable {variable} ({error.status_code}: {text}); "
-                "set it, or set server.api_key_env to another one"
+            return self._failed(
+                f"the server {done} the environment variable {variable} ({said}); set it, or set server.api_key_env to "
+                "another one"
             )
         near = nearest(self.model, self.listed)
         has = (
-            f" It has {abbreviated(self.listed)}" + (f"; did you mean {near}?" if near else ".") if self.listed else ""
+            f" It has {listed(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")
+            if self.listed
+            else ""
         )
-        return ConfigError(
-            f"{where}: the server has no model {self.model!r}, or no chat at this address (404: {text}); correct "
-            f"server.model or server.url.{has}"
+        return self._failed(
+            f"the server has no model {self.model!r}, or no chat at this address ({said}); correct server.model or "
+            f"server.url.{has}"
         )
 
     def _unread_fields(self, error: openai.APIStatusError) -> ConfigError:
-        return ConfigError(
-            f"server.url ({self.url}): the server rejects the settings for reading clips ({error.status_code}: "
-            f"{self._without_key(error.message):.300}); start vLLM with --trust-request-mm-kwargs, or set "
-            'server.video = "frames"'
+        return self._failed(
+            f"the server rejects the settings for reading clips ({error.status_code}: {error.message:.300}); start vLLM "
+            'with --trust-request-mm-kwargs, or set server.video = "frames"'
         )
+
+    def _failed(self, text: str) -> ConfigError:
+        return ConfigError(self._without_key(f"server.url ({self.url}): {text}"))
 
     def _check_alive(self, error: openai.APIConnectionError) -> None:
         """A request that failed may be at fault itself; a server that does not answer another one either is down."""
@@ -258,14 +259,3 @@ def reason(error: openai.APIConnectionError) -> str:
     if isinstance(error, openai.APITimeoutError):
         return "it takes too long; see server.time_limit"
     return f"{error.__cause__ or error}" or type(error.__cause__).__name__
-
-
-def first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
-
-
-def abbreviated(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

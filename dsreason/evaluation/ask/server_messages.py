@@ -1,6 +1,6 @@
 """A sample's messages in the form that OpenAI-compatible servers take, its media inside as data URLs.
 
-With `server.video = "file"` a clip is sent as the file, and vLLM is told how many frames to take. What it has no settings for (a
+With `server.video = "file"` a clip is sent as the file, with the number of frames that vLLM takes. What it has no settings for (a
 part of the clip, sizes) or would not do (take all frames: some of its processors then sample once more) is done here, and
 the frames are sent as vLLM's video of JPEGs. With "frames" they are sent as pictures, for servers that take no videos.
 """

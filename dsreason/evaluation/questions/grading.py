@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 from dsreason.answers.correct import is_same
-from dsreason.answers.parsing import Parser, parse
+from dsreason.answers.parsing import parse
 from dsreason.answers.text import split_response
-from dsreason.answers.types import AnswerType, Parsed
-from dsreason.evaluation.questions.similarity import Overlap, Similarity
+from dsreason.answers.types import Parsed
+from dsreason.config.schema_eval import EvaluationConfig
+from dsreason.config.schema_grpo import RewardConfig
+from dsreason.evaluation.questions.similarity import Similarity, overlap
 from dsreason.evaluation.types import Question
 from dsreason.rewards.scoring import Scorer
 
@@ -30,7 +31,7 @@ class Graded:
 class Grader:
     """Parses and grades answers; a context manager, since a user's scorer runs in worker processes.
 
-        with Grader("reasoning", similarity_model="models/minilm", scorer="judge.py:helpful") as grader:
+        with Grader(config.evaluation) as grader:
             graded = grader.grade(question, text)
 
     By the question's kind an answer is right when
@@ -47,20 +48,13 @@ class Grader:
 
     Raises:
         ConfigError: the similarity model or, on entering, the scorer cannot be loaded.
-        RewardError: when the scorer raises or returns no number; the text names it and the sample.
+        RewardError: when the scorer raises or returns something else than a number; the text names it and the sample.
     """
 
-    def __init__(
-        self,
-        answer_type: AnswerType,
-        parser: Parser = "default",
-        *,
-        similarity_model: str | None = None,
-        scorer: str | None = None,
-    ) -> None:
-        self.answer_type, self.parser = answer_type, parser
-        self._similarity = Similarity(similarity_model) if similarity_model is not None else None
-        self._scorer = Scorer({scorer: 1.0}) if scorer is not None else None
+    def __init__(self, config: EvaluationConfig) -> None:
+        self.answer_type, self.parser = config.answer_type, config.parser
+        self._similarity = Similarity(config.similarity_model) if config.similarity_model is not None else None
+        self._scorer = Scorer(RewardConfig(functions={config.scorer: 1.0})) if config.scorer is not None else None
 
     def __enter__(self) -> Self:
         if self._scorer is not None:
@@ -81,7 +75,7 @@ class Grader:
         scores: dict[str, float] = {}
         if kind == "free_text" and not compat:
             reference = split_response(question.answer).answer
-            scores = self._overlap.scores(parsed.answer, reference)
+            scores = overlap(parsed.answer, reference)
             if self._similarity is not None:
                 scores["similarity"] = self._similarity.cosine(parsed.answer, reference)
         if self._scorer is not None:
@@ -90,7 +84,3 @@ class Grader:
             scores[self._scorer.labels[0]] = value
             is_correct = is_correct if compat else value >= PASS
         return Graded(parsed, is_correct, scores)
-
-    @cached_property
-    def _overlap(self) -> Overlap:
-        return Overlap()

@@ -95,8 +95,8 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
     there = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
     if name in PUBLISHED and name not in there:
         advice = "`dsreason data fetch` downloads it"
-    elif meant := nearest(name, [*there, *PUBLISHED]):
-        advice = f"did you mean {meant}?"
+    elif near := nearest(name, [*there, *PUBLISHED]):
+        advice = f"did you mean {near}?"
     else:
         advice = "check datasets and data_dir"
     raise DataError(
@@ -170,9 +170,9 @@ def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: Ev
 def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
     system = config.system_prompt or evaluation.evaluation.system_prompt or ""
     shown = evaluation.vision_of(config.vision)
-    source, indices = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
+    source = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
     seen: Counter[str] = Counter()
-    for index in indices.tolist():
+    for index in range(len(source.rows)):
         sample = source.read(index)
         problem = missing_medium(sample.messages)
         try:

@@ -8,32 +8,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from dsreason.errors import ConfigError
 
 ADVICE = "give the folder of a sentence-transformers model, one with a modules.json"
-ROUGES = ("rouge1", "rouge2", "rougeL")
+ROUGES = ["rouge1", "rouge2", "rougeL"]
 
 
-class Overlap:
+def overlap(answer: str, reference: str) -> dict[str, float]:
     """sacrebleu's sentence BLEU and rouge-score's ROUGE, with their own settings.
 
-    `bleu` is 0 to 100 (effective order: a text of two words can reach 100, as with `sacrebleu.sentence_bleu`); `rouge1`,
-    `rouge2` and `rougeL` are F-measures, 0 to 1, without stemming.
+    `bleu` is 0 to 100 (effective order: a text of two words can reach 100); `rouge1`, `rouge2` and `rougeL` are F-measures,
+    0 to 1, without stemming.
     """
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu import sentence_bleu
 
-    def __init__(self) -> None:
-        from rouge_score.rouge_scorer import RougeScorer
-        from sacrebleu import BLEU
-
-        self._bleu = BLEU(effective_order=True)
-        self._rouge = RougeScorer(list(ROUGES))
-
-    def scores(self, answer: str, reference: str) -> dict[str, float]:
-        rouge = self._rouge.score(reference, answer)
-        bleu = self._bleu.sentence_score(answer, [reference]).score
-        return {"bleu": bleu, **{name: float(rouge[name].fmeasure) for name in ROUGES}}
+    rouge = RougeScorer(ROUGES).score(reference, answer)
+    bleu = sentence_bleu(answer, [reference]).score
+    return {"bleu": bleu, **{name: float(rouge[name].fmeasure) for name in ROUGES}}
 
 
 class Similarity:
@@ -61,7 +55,5 @@ class Similarity:
         """Of the angle between the embeddings of both, -1 to 1; 0 for an empty text."""
         if not (answer and reference):
             return 0.0
-        texts = [answer, reference]
-        one, other = self._model.encode(texts, show_progress_bar=False, convert_to_numpy=True).astype(np.float64)
-        lengths = np.linalg.norm(one) * np.linalg.norm(other)
-        return float(one @ other / lengths) if lengths else 0.0
+        embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)
+        return float(torch.cosine_similarity(embeddings[0], embeddings[1], dim=0))

@@ -8,7 +8,7 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from dsreason.config.output import flat
 from dsreason.errors import DataError
 from dsreason.evaluation.report import tables
 from dsreason.evaluation.report.compare import Comparison, compare
@@ -124,15 +125,11 @@ def read_settings(folder: Path) -> dict[str, str]:
     settings = read_json(file)
     if not isinstance(settings, dict):
         raise DataError(f"{file}: must hold an object with the settings of the evaluation")
-    return dict(_flat(settings))
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in flat(settings).items()
+        if value is not None
+    }
 
 
 # ---------------------------------------------------------------- markdown

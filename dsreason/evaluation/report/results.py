@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dsreason.answers.types import Kind
+from dsreason.data.messages import text_of
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
 from dsreason.files.atomic import write_file
+from dsreason.problems import first_problem
 
 RUN_FILE = "run.json"
 """Settings of the evaluation, beside its `<dataset>/` folders."""
@@ -188,7 +190,7 @@ def read_file(file: Path) -> list[Result]:
     """
     items = read_json(file)
     if not isinstance(items, list):
-        raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
+        raise DataError(f"{file}: holds a {type(items).__name__}, not a list of results; move it elsewhere")
     seen: Counter[str] = Counter()
     return [_read_item(item, file, number, seen) for number, item in enumerate(items)]
 
@@ -205,18 +207,11 @@ def read_json(file: Path) -> Any:
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
     where = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
-        raise DataError(f"{where}: is {_kind_of_json(item)}, not a result")
-    if "is_correct" not in item:
-        raise DataError(f"{where}: is_correct is missing (--compat skips such items)")
-    if not isinstance(item["is_correct"], bool):
-        raise DataError(f"{where}: is_correct is {item['is_correct']!r:.80}, not true or false (--compat accepts it)")
+        raise DataError(f"{where}: is a {type(item).__name__}, not a result")
     try:
         return STORED.validate_python(_completed(item, file, number, seen))
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        message = first["msg"][0].lower() + first["msg"][1:]
-        raise DataError(f"{where}: {field} is {first['input']!r:.80}: {message}") from error
+        raise DataError(f"{where}: {first_problem(error)}; correct it, or score it with --compat") from error
 
 
 def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
@@ -246,33 +241,14 @@ def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]
     return defaults | item | {"prompt": prompt}
 
 
-class _Part(BaseModel):
-    text: str = ""
-
-
-class _Message(BaseModel):
-    content: str | list[_Part]
-
-    def said(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content if p.text)
-
-
-_MESSAGES = TypeAdapter(list[_Message])
-
-
 def _texts(prompt: Any) -> Any:
     """Of the messages that cosmos-reason1 stores, what they say; anything else as it is."""
     try:
-        return [message.said() for message in _MESSAGES.validate_python(prompt)]
-    except ValidationError:
+        return [text_of(message) for message in prompt]
+    except (TypeError, KeyError):
         return prompt
 
 
 def _kind_of_answer(reference: object) -> Kind:
     is_letter = isinstance(reference, str) and re.fullmatch(r"\s*[A-Za-z]\s*", reference)
     return "multiple_choice" if is_letter else "open"
-
-
-def _kind_of_json(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import sacrebleu
@@ -132,10 +133,7 @@ def verdict(result: Result) -> Verdict:
 
 def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
     """By key, in the keys' order."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(key(result), []).append(result)
-    return dict(sorted(groups.items()))
+    return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
 
 # ---------------------------------------------------------------- accuracy

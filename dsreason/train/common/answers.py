@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -66,10 +67,7 @@ class ValidationResult:
         """`validation/step_N.jsonl` with every answer, and the shown ones in TensorBoard; rank 0 does it."""
         if not world.is_main or not self.answers:
             return
-        folder = output_dir / "validation"
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(vars(answer), ensure_ascii=False) + "\n" for answer in self.answers)
-        (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(output_dir / "validation" / f"step_{step}.jsonl", map(vars, self.answers))
         shown = [answer for answer in self.answers if answer.row in self.sheets]
         if shown:
             metrics.text(
@@ -78,6 +76,12 @@ class ValidationResult:
                 "\n\n".join(describe(a.prompt, a.completion, a.reference, a.correct) for a in shown),
             )
             metrics.images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """JSON lines, in a folder that is made where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def describe(prompt: str, completion: str, reference: str, correct: bool) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import RunConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
@@ -19,8 +21,9 @@ from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.engine.engine import build_engine
 from dsreason.files.lock import FolderLock
-from dsreason.job.launch import started_by_us
+from dsreason.job.launch import report_and_exit, started_by_us
 from dsreason.job.logs import setup_logs
 from dsreason.job.ranks import (
     World,
@@ -33,17 +36,22 @@ from dsreason.job.ranks import (
 )
 from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
-from dsreason.job.watchdog import Watchdog, report_and_exit
+from dsreason.job.watchdog import Watchdog
+from dsreason.models.freeze import freeze
+from dsreason.models.load import enable_gradient_checkpointing, load_model
+from dsreason.models.policy import Policy
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.rewards.scoring import Scorer
+from dsreason.rollout.opening import EngineSettings
 from dsreason.storage.uploads import Uploader, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
-from dsreason.train.common.preflight import build_encoder, check_upload, find_model
+from dsreason.train.common.preflight import DTYPES, build_encoder, check_upload, find_model
 from dsreason.train.common.run_folder import open_output_dir
-from dsreason.train.common.sampler import Sampler
-from dsreason.train.common.skipped import SkippedRows
+from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -144,7 +152,8 @@ class Run(OpenedRun[C]):
     finite: FiniteCheck
     total_steps: int
     state: TrainerState
-    skipped: SkippedRows = field(default_factory=SkippedRows)
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Rows that training has left out since this process started, one text each, and how often."""
 
     @property
     def checkpoints(self) -> Path:
@@ -155,23 +164,21 @@ class Run(OpenedRun[C]):
         return self.sampler.memory
 
 
-def record_run(opened: OpenedRun[C], state: TrainerState, stack: ExitStack) -> Metrics:
-    """Write what the run is made of into its folder, upload what an earlier job has left, and open the curves.
-
-    They go on after the step of `state` where the run is resumed, and are closed with `stack`. Every rank calls it.
-    """
-    model_path = str(opened.model_path.resolve())
-    facts = run_facts(opened.world.size) | {"deepspeed": opened.deepspeed, "model_path": model_path}
-    on_rank_zero(lambda: write_run_config(opened.output_dir, opened.config, facts))
-    opened.uploads.add_not_uploaded(opened.output_dir)
-    metrics = open_metrics(
-        opened.output_dir,
-        rank=opened.world.rank,
-        resume_step=state.step if opened.checkpoint is not None else None,
-        config=opened.config.monitor,
-        run_config=dump_config(opened.config),
+def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
+    """The model in its partitions, frozen where asked, with its optimizer."""
+    log.info("loading %s", model_path)
+    model = load_model(
+        model_path,
+        dtype=DTYPES[config.train.precision],
+        attention=config.model.attention,
+        deepspeed=deepspeed_config,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    return stack.enter_context(metrics)
+    if frozen := freeze(model, config.model.freeze):
+        log.info("%d parameters are frozen by model.freeze", frozen)
+    if config.model.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return build_engine(Policy(model), config.optim, deepspeed_config)
 
 
 def start_run(
@@ -179,26 +186,52 @@ def start_run(
     stack: ExitStack,
     *,
     engine: DeepSpeedEngine,
-    sampler: Sampler,
-    metrics: Metrics,
+    settings: EngineSettings,
     state: TrainerState,
     total_steps: int,
     scorer: Scorer | None = None,
+    bucket_mb: float = BUCKET_MB,
 ) -> Run[C]:
-    """The run, with the progress bar and the writer of checkpoints open until `stack` closes.
+    """The run around the policy's `engine`: its record, rollout engine, rewards, curves and checkpoints, until `stack` closes.
 
-    Call it when everything else is open.
+    Curves go on after the step of `state` where the run is resumed. Every rank calls it.
+
+    Args:
+        settings: of the rollout engine.
     """
-    progress = open_progress(rank=opened.world.rank, total_steps=total_steps, first_step=state.step)
+    config, output_dir, world = opened.config, opened.output_dir, opened.world
+    facts = run_facts(world.size) | {"deepspeed": opened.deepspeed, "model_path": str(opened.model_path.resolve())}
+    on_rank_zero(lambda: write_run_config(output_dir, config, facts))
+    opened.uploads.add_not_uploaded(output_dir)
+    metrics = open_metrics(
+        output_dir,
+        rank=world.rank,
+        resume_step=state.step if opened.checkpoint is not None else None,
+        config=config.monitor,
+        run_config=dump_config(config),
+    )
+    metrics = stack.enter_context(metrics)
+    with opened.watchdog.phase("start_engine"):
+        sampler = open_sampler(
+            engine,
+            settings,
+            config,
+            opened.model_path,
+            opened.encoder,
+            opened.watchdog,
+            stack,
+            bucket_mb=bucket_mb,
+        )
+    progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
     return Run(
         **vars(opened),
         engine=engine,
         sampler=sampler,
-        scorer=scorer,
+        scorer=None if scorer is None else stack.enter_context(scorer),
         metrics=metrics,
         progress=stack.enter_context(progress),
         writer=open_writer(opened, engine, stack),
-        finite=finite_check(opened.config, opened.output_dir, opened.world, state),
+        finite=finite_check(config, output_dir, world, state),
         total_steps=total_steps,
         state=state,
     )

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from dsreason.checkpoints.checkpoint import check_stage, read_state
-from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint
+from dsreason.checkpoints.checkpoint import check_stage
+from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import BadRow, first_fatal, read_row
+from dsreason.data.loader import first_fatal, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.files.cache import cache_dir
-from dsreason.models.encoder import open_encoder
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import parameter_names, resolve_model
+from dsreason.models.load import open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
-from dsreason.problems import config_error
+from dsreason.problems import config_error, listed, nearest
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -46,16 +46,6 @@ def check_model(config: RunConfig) -> Encoder:
     return build_encoder(config, model_path)
 
 
-def check_dataset(
-    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
-) -> None:
-    """DataError for a row that may not be left out; names those that are."""
-    left_out = check_rows(dataset, encoder, config, name, check)
-    if left_out:
-        more = f"\n  and {len(left_out) - 20} more, named when they are met" if len(left_out) > 20 else ""
-        log.warning("%s: %d rows are left out:\n  %s%s", name, len(left_out), "\n  ".join(left_out[:20]), more)
-
-
 def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
     """ConfigError where nothing can be uploaded. A run that has a checkpoint to go on from does so through an outage.
 
@@ -73,7 +63,7 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
     """
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
-        saved = read_state(checkpoint)
+        saved = read_checkpoint(checkpoint)
         check_sizes(checkpoint)
         check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
     return checkpoint
@@ -86,7 +76,7 @@ def check_deepspeed(config: RunConfig) -> None:
     if error is None:
         return
     problems = [
-        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); correct or remove it"
+        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); {advice(path)}"
         for path, value, cause in rejected_parts(settings)
     ]
     raise config_error(
@@ -116,6 +106,13 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     return None
 
 
+def advice(path: tuple[str, ...]) -> str:
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    if path[:1] == ("zero_optimization",) and path[-1] not in known and (near := nearest(path[-1], known)):
+        return f"did you mean {near}?"
+    return "correct or remove it"
+
+
 def error_text(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"] for problem in error.errors())
@@ -140,12 +137,12 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     )
 
 
-def check_rows(
-    dataset: SampleDataset, encoder: Encoder, config: RunConfig, name: str, check: Check | None = None
+def check_dataset(
+    name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
 ) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
-    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each.
+    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each, and logs it.
 
     Raises:
         DataError: the first row that is unusable, or that `check` rejects, where that is an error.
@@ -163,12 +160,14 @@ def check_rows(
             log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
             break
         bad = read_row(dataset, index, check_row)
-        if isinstance(bad, BadRow):
+        if isinstance(bad, DataError):
             if first_fatal([bad], config) is not None:
-                raise DataError(bad.reason)
-            left_out.append(bad.reason)
+                raise bad
+            left_out.append(str(bad))
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
+    if left_out:
+        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), listed(left_out, separator="\n  "))
     return left_out
 
 

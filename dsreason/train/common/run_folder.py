@@ -11,8 +11,8 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.checkpoints.checkpoint import TrainerState, choose_common, load_checkpoint
-from dsreason.checkpoints.checkpoint_folder import recover, set_aside_newer
+from dsreason.checkpoints.checkpoint import choose_common, load_checkpoint
+from dsreason.checkpoints.checkpoint_folder import TrainerState, recover, set_aside_newer
 from dsreason.config.output import check_output_dir
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
@@ -36,6 +37,8 @@ class Sampler:
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
     """The watchdog's `phase`."""
+    times: dict[str, float] = field(default_factory=dict)
+    """`time/{wake,sync,sleep}` in seconds, of the last time."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
@@ -45,17 +48,24 @@ class Sampler:
         """
         with self.memory.phase("offload"):
             self.offload.offload()
-        with self.memory.phase("wake"):
+        with self._timed("wake"):
             self.rollout.wake()
-        with self.watch("weight_sync"), self.memory.phase("sync"):
-            kept = self.rollout.kept(frozen_names(self.policy))
-            self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=kept), version, kept)
+        with self.watch("weight_sync"), self._timed("sync"):
+            retained = self.rollout.retained(frozen_names(self.policy))
+            self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
         with self.memory.phase("generate"):
             yield self.rollout
-        with self.memory.phase("sleep"):
+        with self._timed("sleep"):
             self.rollout.sleep()
         with self.memory.phase("reload"):
             self.offload.reload()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with self.memory.phase(name):
+            yield
+        self.times[f"time/{name}"] = time.perf_counter() - started
 
 
 def open_sampler(

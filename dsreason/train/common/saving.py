@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, as_save_error, delete_folder, read_json
+from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, read_state
 from dsreason.checkpoints.export import export_engine
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
@@ -54,7 +54,7 @@ def after_checkpoint(run: Run[C], written: Path | None) -> None:
     run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
     run.uploads.add(written, last=written.name == f"step_{run.total_steps}")
     # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
-    bests = {run.state.best_step, read_json(written / STATE_FILE)["state"]["best_step"]} if config.keep_best else set()
+    bests = {run.state.best_step, read_state(written).state.best_step} if config.keep_best else set()
     run.writer.prune(config.keep, {run.checkpoints / f"step_{best}" for best in bests if best} | run.uploads.in_use())
 
 

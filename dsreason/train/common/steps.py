@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from dsreason.job.logs import set_step
 from dsreason.train.common.opening import C, Run
 from dsreason.train.common.saving import save, stop_if_asked
 from dsreason.train.common.validate import validate
+
+log = logging.getLogger(__name__)
 
 
 def before_steps(run: Run[C]) -> None:
@@ -51,6 +54,14 @@ def count_step(run: Run[C], *, epoch: float, extra: dict[str, Any] | None = None
     set_step(step)
 
 
+def count_skipped(run: Run[C], rows: Sequence[str]) -> None:
+    """Count rows that are left out, at every use, and log each once; a text names file, row and reason."""
+    for text in rows:
+        if text not in run.skipped:
+            log.warning("left out: %s", text)
+        run.skipped[text] += 1
+
+
 def show_step(
     run: Run[C],
     metrics: dict[str, float],
@@ -69,7 +80,7 @@ def show_step(
     found = metrics | run.memory.take()
     found |= {
         "train/epoch": run.state.epoch,
-        "train/skipped_rows": run.skipped.count,
+        "train/skipped_rows": run.skipped.total(),
         "perf/tokens_per_second": num_tokens / seconds,
     }
     if step % run.config.monitor.log_every == 0 or step == run.total_steps:

@@ -16,7 +16,7 @@ from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.contact_sheet import contact_sheet
-from dsreason.data.loader import BadRow, first_fatal, in_workers, read_rows
+from dsreason.data.loader import first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.sources import SampleDataset
@@ -63,19 +63,19 @@ def validate(
     `val/reward/mean` and `val/reward/<function>/mean`. Raises DataError for a bad row, unless the config says to skip it.
     """
     held_out = HeldOut(dataset, encoder, config, world)
-    with progress.phase("validation: loss", held_out.num_rows, "samples") as advance:
+    with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
         metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
     if not config.validation.generate:
         return ValidationResult(metrics, [], {})
     with (
         sampler.awake(version) as engine,
-        progress.phase("validation: answers", held_out.num_rows, "samples") as advance,
+        progress.phase("validation: answers", len(held_out.rows), "samples") as advance,
     ):
         answers, sheets = generate_answers(engine, version, held_out, advance, scorer)
     by_rank = gather_objects((answers, sheets))
     if not any(part for part, _ in by_rank):
         raise DataError(
-            f"validation: none of the {held_out.num_rows} held-out rows has a reference answer; give Sample.answer, "
+            f"validation: none of the {len(held_out.rows)} held-out rows has a reference answer; give Sample.answer, "
             "or set validation.generate = false"
         )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
@@ -93,10 +93,6 @@ class HeldOut:
     world: World
 
     @cached_property
-    def num_rows(self) -> int:
-        return min(len(self.dataset), self.config.validation.max_samples or len(self.dataset))
-
-    @cached_property
     def shown(self) -> set[int]:
         """The rows whose answers are shown, evenly spaced."""
         rows = self.rows
@@ -106,13 +102,14 @@ class HeldOut:
     @cached_property
     def rows(self) -> list[int]:
         """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
-        return [i * len(self.dataset) // self.num_rows for i in range(self.num_rows)]
+        count = min(len(self.dataset), self.config.validation.max_samples or len(self.dataset))
+        return [i * len(self.dataset) // count for i in range(count)]
 
     def groups(self) -> list[list[int]]:
         """This rank's rows as they are read, and cut for one forward each; as many groups on every rank, some empty."""
         size = self.config.validation.micro_batch_size
         rows = self.rows[self.world.rank :: self.world.size]
-        num_groups = -(-self.num_rows // (size * self.world.size))
+        num_groups = -(-len(self.rows) // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
     def read(self, use: Callable[[Sample], T]) -> Iterator[list[tuple[int, T]]]:
@@ -121,13 +118,13 @@ class HeldOut:
         read = partial(read_rows, self.dataset, use)
         found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, found, strict=True):
-            bad = [item for item in items if isinstance(item, BadRow)]
+            bad = [item for item in items if isinstance(item, DataError)]
             with errors_on_all_ranks():
                 if refused := first_fatal(bad, self.config):
                     raise DataError(refused)
-            for item in bad:
-                log.warning("validation: left out: %s", item.reason)
-            yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, BadRow)]
+            for error in bad:
+                log.warning("validation: left out: %s", error)
+            yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, DataError)]
 
 
 @torch.no_grad()
@@ -148,7 +145,7 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
     policy_engine.empty_partition_cache()
     num_tokens = int(all_sum(num_tokens))
     if num_tokens == 0:
-        raise DataError(f"validation: none of the {held_out.num_rows} held-out rows can be used; see the log for why")
+        raise DataError(f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for why")
     return all_sum(total) / num_tokens
 
 

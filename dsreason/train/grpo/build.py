@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
@@ -19,15 +19,13 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
-from dsreason.rewards.scoring import Scorer, open_scorer
+from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.train.common.opening import OpenedRun, Run, open_run, record_run, start_run
-from dsreason.train.common.policy import build_policy_engine
+from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.common.sampler import open_sampler
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
@@ -66,24 +64,18 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
         opened = open_run(config, output_dir, resume, command="grpo", check=check, stack=stack)
-        config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
+        config, world, encoder = opened.config, opened.world, opened.encoder
         order = rollout_order(opened.training, config)
         with opened.watchdog.phase("load_model"):
             engine, reference, state = load_policy(opened)
-        metrics = record_run(opened, state, stack)
-        with opened.watchdog.phase("start_engine"):
-            settings, bucket_mb = engine_settings(config, world), config.rollout.sync_bucket_mb
-            sampler = open_sampler(
-                engine, settings, config, model_path, encoder, opened.watchdog, stack, bucket_mb=bucket_mb
-            )
         run = start_run(
             opened,
             stack,
             engine=engine,
-            sampler=sampler,
-            scorer=stack.enter_context(open_scorer(config)),
-            metrics=metrics,
+            settings=engine_settings(config, world),
             state=state,
+            scorer=Scorer(config.reward),
+            bucket_mb=config.rollout.sync_bucket_mb,
             total_steps=order.num_steps * config.grpo.optimizer_steps_per_rollout,
         )
         asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))

@@ -47,22 +47,23 @@ def check_engine(grpo: GRPORun) -> None:
         rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
         micro_batches = cut(rollouts, grpo.config, grpo.encoder)
         logprobs = current_logprobs(grpo.engine, micro_batches, 1.0, grpo.banned_ids)  # greedy ones are reported at 1
-    found = [
+    own = [
         one
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
         for one in mismatch.mismatches(micro_batch.rollouts, values)
     ]
-    metrics = mismatch.metrics_of(gather_objects(mismatch.tally(found)))
+    found = [one for part in gather_objects(own) for one in part]
+    metrics = mismatch.metrics_of(found)
     by_modality = ", ".join(
         f"{name.rpartition('/')[2]} {value:.2g}"
         for name, value in metrics.items()
         if name.startswith("mismatch/max_abs_logprob/")
     )
     grpo.progress.say(
-        f"self-test: {sum(map(len, tested.held))} tensors of the engine took perturbed values and were restored; its "
+        f"self-test: {sum(map(len, tested.tensors))} tensors of the engine took perturbed values and were restored; its "
         f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
-    mismatch.check(metrics, mismatch.worst(found), config, grpo.state.step, folder=None)
+    mismatch.check(metrics, found, config, grpo.state.step, folder=None)
 
 
 def one_prompt_per_modality(grpo: GRPORun) -> list[EncodedPrompt]:

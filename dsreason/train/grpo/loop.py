@@ -88,10 +88,10 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
     engine, config, step, lr = grpo.engine, grpo.config, grpo.state.step + 1, learning_rate(grpo)
     set_learning_rate(engine, lr)
     with grpo.memory.phase("train"):
-        metrics, worst = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
+        metrics, mismatches = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
         folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
         if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
-            mismatch.check(metrics, worst, config.rollout, step, folder)
+            mismatch.check(metrics, mismatches, config.rollout, step, folder)
         engine.step()
     metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     return grpo.finite.metrics(
@@ -113,7 +113,7 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
     shown = {name: grpo.rollout_metrics[key] for name, key in SHOWN.items() if key in grpo.rollout_metrics}
     show_step(
         grpo,
-        metrics | grpo.rollout_metrics | grpo.sampler.rollout.stats(),
+        metrics | grpo.rollout_metrics,
         shown,
         num_samples=grpo.config.samples_per_step,
         num_tokens=tokens,

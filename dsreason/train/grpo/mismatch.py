@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.errors import DsReasonError
 from dsreason.losses.kl import k3
-from dsreason.train.common.answers import modality_of
+from dsreason.train.common.answers import modality_of, write_rows
 from dsreason.train.grpo.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -48,18 +47,6 @@ class Mismatch:
         return self.kl / max(self.num_tokens, 1)
 
 
-@dataclass(frozen=True)
-class Tally:
-    """Over the completions of one modality; tallies of several ranks add up."""
-
-    kl: float = 0.0
-    num_tokens: int = 0
-    largest: float = 0.0
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.kl + other.kl, self.num_tokens + other.num_tokens, max(self.largest, other.largest))
-
-
 def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     """One for each rollout of a micro-batch, whose tokens have the trainer's `logprobs` `[N]`, rollout after rollout."""
     found, start = [], 0
@@ -83,37 +70,28 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     return found
 
 
-def tally(found: Sequence[Mismatch]) -> dict[str, Tally]:
-    """By modality."""
-    tallies: dict[str, Tally] = {}
-    for one in found:
-        tallies[one.modality] = tallies.get(one.modality, Tally()) + Tally(one.kl, one.num_tokens, one.largest)
-    return tallies
-
-
-def metrics_of(tallies: Sequence[dict[str, Tally]]) -> dict[str, float]:
-    """`mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob` from every rank's tallies, both also by modality."""
-    names = sorted({name for part in tallies for name in part})
-    total = {name: sum((part.get(name, Tally()) for part in tallies), Tally()) for name in names}
-    found = {f"/{name}": one for name, one in total.items()} | {"": sum(total.values(), Tally())}
-    return {
-        f"mismatch/{what}{suffix}": value
-        for suffix, one in found.items()
-        for what, value in (("kl", one.kl / max(one.num_tokens, 1)), ("max_abs_logprob", one.largest))
-    }
+def metrics_of(found: Sequence[Mismatch]) -> dict[str, float]:
+    """`mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob` of every rank's completions, both also by modality."""
+    parts = {f"/{name}": [one for one in found if one.modality == name] for name in sorted({m.modality for m in found})}
+    metrics = {}
+    for suffix, ones in {**parts, "": found}.items():
+        num_tokens = sum(one.num_tokens for one in ones)
+        metrics[f"mismatch/kl{suffix}"] = sum(one.kl for one in ones) / max(num_tokens, 1)
+        metrics[f"mismatch/max_abs_logprob{suffix}"] = max((one.largest for one in ones), default=0.0)
+    return metrics
 
 
 def worst(found: Sequence[Mismatch]) -> list[Mismatch]:
-    """Those that differ most on average, the worst first; one that is not a number comes before all others."""
+    """Those that differ most on average, the worst first; NaN comes before all others."""
     return sorted(found, key=lambda one: math.inf if math.isnan(one.mean) else one.mean, reverse=True)[:NUM_WORST]
 
 
 def check(
-    metrics: dict[str, float], worst_ones: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
+    metrics: dict[str, float], found: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
 ) -> None:
-    """Warn or stop on the mean over tokens, and write the worst completions to `folder/step_N.jsonl`.
+    """Warn or stop on the mean over tokens, and write the worst completions of `found` to `folder/step_N.jsonl`.
 
-    Not with top_p or top_k: the engine's probabilities are then those of the tokens that were kept.
+    Not with top_p or top_k: the engine's probabilities are then renormalised over the tokens that remain.
 
     Raises:
         MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
@@ -121,11 +99,9 @@ def check(
     kl = metrics["mismatch/kl"]
     if kl <= config.mismatch_warn or not config.samples_all_tokens:
         return
-    place = ""
+    worst_ones, place = worst(found), ""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in worst_ones)
-        (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(folder / f"step_{step}.jsonl", map(vars, worst_ones))
         place = f"; the worst are in {folder / f'step_{step}.jsonl'}"
     names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
     text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"

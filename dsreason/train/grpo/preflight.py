@@ -51,14 +51,12 @@ def check_engine_choice(config: GRPOConfig) -> None:
             "parallelism; remove it"
         )
     zero = zero_section(config.deepspeed)
-    copies = {"zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1}
-    copies["zero_quantized_weights"] = zero.get("zero_quantized_weights") is True
-    if any(copies.values()) and objective_of(config.grpo).kl_coef:
-        key = next(key for key, found in copies.items() if found)
-        raise ConfigError(
-            f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference policy of "
-            "the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
-        )
+    for key, none in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
+        if zero.get(key, none) != none and objective_of(config.grpo).kl_coef:
+            raise ConfigError(
+                f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference "
+                "policy of the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
+            )
 
 
 def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:

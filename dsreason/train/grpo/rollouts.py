@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.types import Batch, EncodedSample
-from dsreason.losses.advantages import informative_groups
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion
 
@@ -93,50 +91,42 @@ def make_rollouts(
     ]
 
 
-def informative(groups: Sequence[Group], tolerance: float) -> list[bool]:
-    """Which groups have rewards that differ by more than `tolerance`."""
-    if not groups:
-        return []
-    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
-    return informative_groups(rewards, tolerance=tolerance).tolist()
+def informative(group: Group, tolerance: float) -> bool:
+    """Whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
 
-
-def number_groups(
-    groups: Sequence[Group], kept: Sequence[bool], wanted: int, exchange: Exchange
-) -> dict[PromptPlace, int]:
-    """Numbers for the first `wanted` groups that are kept, in the order of their places over all ranks. Collective.
-
-    Where none is kept none is trained.
+    Continuous rewards are never equal to the last bit, and the normalisation by std would blow up their noise. The span is
+    compared and not the std, which rounding keeps from 0.
     """
-    own = [(group[0].place, keep) for group, keep in zip(groups, kept, strict=True)]
-    everywhere = sorted(item for part in exchange(own) for item in part)
-    places = [place for place, keep in everywhere if keep]
-    return {place: number for number, place in enumerate(places[:wanted])}
+    rewards = [rollout.reward for rollout in group]
+    return max(rewards) - min(rewards) > tolerance
 
 
 def with_advantages(
     groups: Sequence[Group],
-    numbers: Mapping[PromptPlace, int],
+    usable: Sequence[bool],
+    wanted: int,
     advantages_of: Callable[[Tensor], Tensor],
     exchange: Exchange,
 ) -> list[Rollout]:
-    """The rollouts with their advantages, which `advantages_of` (`[P, G]` → `[P, G]`) has from all ranks' trained groups.
+    """The rollouts, those of the first `wanted` usable groups of all ranks with their numbers and advantages. Collective.
 
-    Collective. `numbers` are those of the trained groups. The rollouts of the others have advantage 0.
+    The groups are numbered in the order of their places, and `advantages_of` (`[P, G]` → `[P, G]`) gets all of them. The
+    rollouts of the others are not trained and have advantage 0.
     """
-    own = {
-        numbers[group[0].place]: [rollout.reward for rollout in group] for group in groups if group[0].place in numbers
-    }
-    rewards = dict(sorted(pair for part in exchange(own) for pair in part.items()))
-    advantages: dict[int, list[float]] = {}
-    if rewards:
-        table = advantages_of(torch.tensor(list(rewards.values()), dtype=torch.float64))
-        advantages = dict(zip(rewards, table.tolist(), strict=True))
+    own = [
+        (group[0].place, [rollout.reward for rollout in group])
+        for group, keep in zip(groups, usable, strict=True)
+        if keep
+    ]
+    trained = sorted(item for part in exchange(own) for item in part)[:wanted]
+    chosen: dict[PromptPlace, tuple[int, list[float]]] = {}
+    if trained:
+        table = advantages_of(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))
+        chosen = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
     found = []
     for group in groups:
-        number = numbers.get(group[0].place)
-        values = [0.0] * len(group) if number is None else advantages[number]
-        found += [replace(rollout, advantage=value, group=number) for rollout, value in zip(group, values, strict=True)]
+        number, advantages = chosen.get(group[0].place) or (None, [0.0] * len(group))
+        found += [replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)]
     return found
 
 
@@ -171,12 +161,11 @@ def training_sample(rollout: Rollout) -> RolloutSample:
 
 def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
     """The rollouts of a micro-batch in the order in which the policy gives tokens."""
-    lengths = [len(rollout.completion.ids) for rollout in rollouts]
-    logprobs = np.asarray([logprob for rollout in rollouts for logprob in rollout.completion.logprobs], np.float32)
-    advantages = np.repeat(np.asarray([rollout.advantage for rollout in rollouts], np.float32), lengths)
-    sequence = np.repeat(np.arange(len(rollouts)), lengths)
+    lengths = torch.tensor([len(rollout.completion.ids) for rollout in rollouts], dtype=torch.int64)
+    logprobs = [logprob for rollout in rollouts for logprob in rollout.completion.logprobs]
+    advantages = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
     return FlatRollouts(
-        rollout_logprobs=torch.from_numpy(logprobs).to(device),
-        advantages=torch.from_numpy(advantages).to(device),
-        sequence=torch.from_numpy(sequence).to(device),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32).to(device),
+        advantages=advantages.repeat_interleave(lengths).to(device),
+        sequence=torch.arange(len(rollouts)).repeat_interleave(lengths).to(device),
     )

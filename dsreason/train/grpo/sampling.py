@@ -10,24 +10,27 @@ from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
+from dsreason.train.common.steps import count_skipped
 from dsreason.train.grpo.build import GRPORun
-from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, number_groups, with_advantages
+from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, with_advantages
 
 
 def sample(grpo: GRPORun) -> list[Rollout]:
     """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after."""
     config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
-    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/reward"), 0.0)
+    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     dynamic = grpo.objective.dynamic_sampling
     groups: list[Group] = []
     with grpo.sampler.awake(version=grpo.state.step) as engine:
         for _ in range(1 + config.max_refills if dynamic else 1):
             groups += sample_groups(grpo, engine, next_prompts(grpo))
-            kept = informative(groups, config.dynamic_tolerance) if dynamic else [True] * len(groups)
-            if all_sum(sum(kept)) >= wanted:
+            usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
+            if all_sum(sum(usable)) >= wanted:
                 break
-    numbers = number_groups(groups, kept, wanted, gather_objects)
-    return with_advantages(groups, numbers, grpo.objective.advantages, gather_objects)
+    metrics = grpo.rollout_metrics | grpo.sampler.times
+    metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
+    grpo.rollout_metrics = metrics
+    return with_advantages(groups, usable, wanted, grpo.objective.advantages, gather_objects)
 
 
 def next_prompts(grpo: GRPORun) -> Prompts:
@@ -36,7 +39,7 @@ def next_prompts(grpo: GRPORun) -> Prompts:
     with grpo.watchdog.phase("data"):
         prompts = next(grpo.prompts)
     grpo.rollout_metrics["time/data"] += time.perf_counter() - started
-    grpo.skipped.add(prompts.skipped)
+    count_skipped(grpo, prompts.skipped)
     grpo.next_batch = prompts.batch + 1
     return prompts
 
@@ -54,7 +57,10 @@ def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> lis
     )
     repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
     streams = [number * size + i for number in prompts.numbers for i in range(size)]  # the same on any number of ranks
+    started = time.perf_counter()
     completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
+    grpo.rollout_metrics["time/generate"] += time.perf_counter() - started
+    grpo.rollout_metrics["rollout/tokens"] += sum(len(completion.ids) for completion in completions)
 
     started = time.perf_counter()
     with grpo.watchdog.phase("reward"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
 from dsreason.job.ranks import gather_objects
-from dsreason.train.common.answers import modality_of, question_of
+from dsreason.train.common.answers import modality_of, question_of, write_rows
 from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Rollout
 
@@ -29,10 +28,7 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
     grpo.rollout_metrics |= reward_means([one for *_, sums in parts for one in sums])
     if not grpo.world.is_main:
         return
-    folder = grpo.output_dir / "rollouts"
-    folder.mkdir(exist_ok=True)
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_rows(grpo.output_dir / "rollouts" / f"step_{step}.jsonl", rows)
     if is_due and rows:
         advantages = np.array([row["advantage"] for row in rows if row["trained"]])
         if len(advantages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts, LossInputs
-from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, tally, worst
+from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
 
@@ -47,20 +47,19 @@ def add_fixed_logprobs(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
-    def measure() -> list[list[Tensor]]:
-        return [current_logprobs(engine, step, config.rollout.temperature, banned_ids) for step in steps]
+    def measured(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
+        found = []
+        for step in steps:
+            logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
+            found.append([add(one, values) for one, values in zip(step, logprobs, strict=True)])
+        return found
 
-    olds: Sequence[Sequence[Tensor | None]] = [[None] * len(step) for step in steps]
-    refs = olds
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
-        olds = measure()
+        steps = measured(lambda one, values: replace(one, old_logprobs=values))
     if reference is not None:
         with reference.in_place():
-            refs = measure()
-    return [
-        [replace(one, old_logprobs=old, ref_logprobs=ref) for one, old, ref in zip(*parts, strict=True)]
-        for parts in zip(steps, olds, refs, strict=True)
-    ]
+            steps = measured(lambda one, values: replace(one, ref_logprobs=values))
+    return list(steps)
 
 
 def accumulate_gradients(
@@ -68,7 +67,7 @@ def accumulate_gradients(
 ) -> tuple[dict[str, float], list[Mismatch]]:
     """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut.
 
-    Returns the metrics and the completions whose log-probabilities differ most between engine and trainer, over all ranks.
+    Returns the metrics, and of every rank's completions how their log-probabilities differ between engine and trainer.
     """
     objective = objective_of(config.grpo)
     lengths = [len(rollout.completion.ids) for one in micro_batches for rollout in one.rollouts]
@@ -103,8 +102,8 @@ def accumulate_gradients(
         if one.ref_logprobs is not None:
             sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
         found += mismatches(one.rollouts, old)
-    everywhere = gather_objects((sums, tally(found), worst(found)))
-    totals = {name: sum(part_sums[name] for part_sums, *_ in everywhere) for name in sums}
+    everywhere = gather_objects((sums, found))
+    totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
+    found = [one for _, part in everywhere for one in part]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    metrics = {"train/loss": totals["train/loss"], **per_token, **metrics_of([part for _, part, _ in everywhere])}
-    return metrics, worst([one for *_, part in everywhere for one in part])
+    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(found)}, found

@@ -16,11 +16,9 @@ from dsreason.models.load import model_config
 from dsreason.monitor.flops import ModelFlops, model_flops, peak_flops
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.opening import Run, open_run, record_run, start_run
-from dsreason.train.common.policy import build_policy_engine
+from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.common.sampler import open_sampler
 from dsreason.train.sft.preflight import check, step_order
 
 
@@ -45,19 +43,16 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         with opened.watchdog.phase("load_model"):
             engine = build_policy_engine(config, opened.deepspeed, model_path)
             state = start_state(engine, opened.checkpoint, config, model_path, world)
-        metrics = record_run(opened, state, stack)
         settings = TransformersSettings(
             attention=config.model.attention,
             batch_size=config.validation.micro_batch_size,
             batch_tokens=validation_tokens(config, model_path, world),
         )
-        sampler = open_sampler(engine, settings, config, model_path, encoder, opened.watchdog, stack)
         run = start_run(
             opened,
             stack,
             engine=engine,
-            sampler=sampler,
-            metrics=metrics,
+            settings=settings,
             state=state,
             total_steps=order.num_steps,
         )

@@ -15,7 +15,7 @@ from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
+from dsreason.train.common.steps import after_steps, before_steps, count_skipped, count_step, learning_rate, show_step
 from dsreason.train.sft.build import SFTRun, build_sft
 
 
@@ -77,7 +77,7 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
     """Count the step and show it."""
     count_step(sft, epoch=sft.engine.global_steps / sft.steps_per_epoch)
-    sft.skipped.add(batches.skipped)
+    count_skipped(sft, batches.skipped)
     whole = seconds + batches.data_seconds
     shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
     metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from dsreason.answers.correct import is_correct
+from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.data.types import Sample
 from dsreason.evaluation import parse
 from dsreason.evaluation.questions.grading import Grader
@@ -65,8 +66,8 @@ def verdicts(completion: str, letter: str, options: dict[str, str] | None) -> di
     return {
         "reward": single_choice_lenient(completion, sample) == 1.0,
         "validation": is_correct(completion, sample),
-        "evaluation": Grader("reasoning").grade(question, completion).is_correct,
-        "evaluation of letters": Grader("letter").grade(question, completion).is_correct,
+        "evaluation": Grader(EvaluationConfig(answer_type="reasoning")).grade(question, completion).is_correct,
+        "evaluation of letters": Grader(EvaluationConfig(answer_type="letter")).grade(question, completion).is_correct,
     }
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from dsreason.checkpoints.checkpoint_folder import (
+    SavedRun,
+    TrainerState,
     check_sizes,
     check_written,
     choose_checkpoint,
@@ -133,11 +136,16 @@ def test_leftovers_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_1"]
 
 
+def saved_run(**changes: Any) -> SavedRun:
+    run = SavedRun(TrainerState(), world_size=2, zero_stage=3, precision="bf16", parameters={})
+    return replace(run, **changes)
+
+
 def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: bool = False) -> Path:
     """A checkpoint whose job of `ranks` ranks was killed after `written` of them had written theirs."""
     partial = folder / f".saving_step_{step}"
     partial.mkdir(parents=True)
-    (partial / "trainer_state.json").write_text(json.dumps({"world_size": ranks, "step": step}))
+    (partial / "trainer_state.json").write_text(json.dumps(asdict(saved_run(world_size=ranks))))
     (partial / ".rng_rank_1.safetensors").write_text("half")
     for rank in range(written):
         (partial / f"rng_rank_{rank}.safetensors").write_text("numbers")
@@ -155,7 +163,7 @@ def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker
     write_partial(tmp_path, 4, ranks=2, written=2, marker=marker)
     assert recover(tmp_path) == [tmp_path / "step_4"]
     assert names(tmp_path) == ["step_4"]
-    assert read_checkpoint(tmp_path / "step_4")["world_size"] == 2
+    assert read_checkpoint(tmp_path / "step_4").world_size == 2
     check_sizes(tmp_path / "step_4")
 
 
@@ -211,7 +219,7 @@ def test_an_incomplete_or_garbled_checkpoint_cannot_be_read(tmp_path: Path) -> N
         read_checkpoint(write_checkpoint(tmp_path, 1, complete=False))
     garbled = write_checkpoint(tmp_path, 2)
     (garbled / "trainer_state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"step_2/trainer_state.json: is not the state of a checkpoint"):
         read_checkpoint(garbled)
 
 
@@ -288,9 +296,9 @@ def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path
     with pytest.raises(
         CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
     ):
-        next(checkpoint_tensors(tmp_path, {"world_size": 2, "ranks": [0]}))
+        next(checkpoint_tensors(tmp_path, saved_run(ranks=[0])))
 
 
 def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors and 99997 more: the 100000 ranks of this run"):
-        check_written(tmp_path, {"world_size": 100_000}, range(100_000), "copy them")
+    with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors, and 99997 more: the 100000 ranks of this run"):
+        check_written(tmp_path, 100_000, range(100_000), "copy them")

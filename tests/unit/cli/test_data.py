@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from dsreason.cli import work
 from dsreason.cli.data import app
 from dsreason.errors import ConfigError, DataError
+from dsreason.monitor import work
 from tests.unit.datasets.hub import Hub
 from tests.unit.media.videos import write_video
 

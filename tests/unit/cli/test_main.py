@@ -147,7 +147,7 @@ def test_a_configuration_error_is_one_text_and_exit_code_2(
     assert call("sft", "--config", "run.toml", "--set", "optim.lr=0", monkeypatch=monkeypatch) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: --set optim.lr=0: optim.lr: 0 is not greater than 0.0; raise it\n"
+    assert err == "error: --set optim.lr=0: optim.lr: 0 is not greater than 0; raise it\n"
 
 
 def test_a_data_error_of_the_checks_is_told_and_nothing_starts(

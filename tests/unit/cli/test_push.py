@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.push import push
 from dsreason.errors import CheckpointError, ConfigError, DsReasonError
+from dsreason.monitor.progress import Advance
 from dsreason.storage import storage
-from dsreason.storage.package import Advance, Package, Sent
+from dsreason.storage.package import Package, Sent
 from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
 
 
@@ -20,7 +21,7 @@ from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
 
-    def upload(package: Package, target: object, advance: Advance) -> Sent:
+    def upload(package: Package, target: object, advance: Advance = lambda count: None) -> Sent:
         found.append((package.name, str(target)))
         advance(package.num_bytes)
         return Sent(1, 7)

@@ -177,12 +177,21 @@ def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
             "self_test, data, rollout, weight_sync, reward, prepare, step, validation, checkpoint, export, other; "
             "did you mean export?",
         ),
-        ("[optim]\nlr = 0", "optim.lr: 0 is not greater than 0.0; raise it"),
+        ("[optim]\nlr = 0", "optim.lr: 0 is not greater than 0; raise it"),
         ("[optim]\nlr = nan", "optim.lr: nan is not a finite number; set one, such as 1e-05"),
-        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: 1.0 is not less than 1.0; lower it"),
+        ("[optim]\nbetas = [0.9, 1.0]", "optim.betas.1: 1.0 is not less than 1; lower it"),
         ("[optim]\nbetas = [0.9]", "optim.betas: [0.9] is incomplete; give all its values"),
         ("[optim]\nwarmup = -1", "optim.warmup: -1 is less than 0; raise it"),
-        ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1.0; lower it"),
+        (
+            "[optim]\nwarmup = 1.5",
+            "optim.warmup: 1.5 is not less than 1; lower it, or set a whole number",
+        ),
+        (
+            "[data]\nvalidation = 1.5",
+            "data.validation: 1.5 is not less than 1; lower it, or set a whole number or a section",
+        ),
+        ("[data]\nvalidation = true", "data.validation: True is neither a share nor a number of rows"),
+        ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1; lower it"),
         (
             "[train]\nglobal_batch_size = 'many'",
             "train.global_batch_size: 'many' is not a whole number; set one, such as 32",
@@ -247,7 +256,7 @@ def test_all_problems_are_told_at_once_and_exit_with_2() -> None:
         "  run.toml: optim.lrr: unknown key; did you mean optim.lr?",
         "  run.toml: modle: unknown key; did you mean model?",
         "  run.toml: data.vision: fps (2.0) and nframes (3) exclude each other; remove one",
-        "  run.toml: optim.lr: 0 is not greater than 0.0; raise it",
+        "  run.toml: optim.lr: 0 is not greater than 0; raise it",
         "  --set train.seed=x: train.seed: 'x' is not a whole number; set one, such as 0",
     ]
 

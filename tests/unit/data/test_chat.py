@@ -242,6 +242,9 @@ def test_a_sample_that_is_too_long_names_itself_and_both_numbers(encoder, files)
     length = short.measure(sample)
     with pytest.raises(SampleTooLong, match=rf"'r7' has {length} tokens, more than model.max_length \(15\)"):
         short.encode(sample)
+    assert len(replace(encoder, max_length=length).encode(sample)) == length
+    with pytest.raises(SampleTooLong, match=rf"more than model.max_length \({length - 1}\)"):
+        replace(encoder, max_length=length - 1).encode(sample)
 
 
 # ---------------------------------------------------------------- media
@@ -262,6 +265,22 @@ def test_sizes_beyond_the_processors_own_bounds_are_kept(encoder, files):
     prompt = encoder.encode_prompt(Sample("1", [user(image(files["small"], min_pixels=pixels), "?")]))
     assert prompt.media[0].width == prompt.media[0].height == 18 * factor
     assert prompt.encoded.mm_kwargs["image_grid_thw"].tolist() == [[1, 36, 36]]
+
+
+def test_images_are_resized_as_the_processors_resize_them(encoder, files):
+    [resized] = encoder.encode_prompt(Sample("1", [user(image(files["wide"]), "?")])).media
+    original = Image.open(files["wide"])
+    assert resized.size != original.size
+    expected = original.resize(resized.size, Image.Resampling.BICUBIC)
+    assert np.array_equal(np.asarray(resized), np.asarray(expected))
+
+
+def test_a_prompt_takes_the_memory_of_its_media_and_of_their_pixels(encoder, files):
+    prompt = encoder.encode_prompt(Sample("1", [user(image(files["wide"]), video(files["short"], nframes=4), "?")]))
+    picture, (frames, _) = prompt.media
+    pixels = sum(tensor.nbytes for tensor in prompt.encoded.mm_kwargs.values())
+    assert prompt.media_bytes == picture.width * picture.height * 3 + frames.size + pixels
+    assert prompt.without_pixels().media_bytes == prompt.media_bytes - pixels
 
 
 def test_time_of_video_frames(encoder, files):
@@ -346,7 +365,10 @@ def test_an_encoder_can_be_pickled(encoder, files):
         ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
         ([user("<|image_pad|>"), assistant("b")], r"message 0: .*special token '<\|image_pad\|>'"),
         ([user("a"), assistant("b<|im_end|>")], r"message 1: .*special token '<\|im_end\|>'"),
-        ([user("a"), assistant([{"type": "image", "image": "x.png"}])], "message 1: .*x.png: no such file"),
+        (
+            [user("a"), assistant([{"type": "image", "image": "x.png"}])],
+            "message 1: an assistant message may hold text only",
+        ),
         ([user(image("gone.png")), assistant("b")], "message 0: gone.png: no such file"),
         ([user(video("x.mp4", fps=1, nframes=4)), assistant("b")], "message 0: x.mp4: no such file"),
     ],

@@ -167,6 +167,7 @@ def test_too_long_samples_follow_their_own_setting(rows, tiny_qwen2_5_vl, on_too
         ([9, 1, 1, 1, 1], 2, False, [[0], [1, 2, 3, 4]]),
         ([9, 1, 1, 1], 2, True, [[0, 3], [1, 2]]),
         ([3], 3, True, [[0], [], []]),
+        ([9, 1, 1, 1, 1, 1, 1], 3, True, [[0, 6], [1, 3, 5], [2, 4]]),  # not 1, 3 and 3 of them
     ],
 )
 def test_lengths_are_balanced_over_ranks(lengths, ranks, same_count, expected):

@@ -40,6 +40,13 @@ def test_weights_say_how_often_an_epoch_sees_a_row():
     assert sorted(counts[row] for row in range(20, 30)) == [0] * 5 + [1] * 5
 
 
+def test_a_weight_below_one_chooses_other_rows_in_every_epoch_and_none_twice():
+    order = StepOrder([(100, 0.5)], batch_size=50, epochs=2)
+    first, second = order.indices(0), order.indices(1)
+    assert len(set(first)) == len(set(second)) == 50
+    assert set(first) != set(second)
+
+
 def test_max_steps_stops_earlier_but_adds_nothing():
     assert StepOrder([(20, 1.0)], batch_size=2, max_steps=3).num_steps == 3
     assert StepOrder([(20, 1.0)], batch_size=2, max_steps=99).num_steps == 10

@@ -18,7 +18,7 @@ from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.train.common.preflight import build_encoder, check_rows
+from dsreason.train.common.preflight import build_encoder, check_dataset
 from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
 from tests.integration.rows import write_mixed_rows
 from tests.unit.data.test_loader import gathering
@@ -116,13 +116,13 @@ def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl, 
 
 def test_a_row_that_the_check_refuses_is_a_bad_row(rows, tiny_qwen3_vl):
     def check(sample: Sample) -> None:
-        if sample.id == "2":
+        if sample.id == "0":
             raise DataError("not this one")
 
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 3: not this one"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: not this one"):
         batches(config(rows, tiny_qwen3_vl), 1, check=check)
     [[zero], _] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 1, check=check)
-    assert (ids(zero), len(zero.skipped)) == (["0"], 1)
+    assert (ids(zero), zero.numbers, len(zero.skipped)) == (["2"], [2], 1)  # the place is that in the whole batch
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])
@@ -167,7 +167,7 @@ def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
     training, _ = open_datasets(settings.data)
     encoder = build_encoder(settings, tiny_qwen3_vl)
     with pytest.raises(DataError, match=r"rows\.jsonl, row \d: not \d"):
-        check_rows(training, encoder, settings, "training", check)
+        check_dataset("training", training, encoder, settings, check)
     lenient = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"})
-    left_out = check_rows(training, encoder, lenient, "training", check)
+    left_out = check_dataset("training", training, encoder, lenient, check)
     assert sorted(text.split(", ")[1] for text in left_out) == ["row 3: not 2", "row 6: not 5"]

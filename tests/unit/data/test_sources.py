@@ -51,7 +51,9 @@ def test_holding_out_everything_is_refused(folder):
         open_datasets(config(folder, validation=10))
 
 
-@pytest.mark.parametrize(("split", "expected"), [("train[:3]", ["0", "1", "2"]), ("train[80%:]", ["8", "9"])])
+@pytest.mark.parametrize(
+    ("split", "expected"), [("train[:3]", ["0", "1", "2"]), ("train[80%:]", ["8", "9"]), ("train[:16%]", ["0", "1"])]
+)
 def test_split_ranges_choose_rows(folder, split, expected):
     assert ids(open_datasets(config(folder, split=split))[0]) == expected
 

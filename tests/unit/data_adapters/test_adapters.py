@@ -188,7 +188,7 @@ def test_local_labels_name_what_has_no_partner(tmp_path, present, text):
     data = SourceConfig(adapter="local_labels", path=str(tmp_path), question="Describe.")
     with pytest.raises(DataError, match="split"):
         local_labels.rows(data.model_copy(update={"split": "validation"}))
-    source, _ = open_source(data)
+    source = open_source(data)
     with pytest.raises(DataError, match=text):
         source.sample(0)
 
@@ -268,7 +268,7 @@ def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as
 def test_cosmos_names_the_clip_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "8.mp4")
-    source, _ = open_source(data)
+    source = open_source(data)
     with pytest.raises(DataError, match=r"row 1 \(sample 'clips/7\.mp4'\): video: no file .*/robovqa/clips/7\.mp4"):
         source.sample(0)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from dsreason.datasets.clip import cut_clips, needed_clips
 from dsreason.datasets.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
 from dsreason.datasets.cutting import IMAGE_FPS, cut_clip, encode
-from dsreason.datasets.processes import Failure, run_tasks
+from dsreason.datasets.processes import run_tasks
 from dsreason.errors import ConfigError, DataError
 from dsreason.media.media import load_video, probe_video
 from tests.unit.media.videos import number_frame, read_number, write_video
@@ -175,7 +175,7 @@ def test_a_range_that_cannot_be_is_told(tmp_path: Path, dataset: str, name: str,
 
 
 def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(MissingRaw, match=r"1-2-head-3-4: no raw video, such as .*observations/1/2/videos/head\.mp4"):
+    with pytest.raises(MissingRaw, match=r"^no raw video, such as .*observations/1/2/videos/head\.mp4"):
         rule_for("agibot", tmp_path)("1-2-head-3-4")
 
 
@@ -357,26 +357,31 @@ def double_or_die(number: int) -> int:
         os._exit(7)
     if number == 6:
         raise ValueError("six")
+    if number == 12:
+        raise DataError("row 12: unusable")
     return 2 * number
 
 
 def test_a_process_that_dies_costs_its_task_only() -> None:
-    found = dict(run_tasks(double_or_die, range(12), workers=2))
-    assert found.pop(3) == Failure(
-        "the process that worked on it was killed by SIGKILL (out of memory is the usual reason)"
-    )
-    assert found.pop(5) == Failure("the process that worked on it ended with exit code 7")
-    assert found.pop(6) == Failure("ValueError: six")
+    found = dict(run_tasks(double_or_die, range(13), "task {}".format, workers=2))
+    assert {number: str(found.pop(number)) for number in (3, 5, 6, 12)} == {
+        3: "task 3: the process that worked on it was killed by SIGKILL (out of memory is the usual reason)",
+        5: "task 5: the process that worked on it ended with exit code 7",
+        6: "task 6: ValueError: six",
+        12: "row 12: unusable",
+    }
     assert found == {number: 2 * number for number in range(12) if number not in (3, 5, 6)}
 
 
 def test_tasks_run_in_this_process_without_workers() -> None:
-    assert list(run_tasks(os.path.getsize, ["/nowhere"], workers=0))[0][1].reason.startswith("FileNotFoundError")
-    assert list(run_tasks(lambda task: os.getpid(), [0], workers=0)) == [(0, os.getpid())]
+    (_, failed), (_, done) = run_tasks(os.path.getsize, ["/nowhere", "/"], str, workers=0)
+    assert str(failed).startswith("/nowhere: FileNotFoundError")
+    assert done == os.path.getsize("/")
+    assert list(run_tasks(lambda task: os.getpid(), [0], str, workers=0)) == [(0, os.getpid())]
 
 
 def test_processes_end_when_the_results_are_not_wanted_any_more() -> None:
-    results = run_tasks(lambda task: os.getpid(), range(100), workers=1)
+    results = run_tasks(lambda task: os.getpid(), range(100), str, workers=1)
     pid = next(results)[1]
     results.close()
     with pytest.raises((ChildProcessError, ProcessLookupError)):

@@ -19,7 +19,7 @@ from dsreason.data.contact_sheet import sheet_of_samples
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.datasets.inspection import Inspection, Letter, Overlap, Spread, evenly, inspect_data, spread
-from dsreason.datasets.rendering import Rendering, render_rows
+from dsreason.datasets.rendering import render_rows
 from dsreason.datasets.row_facts import UnusableRow, normalised, short_answer
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
@@ -123,7 +123,7 @@ def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, worke
     ],
 )
 def test_missing_media_are_told_from_other_reasons(reason: str, missing: bool) -> None:
-    assert UnusableRow(0, reason).is_missing_media is missing
+    assert UnusableRow("", reason).is_missing_media is missing
 
 
 def test_tokens_are_what_encoding_gives(folder: Path, encoder: Encoder) -> None:
@@ -267,7 +267,7 @@ def test_every_row_that_training_would_refuse_is_named(folder: Path, encoder: En
         row(3, question="word " * 80),
         {"id": "4", "question": "q"},
     )
-    count, bad = render_rows("training", Rendering(samples, encoder.encode), workers=workers)
+    count, bad = render_rows("training", samples, encoder.encode, workers=workers)
     assert count == 5
     words = [r"row 2: .*broken\.mp4", r"row 3 .*gone\.mp4", r"row 4: .*tokens", "row 5: field 'answer'"]
     assert len(bad) == len(words)
@@ -279,7 +279,7 @@ def test_media_that_are_damaged_behind_their_header_are_found(folder: Path, enco
     (folder / "half.png").write_bytes((folder / "whole.png").read_bytes()[:6000])
     samples = open_rows(folder, row(0, image="half.png"))
     assert inspect_data({"training": samples}).problems == []
-    _, bad = render_rows("training", Rendering(samples, encoder.encode))
+    _, bad = render_rows("training", samples, encoder.encode)
     assert len(bad) == 1 and "half.png: not a usable image" in bad[0]
 
 
@@ -290,7 +290,7 @@ def die_on(name: str, sample: Sample) -> None:
 
 def test_a_row_that_kills_its_process_is_named_and_the_others_are_rendered(folder: Path) -> None:
     samples = open_rows(folder, *[row(i) for i in range(6)])
-    count, bad = render_rows("training", Rendering(samples, partial(die_on, "3")), workers=2)
+    count, bad = render_rows("training", samples, partial(die_on, "3"), workers=2)
     assert count == 6
     assert bad == [
         f"{folder / 'rows.jsonl'}, row 4: the process that worked on it was killed by SIGKILL "

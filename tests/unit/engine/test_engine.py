@@ -11,7 +11,14 @@ from torch import nn
 
 from dsreason.config.schema import OptimConfig
 from dsreason.engine import engine as engine_module
-from dsreason.engine.engine import build_engine, parameter_groups
+from dsreason.engine.engine import (
+    build_engine,
+    engine_grad_norm,
+    full_parameters,
+    parameter_groups,
+    plan_buckets,
+    set_learning_rate,
+)
 
 
 class Rotary(nn.Module):
@@ -44,3 +51,42 @@ def test_matrices_decay_and_biases_do_not() -> None:
     matrices, vectors = parameter_groups(model, weight_decay=0.1)
     assert (matrices["params"], matrices["weight_decay"]) == ([model.layer.weight], 0.1)
     assert (vectors["params"], vectors["weight_decay"]) == ([model.layer.bias], 0.0)
+
+
+def test_the_learning_rate_is_that_of_all_groups() -> None:
+    groups = [{"lr": 1.0}, {"lr": 1.0}]
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+    set_learning_rate(engine, 0.25)
+    assert groups == [{"lr": 0.25}, {"lr": 0.25}]
+
+
+def test_the_norm_of_a_step_that_deepspeed_refused_is_infinite() -> None:
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: 2.5)
+    assert engine_grad_norm(engine) == 2.5
+    engine.optimizer.overflow = True
+    assert engine_grad_norm(engine) == float("inf")
+
+
+def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
+    # Bytes of float32: 8, 8, 40, 4, 4, 4.
+    sizes = {"a": 2, "b": 2, "c": 10, "d": 1, "e": 1, "f": 1}
+    parameters = [(name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items()]
+    found = [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 16)]
+    assert found == [["a", "b"], ["c"], ["d", "e", "f"]]
+    assert [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 8)] == [
+        *(["a"], ["b"], ["c"], ["d", "e"], ["f"])
+    ]
+
+
+def test_whole_parameters_come_under_their_own_names_and_trained_ones_as_masters_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Module()
+    model.model = nn.ParameterDict({name: torch.ones(1, dtype=torch.bfloat16) for name in ("a", "b", "c")})
+    model.model["b"].requires_grad_(False)
+    monkeypatch.setattr(engine_module, "safe_get_full_fp32_param", lambda parameter: torch.full((1,), 1.001))
+    engine: Any = SimpleNamespace(module=model)
+    found = [(name, tensor.dtype) for name, tensor in full_parameters(engine)]
+    assert found == [("a", torch.bfloat16), ("b", torch.bfloat16), ("c", torch.bfloat16)]
+    found = [(name, tensor.dtype) for name, tensor in full_parameters(engine, master=True, without={"c"})]
+    assert found == [("a", torch.float32), ("b", torch.bfloat16)]

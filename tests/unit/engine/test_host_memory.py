@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_writer import Copier
+from dsreason.checkpoints.checkpoint_writer import SnapshotEngine
 from dsreason.engine import host_memory
 from dsreason.engine.host_memory import HostBuffer, StagedCopy
 
@@ -96,12 +96,12 @@ class OnGPU(Tensor):
 
 def test_snapshots_of_a_gpu_are_staged_and_those_of_a_cpu_copied_straight(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    staged = StagedCopy()
-    monkeypatch.setattr(staged, "copy", lambda target, source: seen.append(source) or target.copy_(source))
+    snapshot = SnapshotEngine(copying=True)
+    monkeypatch.setattr(snapshot.staged, "copy", lambda target, source: seen.append(source) or target.copy_(source))
     here, there = torch.arange(3.0), torch.arange(4.0).as_subclass(OnGPU)
-    buffers: dict[tuple[str, int], Tensor] = {}
-    copied = Copier(buffers, staged, "file").copy({"here": here, "there": [there]})
+    copied = snapshot.on_host("file", {"here": here, "there": [there], "again": here})
     assert torch.equal(copied["here"], here)
     assert torch.equal(copied["there"][0], there.as_subclass(Tensor))
     assert [type(tensor) for tensor in seen] == [OnGPU]
-    assert not any(buffer.is_cuda for buffer in buffers.values())
+    assert copied["again"] is copied["here"] is not here
+    assert not any(buffer.is_cuda for buffer in snapshot.buffers.values())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dsreason.answers.types import Parsed
+from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.evaluation.questions.grading import Grader
@@ -23,8 +24,12 @@ def asks(kind, answer, options=None, *, number=0):
     return Question(f"d/clip/{number}", "d", "clip", kind, sample, answer, options)
 
 
+def grader_for(answer_type, **settings):
+    return Grader(EvaluationConfig(answer_type=answer_type, **settings))
+
+
 def is_right(kind, text, answer, options=None, **settings):
-    return Grader("reasoning", **settings).grade(asks(kind, answer, options), text).is_correct
+    return grader_for("reasoning", **settings).grade(asks(kind, answer, options), text).is_correct
 
 
 # ---------------------------------------------------------------- right or wrong
@@ -87,14 +92,14 @@ def test_compat_compares_the_first_capital_with_the_reference_as_it_stands(kind,
 
 
 def test_what_was_read_is_part_of_the_grade():
-    graded = Grader("letter").grade(asks("multiple_choice", "B", OPTIONS), "<think>r</think> (b)")
+    graded = grader_for("letter").grade(asks("multiple_choice", "B", OPTIONS), "<think>r</think> (b)")
     assert graded.parsed == Parsed("B", "r", "only letter")
     assert graded.scores == {}
 
 
 def test_each_text_is_graded_by_its_own_question():
     questions = [asks("multiple_choice", "A", OPTIONS), asks("yes_no", "no"), asks("open", "red")]
-    graded = map(Grader("letter").grade, questions, ["A", "yes", "red"])
+    graded = map(grader_for("letter").grade, questions, ["A", "yes", "red"])
     assert [grade.is_correct for grade in graded] == [True, False, True]
 
 
@@ -102,7 +107,7 @@ def test_each_text_is_graded_by_its_own_question():
 
 
 def test_free_texts_are_scored_by_bleu_and_rouge():
-    scores = Grader("letter").grade(asks("free_text", "a red car turns left"), "the red car moves").scores
+    scores = grader_for("letter").grade(asks("free_text", "a red car turns left"), "the red car moves").scores
     # words 2/4, pairs 1/3, triples 0/2 → 1/4, fours 0/1 → 1/4 (smoothed); one word too short
     bleu = 100 * math.exp(1 - 5 / 4) * (2 / 4 * 1 / 3 * 1 / 4 * 1 / 4) ** (1 / 4)
     expected = {"bleu": bleu, "rouge1": 4 / 9, "rouge2": 2 / 7, "rougeL": 4 / 9}
@@ -110,7 +115,7 @@ def test_free_texts_are_scored_by_bleu_and_rouge():
 
 
 def test_the_answer_of_a_tagged_reference_is_what_free_texts_are_compared_with():
-    graded = Grader("reasoning").grade(
+    graded = grader_for("reasoning").grade(
         asks("free_text", "<think>x y</think><answer>red car</answer>"), "<answer>Red car</answer>"
     )
     assert graded.scores["rougeL"] == 1
@@ -118,12 +123,12 @@ def test_the_answer_of_a_tagged_reference_is_what_free_texts_are_compared_with()
 
 
 def test_a_free_text_that_was_not_read_scores_nothing():
-    scores = Grader("reasoning").grade(asks("free_text", "red car"), "<think>red car").scores
+    scores = grader_for("reasoning").grade(asks("free_text", "red car"), "<think>red car").scores
     assert scores == {"bleu": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
 
 
 def test_compat_has_no_scores_of_texts():
-    assert Grader("letter", "compat").grade(asks("free_text", "red car"), "red car").scores == {}
+    assert grader_for("letter", parser="compat").grade(asks("free_text", "red car"), "red car").scores == {}
 
 
 # ---------------------------------------------------------------- semantic similarity
@@ -161,7 +166,7 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
     from sentence_transformers import SentenceTransformer
 
     pairs = [("the red car turns", "a blue arm stops"), ("a car", "a car"), ("the arm", "the red arm")]
-    with Grader("letter", similarity_model=str(embedding_model)) as grader:
+    with grader_for("letter", similarity_model=str(embedding_model)) as grader:
         graded = [grader.grade(asks("free_text", right), text) for text, right in pairs]
     model = SentenceTransformer(str(embedding_model), device="cpu")
     for (text, right), grade in zip(pairs, graded, strict=True):
@@ -173,7 +178,7 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
 
 
 def test_only_free_texts_that_were_read_are_compared(embedding_model):
-    grader = Grader("reasoning", similarity_model=str(embedding_model))
+    grader = grader_for("reasoning", similarity_model=str(embedding_model))
     texts = ["<answer>red</answer>", "<think>red car"]
     open_, unread = map(grader.grade, [asks("open", "red"), asks("free_text", "red car")], texts)
     assert "similarity" not in open_.scores
@@ -184,26 +189,26 @@ def test_a_missing_embedding_model_is_an_error_that_says_what_to_give(tmp_path):
     with pytest.raises(
         ConfigError, match=r"similarity_model \S+nowhere: no such folder.*give the folder of a sentence"
     ):
-        Grader("letter", similarity_model=str(tmp_path / "nowhere"))
+        grader_for("letter", similarity_model=str(tmp_path / "nowhere"))
 
 
 def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path):
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(ConfigError, match=f"similarity_model {tmp_path}: cannot be loaded"):
-        Grader("letter", similarity_model=str(tmp_path))
+        grader_for("letter", similarity_model=str(tmp_path))
 
 
 def test_an_embedding_model_with_code_of_its_own_is_refused(tmp_path):
     (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]')
     (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Grader("letter", similarity_model=str(tmp_path))
+        grader_for("letter", similarity_model=str(tmp_path))
 
 
 def test_without_sentence_transformers_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'dsreason\[similarity\]'"):
-        Grader("letter", similarity_model=str(tmp_path))
+        grader_for("letter", similarity_model=str(tmp_path))
 
 
 # ---------------------------------------------------------------- the user's scorer
@@ -225,29 +230,29 @@ def judge(tmp_path: Path) -> str:
 def test_a_scorer_decides_what_is_right_from_a_half_on(judge):
     texts = ["red car", "red", "blue", "<think>red car</think> blue"]
     questions = [asks("open", "red car", number=i) for i in range(4)]
-    with Grader("letter", scorer=judge) as grader:
+    with grader_for("letter", scorer=judge) as grader:
         graded = [grader.grade(question, text) for question, text in zip(questions, texts, strict=True)]
     assert [grade.scores for grade in graded] == [{"share": 1}, {"share": 0.5}, {"share": 0}, {"share": 1}]
     assert [grade.is_correct for grade in graded] == [True, True, False, True]
 
 
 def test_a_scorer_leaves_the_other_scores(judge):
-    with Grader("letter", scorer=judge) as grader:
+    with grader_for("letter", scorer=judge) as grader:
         graded = grader.grade(asks("free_text", "a red car turns"), "red")
     assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, pytest.approx(0.4), False)
 
 
 def test_compat_keeps_its_own_verdict_beside_a_scorer(judge):
-    with Grader("letter", "compat", scorer=judge) as grader:
+    with grader_for("letter", parser="compat", scorer=judge) as grader:
         graded = grader.grade(asks("multiple_choice", "A"), "B, not A")
     assert (graded.scores, graded.is_correct) == ({"share": 1}, False)
 
 
 def test_a_scorer_that_raises_names_itself_and_the_sample(judge):
-    with Grader("letter", scorer=judge) as grader, pytest.raises(RewardError, match=r"share(.|\n)*clip7"):
+    with grader_for("letter", scorer=judge) as grader, pytest.raises(RewardError, match=r"share(.|\n)*clip7"):
         grader.grade(asks("open", "red", number=7), "bang")
 
 
 def test_a_scorer_that_cannot_be_found_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.py"), Grader("letter", scorer=str(tmp_path / "nowhere.py")):
+    with pytest.raises(ConfigError, match="nowhere.py"), grader_for("letter", scorer=str(tmp_path / "nowhere.py")):
         pass

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation import run
 from dsreason.evaluation.ask.answerers import Answering, OnModel
@@ -158,6 +159,22 @@ def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anythi
     monkeypatch.setattr(run, "of_rank", lambda questions, rank, size: questions[:3])  # the other two are another host's
     with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
         evaluate(ROWS, lambda question: pytest.fail("asked"))
+
+
+def test_attempts_count_replies_and_not_errors(evaluate: Any, tmp_path: Path) -> None:
+    replies = {"0": Reply(error="refused"), "1": Reply("1", "stop"), "2": Reply("", "stop")}
+    evaluate(ROWS[:3], lambda question: replies[question.video_id], generation={"max_retries": 2})
+    assert {name: result.attempts for name, result in stored(tmp_path).items()} == {"0": 0, "1": 1, "2": 3}
+
+
+def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
+    def question(dataset: str, video_id: str, number: int) -> Question:
+        return Question(f"{dataset}/{video_id}/{number}", dataset, video_id, "open", Sample("", []), "a")
+
+    clips = [("x", "1"), ("x", "2"), ("y", "1")]
+    questions = [question(*clip, number) for number in range(2) for clip in clips]
+    shares = [[one.id for one in run.of_rank(questions, rank, 2)] for rank in range(2)]
+    assert shares == [["x/1/0", "y/1/0", "x/1/1", "y/1/1"], ["x/2/0", "x/2/1"]]
 
 
 def test_a_clips_file_is_written_once_before_its_questions_are_asked(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.files import atomic
 from dsreason.files.atomic import build_once, draft_of, write_file
 
 
@@ -52,6 +53,13 @@ def test_of_many_one_builds_and_all_get_the_folder(tmp_path: Path) -> None:
     assert set(found) == {tmp_path / "cache" / "folder"}
     assert len(built) == 1
     assert names(tmp_path / "cache") == ["folder"]
+
+
+def test_what_another_process_has_built_meanwhile_is_not_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic.fcntl, "flock", lambda lock, how: (tmp_path / "folder").mkdir())
+    assert build_once(tmp_path / "folder", lambda partial: pytest.fail("built")) == tmp_path / "folder"
 
 
 def test_a_build_that_fails_leaves_no_folder_and_goes_on_with_what_it_has(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ TOKEN = "hf_sentinel"
 PROGRAM = """
 import logging, os, sys, threading, warnings
 from pathlib import Path
-from dsreason.job.launch import report_crash
+from dsreason.job.launch import report
 from dsreason.job.logs import set_step, setup_logs
 
 noisy = logging.getLogger("DeepSpeed")
@@ -38,7 +38,7 @@ except RuntimeError:
 try:
     raise RuntimeError("the end with " + os.environ["HF_TOKEN"])
 except RuntimeError as error:
-    sys.exit(report_crash(error))
+    sys.exit(report(error))
 """
 
 

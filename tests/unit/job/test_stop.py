@@ -52,3 +52,10 @@ def test_a_signal_to_any_rank_stops_all_of_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(stop, "gather_objects", lambda own: [own, "", ""])
     with StopRequest() as request:
         assert request.asked() == ""
+
+
+def test_afterwards_signals_are_handled_as_before(ended: list[int]) -> None:
+    with StopRequest():
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]

@@ -68,7 +68,7 @@ try:
             elif mode == "fork":
                 sys.exit(os.wait()[1])
 except Exception as error:
-    sys.exit(launch.report_crash(error))
+    sys.exit(launch.report(error))
 """
 
 

@@ -8,7 +8,6 @@ from dsreason.losses.advantages import (
     batch_normalized,
     group_centered,
     group_normalized,
-    informative_groups,
     leave_one_out,
 )
 
@@ -63,13 +62,3 @@ def test_advantages_are_exactly_zero_when_all_rewards_are_equal(kind, size):
     rewards = torch.full((2, size), 0.1)
     rewards[1] = torch.arange(size)
     assert ADVANTAGES[kind](rewards)[0].tolist() == [0.0] * size
-
-
-def test_groups_with_equal_rewards_are_not_informative():
-    rewards = torch.tensor([[1.0, 0, 0], [0.1, 0.1, 0.1], [1, 1, 1], [0.52, 0.5, 0.51]])
-    assert informative_groups(rewards).tolist() == [True, False, False, True]
-
-
-def test_a_tolerance_finds_groups_whose_continuous_rewards_are_nearly_equal():
-    rewards = torch.tensor([[1.0, 0, 0], [0.52, 0.5, 0.51], [0.6, 0.5, 0.5]])
-    assert informative_groups(rewards, tolerance=0.05).tolist() == [True, False, True]

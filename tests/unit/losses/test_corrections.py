@@ -39,6 +39,11 @@ def test_weights(correction, bounds, expected):
     assert correction(LOG_RATIO, SEQUENCE, **bounds).tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("correction", [token_mask, sequence_mask, geometric_mask])
+def test_a_weight_at_a_bound_is_kept(correction):
+    assert correction(torch.zeros(5), SEQUENCE, low=1.0, high=1.0).tolist() == [1] * 5
+
+
 def test_token_truncation_stops_at_two_by_default():
     assert token_truncate(LOG_RATIO, SEQUENCE)[1].item() == 2
 

@@ -62,6 +62,7 @@ def test_bounds_of_the_correction_replace_the_published_ones() -> None:
         ({"kl_coef": 0.1}, 0.014872),  # 0.1 * (e^0.5 - 1.5)
         ({"kl_coef": 0.1, "kl_clamp": 0.1}, 0.01),
         ({"kl_coef": 0.1, "kl_estimator": "bias_corrected_k3"}, 0.016436),  # times e^0.1
+        ({"kl_coef": 0.1, "kl_estimator": "bias_corrected_k3", "kl_clamp": 0.1}, 0.011052),  # 0.1 * e^0.1 * 0.1
         ({"kl_coef": 0.0, "entropy_coef": 0.01}, -0.02),
         ({"kl_coef": 0.1, "entropy_coef": 0.01}, -0.005128),
         ({}, 0.005949),  # 0.04 as the paper

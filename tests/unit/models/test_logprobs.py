@@ -7,13 +7,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dsreason.models import logprobs
-from dsreason.models.logprobs import LogprobHead, token_logprobs, token_logprobs_and_entropy
+from dsreason.models.logprobs import LogprobHead, token_logprobs
 
 
 def test_two_way_logits_give_the_hand_computed_value():
     # logits (2, 0, 0), target 0: -log(e^2 / (e^2 + 2)) = 0.239545
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0], [0.0]])
-    logprobs = token_logprobs(hidden, weight, torch.tensor([0]))
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0]))
     assert logprobs.item() == pytest.approx(-0.239545, abs=1e-6)
 
 
@@ -27,7 +27,7 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
 
     plain = (hidden @ weight.t() / temperature).log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    ours = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    ours, _ = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
     got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
 
     torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
@@ -45,7 +45,7 @@ def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
     logits = (hidden @ weight.t() / 0.7).index_fill(1, banned, -torch.inf)
     plain = logits.log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    ours = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned)
+    ours, _ = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned)
     got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
 
     torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
@@ -68,29 +68,32 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperatur
     plain, entropy = logs[torch.arange(7), targets], -(logs.exp() * logs).sum(-1)
     expected = torch.autograd.grad((plain * of_logprobs + entropy * of_entropy).sum(), (hidden, weight))
     settings = {"temperature": temperature, "chunk_size": chunk_size, "banned_ids": banned}
-    ours, our_entropy = token_logprobs_and_entropy(hidden, weight, targets, **settings)
+    ours, our_entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
     got = torch.autograd.grad((ours * of_logprobs + our_entropy * of_entropy).sum(), (hidden, weight))
 
     torch.testing.assert_close(our_entropy, entropy.float(), atol=1e-5, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert torch.equal(ours, token_logprobs(hidden, weight, targets, **settings))
+    alone, no_entropy = token_logprobs(hidden, weight, targets, **settings)
+    assert torch.equal(ours, alone)
+    assert no_entropy.shape == (0,)
+    ours, _ = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
     for a, b in zip(
-        torch.autograd.grad(token_logprobs_and_entropy(hidden, weight, targets, **settings)[0].sum(), (hidden, weight)),
-        torch.autograd.grad(token_logprobs(hidden, weight, targets, **settings).sum(), (hidden, weight)),
+        torch.autograd.grad(ours.sum(), (hidden, weight)),
+        torch.autograd.grad(alone.sum(), (hidden, weight)),
         strict=True,
     ):
         assert torch.equal(a, b)
 
 
 def test_the_entropy_of_equal_logits_is_the_logarithm_of_their_number():
-    _, entropy = token_logprobs_and_entropy(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]))
+    _, entropy = token_logprobs(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]), with_entropy=True)
     assert entropy.item() == pytest.approx(2.0794415, abs=1e-6)  # log 8
 
 
 def test_extreme_logits_do_not_overflow():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e4], [0.0]])
-    assert token_logprobs(hidden, weight, torch.tensor([1])).item() == -1e4
+    assert token_logprobs(hidden, weight, torch.tensor([1]))[0].item() == -1e4
 
 
 def test_no_tokens_give_zero_gradients():
@@ -108,25 +111,25 @@ def test_head_without_targets_returns_logits():
 
 
 def test_uniform_logits_give_log_of_vocabulary_size():
-    assert token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4])).item() == pytest.approx(
-        -math.log(10)
-    )
+    logprobs, _ = token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4]))
+    assert logprobs.item() == pytest.approx(-math.log(10))
 
 
 @pytest.mark.parametrize(
-    ("compute", "device", "num_chunks"),
+    ("with_entropy", "device", "num_chunks"),
     [
-        (token_logprobs, "cpu", 5),  # 2**26 / 151936 = 441 tokens
-        (token_logprobs, "cuda", 2),  # 1766
-        (token_logprobs_and_entropy, "cpu", 10),  # 220
-        (token_logprobs_and_entropy, "cuda", 3),  # 883
+        (False, "cpu", 5),  # 2**26 / 151936 = 441 tokens
+        (False, "cuda", 2),  # 1766
+        (True, "cpu", 10),  # 220
+        (True, "cuda", 3),  # 883
     ],
 )
-def test_chunks_are_larger_on_a_gpu(compute, device, num_chunks, monkeypatch):
+def test_chunks_are_larger_on_a_gpu(with_entropy, device, num_chunks, monkeypatch):
     sizes, logits = [], logprobs._logits
     monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
     with FakeTensorMode():
         hidden, weight = torch.empty(2000, 8, device=device), torch.empty(151936, 8, device=device)
-        compute(hidden, weight, torch.zeros(2000, dtype=torch.int64, device=device))
+        targets = torch.zeros(2000, dtype=torch.int64, device=device)
+        token_logprobs(hidden, weight, targets, with_entropy=with_entropy)
     assert len(sizes) == num_chunks
     assert sum(sizes) == 2000

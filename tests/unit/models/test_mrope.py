@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
 from dsreason.models.mrope import position_ids
-from dsreason.models.patch import patch
 
 CONFIG = SimpleNamespace(
     vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2),
@@ -117,37 +115,6 @@ def test_placeholders_that_do_not_match_the_media_are_an_error(
 ) -> None:
     with pytest.raises(DataError, match=message):
         positions(family, types, **media)
-
-
-class Shell(nn.Module):
-    """As much of a model as `patch` touches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.visual = nn.Identity()
-        self.config = CONFIG
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_patched_model_positions_of_a_padded_batch(masked: bool) -> None:
-    shell = Shell()
-    patch(shell, FAMILIES["qwen2_5_vl"])
-    found, deltas = shell.model.get_rope_index(
-        torch.zeros(3, 5, dtype=torch.int64),
-        mm_token_type_ids=torch.tensor([[0, 0, 0, 2, 2], [2, 2, 0, 0, 0], [0, 0, 0, 0, 0]]),
-        attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]) if masked else None,
-        video_grid_thw=torch.tensor([[2, 2, 2], [2, 2, 2]]),
-        second_per_grid_ts=torch.tensor([1.0, 4.0]),
-        image_grid_thw=None,
-    )
-    expected = (
-        [[0, 0, 0, 1, 3], [0, 8, 9, 0, 0], [0, 1, 2, 3, 4]]
-        if masked
-        else ([[0, 1, 2, 3, 5], [0, 8, 9, 10, 11], [0, 1, 2, 3, 4]])
-    )
-    assert found[0].tolist() == expected
-    assert deltas.tolist() == ([[1], [7], [0]] if masked else [[1], [7], [0]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """A batch that shows a medium several times: one pass of the vision tower, and what several give."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,19 @@ def test_numbers_are_those_of_one_forward_and_of_as_many_media(tiny: Path) -> No
     ):
         model.model.get_video_features(pixels, grids)
     assert len(torch.cat(model.model.get_image_features(pixels, grids).pooler_output)) == 2 * 4
+
+
+def test_images_go_before_videos_in_whichever_order_a_batch_numbers_them() -> None:
+    def forward(patches: Tensor, grids: Tensor) -> dict[str, Tensor]:
+        return {"features": patches}
+
+    tower = SimpleNamespace(forward=SharedMediaForward(forward))
+    grids = torch.tensor([[1, 1, 2]] * 3)
+    with shared_media(tower, {"video": (0, 0, 1), "image": (0, 1, 1)}):  # type: ignore[arg-type]  # all that is used
+        images = tower.forward(torch.tensor([1, 2, 3, 4]), grids)["features"]
+        videos = tower.forward(torch.tensor([5, 6, 7, 8]), grids)["features"]
+    assert images.tolist() == [1, 2, 3, 4, 3, 4]
+    assert videos.tolist() == [5, 6, 5, 6, 7, 8]
 
 
 def test_a_batch_that_shares_pixels_gives_the_log_probabilities_of_one_that_repeats_them(tiny: Path) -> None:

@@ -97,6 +97,19 @@ def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str
     assert "device" in ledger.report()
 
 
+def test_of_a_phase_that_runs_twice_the_higher_peak_counts_until_it_is_taken(gpu: dict[str, int]) -> None:
+    ledger = MemoryLedger(torch.device("cuda"))
+    for peak in (55, 70, 60):
+        with ledger.phase("train"):
+            gpu["peak"] = peak * GIB
+    assert ledger.take()["memory/train/peak_gib"] == 70
+    with ledger.phase("train"):
+        gpu["driver"] = 61 * GIB  # it holds more than before
+    values = ledger.take()
+    assert (values["memory/train/peak_gib"], values["memory/train/freed_gib"]) == (60, 0)
+    assert ledger.totals["train"].gib == {"allocated": 50, "peak": 70, "freed": 0, "device": 61}
+
+
 @pytest.mark.parametrize(
     ("line", "folder", "limit", "used", "cached"),
     [

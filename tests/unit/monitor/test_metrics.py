@@ -1,5 +1,8 @@
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsreason.config.schema import MonitorConfig
+from dsreason.monitor import metrics as metrics_module
 from dsreason.monitor.metrics import Metrics, open_metrics
 
 
@@ -33,8 +37,8 @@ def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
 
 def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     metrics = open_in(tmp_path)
-    metrics.scalars(1, {"train/loss": 2.5})
-    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5}]
+    metrics.scalars(1, {"train/loss": 2.125})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 2.125}]
     metrics.scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
     metrics.close()
@@ -47,6 +51,15 @@ def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: fl
     text = (tmp_path / "metrics.jsonl").read_text()
     entry = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     assert entry == {"step": 3, "train/loss": None, "train/epoch": 0.5, "nonfinite": {"train/loss": name}}
+
+
+def test_a_value_that_is_given_again_as_a_number_is_no_longer_named(tmp_path: Path) -> None:
+    with open_in(tmp_path) as metrics:
+        metrics.scalars(3, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
+        metrics.scalars(3, {"train/loss": 2.0})
+    assert lines(tmp_path) == [
+        {"step": 3, "train/loss": 2.0, "train/grad_norm": None, "nonfinite": {"train/grad_norm": "inf"}}
+    ]
 
 
 def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -117,3 +130,20 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         metrics.images(1, "a", [])
         metrics.histogram(1, "a", np.zeros(1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def init(**settings: Any) -> SimpleNamespace:
+        begun.append(settings["id"])
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(metrics_module, "check_wandb", lambda config: None)
+    for resumed in (False, True, False):
+        metrics_module.open_wandb(tmp_path, MonitorConfig(wandb=True), {}, resumed=resumed)
+    first, again, fresh = begun
+    assert first == again != fresh

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig, RemoteRewardConfig, RewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
+from dsreason.rewards import remote as remote_rewards
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rewards.scoring import Scorer, open_scorer
+from dsreason.rewards.scoring import Scorer
 
 TOKEN = "very-secret-token"
 MESSAGES = [
@@ -68,6 +70,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
     server = Server()
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -77,8 +80,9 @@ def server(monkeypatch) -> Iterator[Server]:
     thread.join()
 
 
-def remote(server: Server, **settings: Any) -> RemoteReward:
-    return RemoteReward(server.url, TOKEN, **{"pause": 0.01, "retries": 2, **settings})
+def remote(server: Server, *, pause: float = 0.01, **settings: Any) -> RemoteReward:
+    config = RemoteRewardConfig.model_validate({"url": server.url, "retries": 2, **settings})
+    return RemoteReward(config, pause=pause)
 
 
 def test_a_request_has_everything_and_the_token_in_its_header(server):
@@ -107,18 +111,40 @@ def test_a_failure_that_may_pass_is_tried_again(server, status):
     assert len(server.requests) == 3
 
 
-def test_pauses_double(server):
-    server.answer = lambda body: (500, {})
-    begin = time.monotonic()
-    with pytest.raises(RewardError, match=r"status 500 .*\(3 attempts\)"):
-        remote(server, pause=0.2).score(["x"], SAMPLES[:1])
-    assert 0.6 <= time.monotonic() - begin < 3
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those between the attempts, which are not waited for."""
+    noted: list[float] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            noted.append(timeout)
+            return self.is_set()
+
+    monkeypatch.setattr(remote_rewards, "threading", SimpleNamespace(Event=Stop))
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, [0.5, 1.0, 2.0, 4.0]),
+        ({"Retry-After": "3"}, [3.0, 3.0, 3.0, 4.0]),  # at least what the server asks for
+        ({"Retry-After": "3600"}, [30.0] * 4),  # but no pause is longer than this
+        ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, [0.5, 1.0, 2.0, 4.0]),
+    ],
+)
+def test_pauses_double_and_heed_what_the_server_asks_for(server, pauses, headers, expected):
+    server.answer, server.headers = lambda body: (503, {}), headers
+    with pytest.raises(RewardError, match=r"status 503 .*\(5 attempts\)"):
+        remote(server, pause=0.5, retries=4).score(["x"], SAMPLES[:1])
+    assert pauses == expected
 
 
 def test_a_server_that_is_not_there_is_named(server):
     server.http.server_close()
     with pytest.raises(RewardError, match=r'127.0.0.1:\d+/score, samples "0" to "1": ConnectError.*refused'):
-        RemoteReward(server.url, retries=1, pause=0.01).score(["x", "y"], SAMPLES[:2])
+        remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
 
 
 def test_a_slow_server_is_given_up(server):
@@ -136,19 +162,25 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"<html>", "not JSON: <html>"),
-        ([1], 'no {"scores"'),
-        ({"scores": [1, 2]}, 'no {"scores"'),
-        ({"scores": {}}, 'no {"scores"'),
+        (b"<html>", "in <html>"),
+        ([1], 'not {"scores"'),
+        ({"scores": [1, 2]}, "scores is [1, 2]: "),
+        ({"scores": {}}, "at least 1 item"),
         ({"uuid": "1"}, "cosmos-rl's queue"),
-        ({"scores": {"a": 1}}, 'score "a": int for 2 completions'),
+        ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid array"),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
-        ({"scores": {"a": [1, None]}}, 'sample "1": score "a": None is not a finite number'),
-        ({"scores": {"a": [float("nan"), 1]}}, 'sample "0": score "a": nan'),
-        ({"scores": {"a": [True, 1]}}, "True is not a finite number"),
+        (
+            {"scores": {"a": [1, None]}},
+            'sample "1": the response is not {"scores": {name: [number]}}: scores.a.1 is None',
+        ),
+        (
+            {"scores": {"a": [float("nan"), 1]}},
+            'sample "0": the response is not {"scores": {name: [number]}}: scores.a.0 is nan',
+        ),
+        ({"scores": {"a": [True, 1]}}, "scores.a.0 is True: input should be a valid number"),
         ({"scores": {"b": [1, 2]}}, "no score a; it has b"),
-        ({"scores": {"a": [1, TOKEN]}}, "'***' is not a finite number"),
-        ({TOKEN: TOKEN}, 'no {"scores"'),
+        ({"scores": {"a": [1, TOKEN]}}, "scores.a.1 is '***': input should be a valid number"),
+        ({TOKEN: TOKEN}, 'scores is missing in {"***": "***"}'),
     ],
 )
 def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answer, text):
@@ -206,7 +238,7 @@ def test_what_is_no_json_is_named(server):
 def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
-    found = RemoteReward.from_environment()
+    found = RemoteReward(RemoteRewardConfig())
     assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
 
 
@@ -225,18 +257,20 @@ def test_a_wrong_environment_is_explained(environment, text, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as error:
-        RemoteReward.from_environment()
+        RemoteReward(RemoteRewardConfig())
     assert text in str(error.value)
     assert TOKEN not in str(error.value)
 
 
 def test_a_scorer_adds_scores_of_the_server(server):
-    server.answer = lambda body: (200, {"scores": {"quality": [0.5] * len(body["answers"]), "words": [1] * 5}})
-    with Scorer({"exact_match": 1.0, "remote:quality": 2.0}, remote=remote(server)) as scorer:
+    answer = {"quality": [0.5] * 5, "words": [0, 1, 1, 1, 2]}
+    server.answer = lambda body: (200, {"scores": answer})
+    config = RewardConfig(functions={"exact_match": 1.0, "remote:quality": 2.0}, remote={"url": server.url})
+    with Scorer(config) as scorer:
         scores = scorer.score(COMPLETIONS, SAMPLES)
     assert scores.total.tolist() == [1, 1, 1, 2, 1]
     assert scores.by_function["quality"].tolist() == [0.5] * 5
-    assert scores.metrics == {"remote/words": 1.0}
+    assert scores.metric_sums == {"remote/words": (5.0, 5)}
 
 
 def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatch):
@@ -248,7 +282,7 @@ def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatc
         "workers": 1,
         "remote": {"url": server.url, "batch_size": 2},
     }
-    with open_scorer(GRPOConfig.model_validate({"reward": reward})) as scorer:
+    with Scorer(GRPOConfig.model_validate({"reward": reward}).reward) as scorer:
         scores = scorer.score(COMPLETIONS, SAMPLES)
     assert scores.total.tolist() == [1.5, 2.0, 2.5, 3.0, 3.5]
     assert len(server.requests) == 3
@@ -257,4 +291,4 @@ def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatc
 
 def test_without_a_score_of_the_server_none_is_needed(monkeypatch):
     monkeypatch.delenv("REMOTE_REWARD_URL", raising=False)
-    open_scorer(GRPOConfig.model_validate({"reward": {"functions": {"format": 1.0}}}))
+    Scorer(RewardConfig(functions={"format": 1.0}))

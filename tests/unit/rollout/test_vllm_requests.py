@@ -11,7 +11,7 @@ from PIL import Image
 from dsreason.data.chat import Medium
 from dsreason.rollout import vllm_requests
 from dsreason.rollout.protocol import Sampling
-from dsreason.rollout.vllm_requests import Request, digest, to_inputs
+from dsreason.rollout.vllm_requests import Request, digest, request_seed, to_inputs
 
 PIXELS = np.arange(4 * 6 * 8 * 3, dtype=np.uint8).reshape(4, 6, 8, 3)
 
@@ -51,3 +51,10 @@ def test_the_completions_of_a_prompt_share_their_media_and_one_digest() -> None:
     assert first["multi_modal_uuids"] == {"video": [digest(clip)], "image": [digest(image)] * 2}
     assert third["multi_modal_uuids"] == {"video": [digest(clip)]}
     assert last == {"prompt_token_ids": [3]}
+
+
+def test_every_stream_has_a_seed_of_its_own_that_vllm_can_hold() -> None:
+    seeds = [request_seed(seed, stream) for seed in (0, 1) for stream in range(50)]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert request_seed(1, 3) == request_seed(1, 3)

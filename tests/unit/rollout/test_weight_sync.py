@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.weight_sync import (
     Place,
     WeightStream,
@@ -17,6 +19,7 @@ from dsreason.rollout.weight_sync import (
     fingerprint,
     fingerprints,
     fingerprints_match,
+    rows_of,
 )
 
 
@@ -102,3 +105,24 @@ def test_a_tensor_is_sent_where_any_of_its_layers_is_not_whole() -> None:
 def test_an_empty_share_is_like_itself() -> None:
     empty = torch.empty(0, 4)
     assert changed(fingerprints([("share", empty)]), fingerprints([("share", empty)])) == []
+
+
+def test_every_tensor_must_come_once_in_its_shape_and_no_other() -> None:
+    expected = {name: torch.Size((2,)) for name in ("a", "b", "c")}
+    sent = [("a", torch.ones(2)), ("a", torch.zeros(2)), ("b", torch.ones(3)), ("x", torch.ones(2))]
+    stream = WeightStream(iter(sent), expected, torch.float32, torch.device("cpu"))
+    assert [(name, tensor.tolist()) for name, tensor in stream] == [("a", [1, 1])]
+    with pytest.raises(SyncError) as caught:
+        stream.finish()
+    assert str(caught.value) == (
+        "weight sync failed for 5 tensors: a came twice; b has shape (3,) instead of (2,); x is unknown; "
+        "b did not arrive; c did not arrive"
+    )
+
+
+def test_a_part_of_a_fused_layer_has_the_rows_after_those_before_it() -> None:
+    layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
+    assert [rows_of(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
+    vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # what is beyond is padding
+    assert rows_of(vocabulary, None) == slice(0, 5)
+    assert rows_of(SimpleNamespace(), None) == slice(None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsreason.checkpoints.checkpoint import TrainerState
+from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt

@@ -99,6 +99,16 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
         ({"checkpoint": {"tag_validation": 3}}, ["checkpoint.tag_validation (3)"]),
         ({"checkpoint": {"tag_validation": "evil"}}, ['checkpoint.tag_validation ("evil")']),
         ({"checkpoint": {"parallel_write": 3}}, ["checkpoint.parallel_write (3)"]),
+        ({"zero_optimization": {"stage": 3, "stge": 3}}, ["zero_optimization.stge (3)", "did you mean stage?"]),
+        ({"zero_optimization": {"stage": 3, "qqq": 3}}, ["zero_optimization.qqq (3)", "correct or remove it"]),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+            ["zero_optimization.mics_shard_size (1)", "removed"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zeropp_loco_param": 1}},
+            ["zero_optimization.zeropp_loco_param (1)", "removed"],
+        ),
         ({"compile": {"deepcompile": "x"}}, ['compile.deepcompile ("x")', "valid boolean"]),
         ({"timers": {"throughput": {"enabled": "x"}}}, ['timers.throughput.enabled ("x")']),
         ({"timers": 3}, ["timers (3)"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from dsreason.train.grpo.rollouts import (
     flatten,
     informative,
     make_rollouts,
-    number_groups,
-    split_into_steps,
     training_sample,
     with_advantages,
 )
@@ -82,8 +79,7 @@ def with_others(*others: object) -> Callable[[object], list[object]]:
 
 def test_a_rank_without_prompts_has_no_rollouts() -> None:
     assert make_rollouts([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
-    assert informative([], 0.0) == []
-    assert with_advantages([], {}, group_centered, with_others()) == []
+    assert with_advantages([], [], 3, group_centered, with_others()) == []
 
 
 def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
@@ -98,7 +94,7 @@ def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
 
 def test_advantages_are_measured_within_each_prompts_group() -> None:
     groups = [group((0, 0), [1.0, 0.0]), group((0, 1), [3.0, 3.0]), group((0, 2), [5.0, 9.0])]
-    found = with_advantages(groups, {(0, 0): 0, (0, 1): 1}, group_centered, with_others())
+    found = with_advantages(groups, [True, True, False], 3, group_centered, with_others())
     assert [one.advantage for one in found] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert [one.reward for one in found] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
     assert [one.group for one in found] == [0, 0, 1, 1, None, None]
@@ -107,35 +103,28 @@ def test_advantages_are_measured_within_each_prompts_group() -> None:
 
 def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
     # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
-    numbers = {(0, 0): 0, (0, 1): 1}
-    found = with_advantages([group((0, 0), [1.0, 0.0])], numbers, batch_normalized, with_others({1: [1.0, 1.0]}))
+    others = with_others([((0, 1), [1.0, 1.0])])
+    found = with_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, others)
     assert [one.advantage for one in found] == pytest.approx([1.1547, -1.1547], abs=1e-4)
 
 
-def test_the_first_informative_groups_of_all_ranks_are_chosen() -> None:
+@pytest.mark.parametrize(("wanted", "numbers"), [(2, [0, None, None]), (3, [0, None, 2]), (9, [0, None, 2])])
+def test_the_first_informative_groups_of_all_ranks_are_chosen(wanted: int, numbers: list[int | None]) -> None:
     own = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
-    kept = informative(own, 0.0)
+    kept = [informative(one, 0.0) for one in own]
     assert kept == [True, False, True]
-    other = [((4, 1), True), ((4, 3), False), ((5, 1), True)]
-    assert number_groups(own, kept, 2, with_others(other)) == {(4, 0): 0, (4, 1): 1}
-    assert number_groups(own, kept, 3, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
-    assert number_groups(own, kept, 9, with_others(other)) == {(4, 0): 0, (4, 1): 1, (5, 0): 2, (5, 1): 3}
+    others = with_others([((4, 1), [1, 0]), ((5, 1), [1, 0])])
+    found = with_advantages(own, kept, wanted, group_centered, others)
+    assert [one.group for one in found[::2]] == numbers
 
 
 def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
-    assert informative([group((0, 0), [0.50, 0.52]), group((0, 1), [0.50, 0.60])], 0.05) == [False, True]
+    assert not informative(group((0, 0), [0.1, 0.1, 0.1]), 0.0)
+    assert not informative(group((0, 0), [0.50, 0.52]), 0.05)
+    assert informative(group((0, 1), [0.50, 0.60]), 0.05)
 
 
 def test_without_any_informative_group_none_is_trained() -> None:
     own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    numbers = number_groups(own, [False, False], 3, with_others([((4, 1), False)]))
-    assert numbers == {}
-    assert [one.advantage for one in with_advantages(own, numbers, group_centered, with_others({}))] == [0.0] * 4
-
-
-def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
-    rollouts = [replace(rollout((8,), (-1.0,), 0.5), group=number) for number in (0, 2, 4, 5, None, 9)]
-    steps = split_into_steps(rollouts, num_groups=10, num_steps=4)
-    assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
-    alone = split_into_steps([replace(rollouts[0], group=number) for number in range(10)], num_groups=10, num_steps=4)
-    assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
+    found = with_advantages(own, [False, False], 3, group_centered, with_others([]))
+    assert [(one.advantage, one.group) for one in found] == [(0.0, None)] * 4

@@ -85,7 +85,7 @@ def test_every_rank_has_as_many_groups(num_rows: int, size: int, groups: list[li
 def test_max_samples_and_show_limit_the_rows() -> None:
     config = SFTConfig.model_validate({"validation": {"max_samples": 10, "show": 3}})
     held_out = HeldOut([None] * 99, None, config, World(0, 0, 1, torch.device("cpu")))
-    assert held_out.num_rows == 10
+    assert len(held_out.rows) == 10
     assert held_out.shown == {0, 29, 59}
 
 

@@ -14,10 +14,8 @@ from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.opening import Run, open_run, record_run, start_run
-from dsreason.train.common.policy import build_policy_engine
+from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.common.sampler import open_sampler
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 
@@ -25,13 +23,12 @@ from dsreason.train.common.steps import after_steps, before_steps, count_step, l
 def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     with ExitStack() as stack:
         opened = open_run(config, output_dir, resume, command="toy", check=check, stack=stack)
-        config, model_path, encoder = opened.config, opened.model_path, opened.encoder
+        config, model_path = opened.config, opened.model_path
         engine = build_policy_engine(config, opened.deepspeed, model_path)
         state = start_state(engine, opened.checkpoint, config, model_path, opened.world)
-        metrics, settings = record_run(opened, state, stack), TransformersSettings()
-        sampler = open_sampler(engine, settings, config, model_path, encoder, opened.watchdog, stack)
         steps = config.train.max_steps or len(opened.training) // config.toy.batch_size
-        train(start_run(opened, stack, engine=engine, sampler=sampler, metrics=metrics, state=state, total_steps=steps))
+        settings = TransformersSettings()
+        train(start_run(opened, stack, engine=engine, settings=settings, state=state, total_steps=steps))
 
 
 def train(toy: Run[ToyConfig]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dsreason.cli import main
 from dsreason.errors import ConfigError
-from dsreason.job import driver, launch
+from dsreason.job import gpu, launch
 from dsreason.job.ranks import init_world
 
 TOO_OLD = (
@@ -42,13 +42,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(torch.cuda, "is_available", is_available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(driver, "has_gpu", lambda: node)
+        monkeypatch.setattr(gpu, "has_gpu", lambda: node)
 
     for name in ("DS_ACCELERATOR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    driver.cuda_fault.cache_clear()
+    gpu.cuda_fault.cache_clear()
     yield make
-    driver.cuda_fault.cache_clear()
+    gpu.cuda_fault.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_gpus_that_cannot_be_used_are_known_with_the_reason(
     machine: Machine, count: int, settings: dict[str, object], fault: str | None
 ) -> None:
     machine(count, **settings)
-    assert driver.cuda_fault() == fault
+    assert gpu.cuda_fault() == fault
 
 
 def test_the_error_says_which_driver_is_needed_and_how_to_go_on_without(
@@ -77,9 +77,9 @@ def test_the_error_says_which_driver_is_needed_and_how_to_go_on_without(
     machine(1, warning=TOO_OLD)
     text = r"too old \(found version 12040\); it is built for CUDA 13.0, which needs .* version 580 or newer: .*DS_ACCELERATOR"
     with pytest.raises(ConfigError, match=text):
-        driver.check_gpus()
+        gpu.check_gpus()
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    driver.check_gpus()
+    gpu.check_gpus()
 
 
 def test_a_rank_of_any_launcher_refuses_before_it_joins_the_job(machine: Machine) -> None:

@@ -1,0 +1,45 @@
+"""Our positions where transformers' own `forward` and `generate` ask for some; the product always gives them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsreason.families import family_of
+from dsreason.families.family import GridRule
+from dsreason.models.mrope import IMAGE, VIDEO, row_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def patch_positions(model: PreTrainedModel) -> None:
+    model.model.get_rope_index = partial(batch_positions, family_of(model.config.model_type).grids, model.config)
+
+
+def batch_positions(
+    grid_rule: GridRule,
+    config: Any,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    **mm_kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """What a transformers model calls as `get_rope_index`: positions `[3, B, T]` and deltas `[B, 1]`.
+
+    Rows may be padded left or right (position 0 there). A delta is what to add to the number of tokens so far to get
+    the position of the next one.
+    """
+    images, videos = grid_rule(mm_kwargs, config)
+    runs = {IMAGE: iter(images), VIDEO: iter(videos)}
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    positions = torch.zeros(3, *input_ids.shape, dtype=torch.int64, device=input_ids.device)
+    deltas = []
+    for row, kept in enumerate(mask.bool()):
+        part = row_positions(mm_token_type_ids[row][kept].tolist(), runs)
+        positions[:, row, kept] = part.to(input_ids.device)
+        deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
+    return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)

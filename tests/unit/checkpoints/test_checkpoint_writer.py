@@ -1,0 +1,71 @@
+"""Copies of a checkpoint in host memory: what is copied, and when there is room. Whole checkpoints: tests/integration."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.checkpoints import checkpoint_writer
+from dsreason.checkpoints.checkpoint_writer import SnapshotEngine, tensors_in
+from dsreason.monitor.memory import GIB
+
+
+def copied(content: Any, buffers: dict[tuple[str, int], torch.Tensor]) -> Any:
+    snapshot = SnapshotEngine(copying=True)
+    snapshot.buffers = buffers
+    return snapshot.on_host("file", content)
+
+
+def test_a_copy_has_the_form_of_what_was_copied_and_does_not_change_with_it() -> None:
+    tensor = torch.arange(3.0)
+    content = OrderedDict(group=[{"weights": tensor, "step": 4}, (tensor[1:], "text")])
+    found = copied(content, {})
+    tensor.zero_()
+    assert type(found) is OrderedDict
+    assert found["group"][0]["weights"].tolist() == [0, 1, 2]
+    assert found["group"][1][0].tolist() == [1, 2]
+    assert (found["group"][0]["step"], found["group"][1][1]) == (4, "text")
+
+
+def test_a_tensor_that_stands_in_two_places_stays_one() -> None:
+    tensor = torch.arange(3.0)
+    found = copied({"a": tensor, "b": [tensor]}, buffers := {})
+    assert found["a"] is found["b"][0]
+    assert len(buffers) == 1
+    assert len(list(tensors_in({"a": tensor, "b": (tensor, 5, [tensor])}))) == 3
+
+
+def test_the_memory_of_the_last_copy_is_used_again_where_it_fits() -> None:
+    buffers: dict[tuple[str, int], torch.Tensor] = {}
+    first = copied([torch.zeros(3), torch.zeros(2)], buffers)
+    second = copied([torch.ones(3), torch.ones(4)], buffers)
+    assert second[0] is first[0]
+    assert [tensor.tolist() for tensor in second] == [[1, 1, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], True),  # 1 GiB is needed, and 3 are free
+        ([("here", GIB, 3 * GIB)], True),
+        ([("here", 2 * GIB, 3 * GIB)], False),  # 1.1 x 3 GiB would not fit
+        ([("here", GIB, 2 * GIB)], False),  # the lowest count is believed
+        ([("there", 9 * GIB, GIB)], True),  # another host's memory is its own
+    ],
+)
+def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
+    monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, int, int]], expected: bool
+) -> None:
+    monkeypatch.setattr(checkpoint_writer.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own, *others])
+    monkeypatch.setattr(SnapshotEngine, "size", GIB)
+    snapshot = SnapshotEngine(copying=True)
+    snapshot.save({"a": torch.ones(1)}, "file")
+    snapshot.copy()
+    assert snapshot.copied is expected
+    assert [path for path, _ in snapshot.files] == [Path("file")]

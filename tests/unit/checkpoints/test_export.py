@@ -1,0 +1,58 @@
+"""Model folders from a few tensors. From engines and checkpoints: tests/integration/test_export.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsreason.checkpoints.export import HEADER_BYTES, write_model_folder
+
+TENSORS = {name: torch.arange(100.0) + start for start, name in enumerate("abcd")}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"dtype": "float16", "vision_config": {"torch_dtype": "float16"}}))
+    (folder / "tokenizer.json").write_text("{}")
+    for name in ("model.safetensors", "model.safetensors.index.json", "README.md", ".hidden"):
+        (folder / name).write_text("of the base model")
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_weights_and_config_have_the_type_asked_for(
+    tmp_path: Path, source: Path, dtype: str, torch_dtype: torch.dtype
+) -> None:
+    folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype=dtype)
+    found = load_file(folder / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys("abcd", torch_dtype)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(found[name], tensor.to(torch_dtype))
+    named = str(torch_dtype).removeprefix("torch.")
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"dtype": named, "vision_config": {"torch_dtype": named}}
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_no_shard_is_longer_than_asked_for_and_the_index_counts_all(tmp_path: Path, source: Path) -> None:
+    # A tensor takes 400 bytes of values: two of them and the headers fill 1300 bytes, a third would not.
+    assert 2 * (400 + HEADER_BYTES) + HEADER_BYTES <= 1300 < 3 * 400 + 3 * HEADER_BYTES
+    folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype="fp32", max_shard_size="1.3KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    assert index == {
+        "metadata": {"total_size": 1600},
+        "weight_map": {"a": first, "b": first, "c": second, "d": second},
+    }
+    assert all((folder / name).stat().st_size <= 1300 for name in (first, second))
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path, source: Path) -> None:
+    folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype="fp32", max_shard_size="0.1KB")
+    assert len(list(folder.glob("*.safetensors"))) == 4

@@ -1,0 +1,33 @@
+"""Whole parameters from the parts of ranks, hand-made. Files of real runs: tests/integration/test_checkpoint.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from dsreason.checkpoints.shards import assemble, trained_slices_stage2, trained_slices_stage3
+
+
+def test_zero_3_pads_every_parameter_and_lays_the_parts_of_a_group_end_to_end() -> None:
+    # Two ranks. Of 5 values each keeps 3, the last of them padding; of 2 each keeps 1; of 4 in the next group 2.
+    groups = [{"a": torch.Size((5,)), "b": torch.Size((1, 2))}, {"c": torch.Size((2, 2))}]
+    states = [
+        {"fp32_flat_groups": [torch.tensor([1.0, 2, 3, 6]), torch.tensor([8.0, 9])]},
+        {"fp32_flat_groups": [torch.tensor([4.0, 5, -1, 7]), torch.tensor([10.0, 11])]},
+    ]
+    found = trained_slices_stage3(states, groups)
+    whole = {name: assemble(found[name], shape).tolist() for shapes in groups for name, shape in shapes.items()}
+    assert whole == {"a": [1, 2, 3, 4, 5], "b": [[6, 7]], "c": [[8, 9], [10, 11]]}
+
+
+def test_zero_1_and_2_cut_a_group_anywhere_and_note_whose_each_stretch_is() -> None:
+    # The first rank ends within b.
+    first = {"a": SimpleNamespace(start=0, numel=2), "b": SimpleNamespace(start=2, numel=1)}
+    second = {"b": SimpleNamespace(start=0, numel=2), "c": SimpleNamespace(start=2, numel=1)}
+    states = [
+        {"single_partition_of_fp32_groups": [torch.tensor([1.0, 2, 3])], "param_slice_mappings": [first]},
+        {"single_partition_of_fp32_groups": [torch.tensor([4.0, 5, 6])], "param_slice_mappings": [second]},
+    ]
+    found = {name: torch.cat(parts).tolist() for name, parts in trained_slices_stage2(states).items()}
+    assert found == {"a": [1, 2], "b": [3, 4, 5], "c": [6]}

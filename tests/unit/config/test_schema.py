@@ -1,0 +1,110 @@
+"""Settings that contradict each other are refused with their values, and their neighbours are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+
+REWARD = {"reward": {"functions": {"format": 1.0}}}
+
+
+@pytest.mark.parametrize(
+    ("section", "refused", "accepted", "message"),
+    [
+        ("data", {"vision": {"video_start": 5, "video_end": 4}}, {"vision": {"video_start": 3, "video_end": 4}}, "(5"),
+        ("data", {"vision": {"min_frames": 5, "max_frames": 4}}, {"vision": {"min_frames": 4, "max_frames": 4}}, "(5"),
+        ("data", {"vision": {"min_pixels": 5, "max_pixels": 4}}, {"vision": {"min_pixels": 4, "max_pixels": 4}}, "(5"),
+        ("data", {"vision": {"fps": 2, "nframes": 4}}, {"vision": {"fps": 2}}, "exclude each other"),
+        ("data", {"validation": 1.5}, {"validation": 2.0}, "should be less than 1"),
+        ("data", {"validation": -1}, {"validation": 0}, "should be greater than or equal to 0"),
+        ("data", {"validation": True}, {"validation": 1}, "True is neither"),
+        ("data", {"sources": [{"path": "a"}], "limit": 3}, {"sources": [{"path": "a", "limit": 3}]}, "limit belong"),
+        ("optim", {"warmup": 1.5}, {"warmup": 2.0}, "should be less than 1"),
+        ("train", {"micro_batch_size": 2, "max_tokens_per_micro_batch": 9}, {"micro_batch_size": 2}, "exclude"),
+        ("checkpoint", {"keep": 0}, {"keep": -1}, "0 would delete"),
+        (
+            "checkpoint",
+            {"upload": "s3://bucket/run", "export": "none", "upload_include": ["export"]},
+            {"upload": "s3://bucket/run", "export": "none", "upload_include": ["checkpoint"]},
+            "leaves nothing to upload",
+        ),
+        ("checkpoint", {"best_metric": "val/reward/mean"}, {"best_metric": "val/accuracy"}, "measured by grpo only"),
+    ],
+)
+def test_what_no_sft_run_can_have(section: str, refused: Any, accepted: Any, message: str) -> None:
+    SFTConfig.model_validate({section: accepted})
+    with pytest.raises(ValidationError) as caught:
+        SFTConfig.model_validate({section: refused})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("refused", "accepted", "message"),
+    [
+        (
+            {"grpo": {"optimizer_steps_per_rollout": 4}, "train": {"max_steps": 6}},
+            {"grpo": {"optimizer_steps_per_rollout": 4}, "train": {"max_steps": 8}},
+            "train.max_steps (6) must be a multiple",
+        ),
+        (
+            {"grpo": {"prompts_per_step": 6, "optimizer_steps_per_rollout": 4}},
+            {"grpo": {"prompts_per_step": 8, "optimizer_steps_per_rollout": 4}},
+            "prompts_per_step (6) must be a multiple",
+        ),
+        ({"rollout": {"top_p": 0.9}}, {"rollout": {"top_p": 0.9}, "grpo": {"correction": "none"}}, "top_p (0.9)"),
+        ({"rollout": {"top_k": 5}}, {"rollout": {"top_k": 5}, "grpo": {"correction": "none"}}, "top_k (5)"),
+        (
+            {"grpo": {"correction_low": 2.0, "correction_high": 1.0}},
+            {"grpo": {"correction_low": 1.0, "correction_high": 1.0}},
+            "correction_low (2.0) is greater",
+        ),
+        ({"grpo": {"correction": "none", "correction_high": 2.0}}, {"grpo": {"correction_high": 2.0}}, "need a"),
+        ({"grpo": {"kl_coef": 0.0, "kl_clamp": 10.0}}, {"grpo": {"kl_clamp": 10.0}}, "kl_clamp apply to the KL only"),
+        ({"grpo": {"kl_estimator": "k2", "kl_clamp": 10.0}}, {"grpo": {"kl_estimator": "k2"}}, "bounds k3"),
+        ({"grpo": {"preset": "gspo", "dual_clip": 3.0}}, {"grpo": {"preset": "dapo", "dual_clip": 3.0}}, "dual_clip"),
+        (
+            {"grpo": {"dynamic_sampling": False, "max_refills": 2}},
+            {"grpo": {"dynamic_sampling": True, "max_refills": 2}},
+            "max_refills apply to dynamic_sampling only",
+        ),
+        (
+            {"rollout": {"mismatch_warn": 0.6, "mismatch_stop": 0.5}},
+            {"rollout": {"mismatch_warn": 0.5, "mismatch_stop": 0.5}},
+            "mismatch_warn (0.6) is greater",
+        ),
+        (
+            {"rollout": {"engine": "transformers", "enforce_eager": True}},
+            {"rollout": {"engine": "vllm", "enforce_eager": True}},
+            "used by vLLM only",
+        ),
+        (
+            {"checkpoint": {"best_metric": "val/reward/mean"}, "validation": {"generate": False}},
+            {"checkpoint": {"best_metric": "val/reward/mean"}},
+            "needs validation.generate",
+        ),
+    ],
+)
+def test_what_no_grpo_run_can_have(refused: Any, accepted: Any, message: str) -> None:
+    GRPOConfig.model_validate(REWARD | accepted)
+    with pytest.raises(ValidationError) as caught:
+        GRPOConfig.model_validate(REWARD | refused)
+    assert message in str(caught.value)
+
+
+def test_a_grpo_step_has_its_share_of_a_rollouts_completions() -> None:
+    grpo = {"prompts_per_step": 6, "num_generations": 4, "optimizer_steps_per_rollout": 3}
+    assert GRPOConfig.model_validate(REWARD | {"grpo": grpo}).samples_per_step == 8
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [({}, True), ({"top_p": 0.99}, False), ({"top_k": 50}, False), ({"temperature": 0.5}, True)],
+)
+def test_probabilities_are_comparable_where_no_token_is_cut_off(rollout: Any, expected: bool) -> None:
+    config = GRPOConfig.model_validate(REWARD | {"rollout": rollout, "grpo": {"correction": "none"}})
+    assert config.rollout.samples_all_tokens is expected

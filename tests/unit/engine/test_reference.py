@@ -1,0 +1,63 @@
+"""The reference of a rank, whose shares are made by hand. Under real ZeRO: tests/integration/test_reference.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dsreason.engine.reference import ReferencePolicy
+from dsreason.errors import CheckpointError
+
+
+def engine_of(rank: int, **shares: list[float]) -> Any:
+    """Holds this rank's share of each parameter, as ZeRO-3 leaves it; `frozen` is not trained."""
+    policy = nn.Module()
+    policy.model = nn.Module()
+    for name, values in shares.items():
+        parameter: Any = nn.Parameter(torch.empty(0), requires_grad=name != "frozen")
+        parameter.ds_id, parameter.ds_tensor = name, torch.tensor(values)
+        policy.model.register_parameter(name, parameter)
+    return SimpleNamespace(module=policy, global_rank=rank, empty_partition_cache=lambda: None)
+
+
+def held(engine: Any) -> dict[str, list[float]]:
+    return {name: parameter.ds_tensor.tolist() for name, parameter in engine.module.model.named_parameters()}
+
+
+def test_inside_are_the_first_weights_and_after_it_the_policys_also_after_an_error() -> None:
+    engine = engine_of(0, a=[1.0, 2.0], frozen=[3.0], b=[4.0])
+    reference = ReferencePolicy(engine)
+    for _, parameter in engine.module.named_parameters():
+        parameter.ds_tensor.mul_(10)
+    trained = {"a": [10.0, 20.0], "frozen": [30.0], "b": [40.0]}
+    with reference.in_place():
+        assert held(engine) == {"a": [1.0, 2.0], "frozen": [30.0], "b": [4.0]}
+    assert held(engine) == trained
+    with pytest.raises(ZeroDivisionError), reference.in_place():
+        raise ZeroDivisionError
+    assert held(engine) == trained
+    reference.become_policy()
+    with reference.in_place():
+        assert held(engine) == trained
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0, 0.0])])
+def test_of_a_folder_each_rank_takes_its_own_share(tmp_path: Path, rank: int, expected: list[float]) -> None:
+    save_file({"a": torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), "frozen": torch.ones(1)}, tmp_path / "model.safetensors")
+    engine = engine_of(rank, a=[0.0] * 3, frozen=[7.0])
+    reference = ReferencePolicy(engine)
+    reference.load(tmp_path)
+    with reference.in_place():
+        assert held(engine) == {"a": expected, "frozen": [7.0]}
+
+
+def test_a_folder_that_lacks_a_trained_tensor_is_refused(tmp_path: Path) -> None:
+    save_file({"b": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no tensor a, which the reference policy needs"):
+        ReferencePolicy(engine_of(0, a=[0.0])).load(tmp_path)

@@ -1,0 +1,89 @@
+"""Reading from S3, of a stand-in for boto3's client. A real server: tests/integration/test_storage.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from dsreason.errors import StorageError
+from dsreason.files import retries, s3
+from dsreason.files.address import S3Address
+
+CONTENT = b"0123456789"
+WRITTEN = datetime(2026, 1, 31, tzinfo=UTC)
+
+
+class Client:
+    """Holds one object, and gives at most `given` bytes of it at a time."""
+
+    def __init__(self) -> None:
+        self.etag, self.ranges = '"a"', []
+        self.given = [len(CONTENT)] * 9
+
+    def head_object(self, Bucket: str, Key: str) -> dict[str, Any]:
+        return {"ContentLength": len(CONTENT), "ETag": self.etag, "LastModified": WRITTEN}
+
+    def get_object(self, Bucket: str, Key: str, Range: str, IfMatch: str | None = None) -> dict[str, Any]:
+        self.ranges.append(Range)
+        if IfMatch not in (None, self.etag):
+            raise ClientError({"Error": {"Code": "412"}, "ResponseMetadata": {"HTTPStatusCode": 412}}, "GetObject")
+        first, last = map(int, Range.removeprefix("bytes=").split("-"))
+        return {"Body": BytesIO(CONTENT[first : last + 1][: self.given.pop(0)])}
+
+    def get_paginator(self, operation: str) -> SimpleNamespace:
+        assert operation == "list_objects_v2"
+        return SimpleNamespace(paginate=self.pages)
+
+    def pages(self, Bucket: str, Prefix: str) -> Iterator[dict[str, Any]]:
+        for names in (["a.mp4", "sub/"], ["sub/b.mp4"]):
+            yield {
+                "Contents": [
+                    {"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names
+                ]
+            }
+        yield {}  # of a folder that ends with a page
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    made = Client()
+    monkeypatch.setattr(s3, "connect", lambda: made)
+    monkeypatch.setattr(s3, "READ_BYTES", 4)
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
+    return made
+
+
+def test_a_folder_has_the_objects_of_every_page_without_its_marks(client: Client) -> None:
+    found = s3.list_objects(S3Address("bucket", "clips"))
+    assert {name: source.address.key for name, source in found.items()} == {
+        "a.mp4": "clips/a.mp4",
+        "sub/b.mp4": "clips/sub/b.mp4",
+    }
+
+
+def test_a_fetch_that_was_cut_goes_on_where_it_was(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT[:3])
+    s3.read_into(s3.find_object(S3Address("bucket", "a")), tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
+    assert client.ranges == ["bytes=3-6", "bytes=7-9"]
+
+
+def test_what_came_short_is_asked_for_again(client: Client, tmp_path: Path) -> None:
+    client.given = [4, 2, 4, 4]
+    s3.read_into(s3.find_object(S3Address("bucket", "a")), tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
+    assert client.ranges == ["bytes=0-3", "bytes=4-7", "bytes=4-7", "bytes=8-9"]
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_an_error(client: Client, tmp_path: Path) -> None:
+    source = s3.find_object(S3Address("bucket", "a"))
+    client.etag = '"b"'
+    with pytest.raises(StorageError, match="it was changed while it was read"):
+        s3.read_into(source, tmp_path / "a")

@@ -1,0 +1,97 @@
+"""Which of several failed ranks is shown. Real ranks: tests/integration/test_launch.py."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsreason.errors import ConfigError, DataError, DsReasonError, Stopped
+from dsreason.job.failures import (
+    PEER_EXIT_CODE,
+    TIME_LIMIT_EXIT_CODE,
+    Failure,
+    exit_codes,
+    failure_of,
+    first_failure,
+    last_line,
+    peer_error,
+)
+
+TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
+
+
+def crash(rank: int, time: float) -> Failure:
+    return Failure(rank, f"crash of {rank}", 1, user_fixable=False, time=time)
+
+
+def told(rank: int, time: float) -> Failure:
+    return Failure(rank, f"error of {rank}", 2, user_fixable=True, time=time)
+
+
+def late(rank: int, time: float) -> Failure:
+    return Failure(rank, f"stacks of {rank}", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time)
+
+
+@pytest.mark.parametrize(
+    ("left", "codes", "expected"),
+    [
+        ([crash(0, 8.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 1"),  # the earliest
+        ([crash(0, 5.0), crash(1, 5.0)], {0: 1, 1: 1}, "crash of 0"),
+        ([crash(0, 5.0), told(1, 8.0)], {0: 1, 1: 2}, "error of 1"),  # what a person can mend explains the rest
+        ([crash(0, 5.0)], {0: 1, 1: KILL}, "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)"),
+        ([crash(0, 5.0)], {0: 1, 1: TERM}, "crash of 0"),  # the agent ends the others so
+        ([told(0, 5.0)], {0: 2, 1: PEER_EXIT_CODE, 2: ABORT}, "error of 0"),
+        ([crash(0, 5.0)], {0: 1, 1: 7}, "rank 1 ended with exit code 7 and left no traceback"),
+        ([], {0: TERM, 1: TERM}, "rank 0 was killed by SIGTERM"),
+    ],
+)
+def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes: dict[int, int], expected: str) -> None:
+    assert first_failure(left, codes).text == expected
+
+
+def test_where_a_time_limit_was_exceeded_the_stacks_of_all_are_shown_and_the_first_comes_last() -> None:
+    found = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
+    assert found.text == "rank 1 did not say where it was; its log may\n\nstacks of 0\nstacks of 2"
+    assert (found.rank, found.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
+    assert first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
+
+
+def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
+    failures: Any = {
+        0: SimpleNamespace(exitcode=1, timestamp=100),
+        1: SimpleNamespace(exitcode=KILL, timestamp=129),
+        2: SimpleNamespace(exitcode=KILL, timestamp=130),
+    }
+    assert exit_codes(failures) == {0: 1, 1: KILL, 2: TERM}
+
+
+@pytest.mark.parametrize(
+    ("error", "user_fixable", "restarts"),
+    [
+        (DsReasonError("a data worker died"), True, True),
+        (DataError("row 3"), True, False),
+        (ConfigError("optim.lr"), True, False),
+        (Stopped("SIGTERM"), True, False),
+        (ZeroDivisionError(), False, True),
+    ],
+)
+def test_a_start_is_repeated_unless_a_person_must_change_something(
+    error: Exception, user_fixable: bool, restarts: bool
+) -> None:
+    found = failure_of(error)
+    assert (found.user_fixable, found.restarts) == (user_fixable, restarts)
+
+
+def test_ranks_that_follow_a_crash_have_an_exit_code_of_their_own() -> None:
+    assert peer_error(crash(1, 0.0)).exit_code == PEER_EXIT_CODE
+    assert peer_error(told(1, 0.0)).exit_code == 2
+
+
+def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("x" * 20_000 + "\nstep 3\n\n  \n")
+    assert last_line(tmp_path / "log") == "step 3"
+    assert last_line(tmp_path / "none") == ""

@@ -1,0 +1,49 @@
+"""What needs no other rank. Collectives of real ones: tests/integration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
+from dsreason.job import ranks
+from dsreason.job.ranks import World, seed_everything
+
+
+@pytest.fixture
+def own_random_numbers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Those of the other tests go on as they were."""
+    file = tmp_path_factory.mktemp("rng") / "rng.safetensors"
+    take_rng_state(torch.device("cpu"))(file)
+    yield
+    load_rng_state(file, torch.device("cpu"))
+
+
+def drawn(seed: int, rank: int) -> tuple[float, float, float]:
+    seed_everything(seed, rank)
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+@pytest.mark.usefixtures("own_random_numbers")
+def test_ranks_draw_different_numbers_and_the_same_with_the_same_seed() -> None:
+    first, second = drawn(7, 0), drawn(7, 1)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    assert drawn(7, 0) == first
+
+
+def test_sums_over_ranks_have_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.dist, "all_reduce", lambda total, group: total.mul_(2))
+    assert ranks.all_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
+
+
+def test_the_first_rank_of_a_folder_does_what_is_done_once_in_it() -> None:
+    device = torch.device("cpu")
+    shared = [World(rank, rank, 4, device) for rank in range(4)]
+    assert [world.is_first_of_folder for world in shared] == [True, False, False, False]
+    apart = [World(rank, rank % 2, 4, device, folder_ranks=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)]
+    assert [world.is_first_of_folder for world in apart] == [True, False, True, False]
+    assert [list(world.ranks_here) for world in apart] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -1,0 +1,58 @@
+"""What the self-test takes for a fault, from hand-made rounds. Of real engines: tests/integration/test_self_test.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dsreason.rollout.protocol import Completion, TensorFingerprints
+from dsreason.rollout.self_test import Round, largest_difference, not_restored, perturbed, unmoved
+from dsreason.rollout.weight_sync import fingerprint
+
+
+def completion(*logprobs: float, first: int = 1) -> Completion:
+    return Completion(tuple(range(first, first + len(logprobs))), "", logprobs, "stop", 0)
+
+
+def made_round(weight: float, *logprobs: float, buffer: float = 1.0) -> Round:
+    parameters = {"a": fingerprint(torch.full((2,), weight)), "b": fingerprint(torch.full((2,), 2 * weight))}
+    return Round([completion(*logprobs)], TensorFingerprints(parameters, {"c": fingerprint(torch.full((2,), buffer))}))
+
+
+REAL = made_round(1.0, -0.5, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (completion(-0.5, -1.25), 0.25),
+        (completion(-0.5, -1.0, first=2), math.inf),
+        (completion(-0.5), math.inf),
+        (completion(-0.5, math.nan), math.inf),
+    ],
+)
+def test_other_tokens_and_numbers_that_are_none_differ_without_bound(second: Completion, expected: float) -> None:
+    assert largest_difference([completion(-0.5, -1.0)], [second]) == expected
+
+
+def test_perturbed_weights_must_arrive_and_be_felt() -> None:
+    assert unmoved(REAL, made_round(0.5, -2.0, -3.0), 1e-4) is None
+    assert "left 2 of 2 tensors unchanged: a; b" in str(unmoved(REAL, made_round(1.0, -2.0, -3.0), 1e-4))
+    assert "completions stay the same" in str(unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
+
+
+def test_everything_must_be_as_it_was() -> None:
+    assert not_restored(REAL, made_round(1.0, -0.5, -1.0), 1e-4, "after") is None
+    assert str(not_restored(REAL, made_round(0.5, -0.5, -1.0), 1e-4, "after")) == "after, 2 tensors changed: a; b"
+    assert str(not_restored(REAL, made_round(1.0, -0.5, -1.0, buffer=2.0), 1e-4, "after")) == (
+        "after, 1 tensors changed: c"
+    )
+    assert "log-probabilities differ by 0.25" in str(not_restored(REAL, made_round(1.0, -0.5, -1.25), 1e-4, "after"))
+    assert "completions differ" in str(not_restored(REAL, made_round(1.0, -0.5, math.nan), 1e-4, "after"))
+
+
+def test_zeros_and_ones_change_as_well() -> None:
+    found = dict(perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
+    assert {name: tensor.item() for name, tensor in found.items()} == pytest.approx({"zeros": 0.01, "ones": 0.51})

@@ -1,0 +1,86 @@
+"""The engine around its model, which a stand-in replaces. With real models: tests/integration/test_rollout.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.data.types import EncodedSample
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError
+from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
+
+GREEDY, WARM = Sampling(temperature=0, max_completion_length=4), Sampling(max_completion_length=4)
+
+
+class StandIn(TransformersEngine):
+    """Completes a prompt with the number of its stream, and notes its batches as (lengths, streams, temperature)."""
+
+    def __init__(self) -> None:
+        self.settings = TransformersSettings(batch_size=2)
+        self.awake, self.version, self._stats = True, 3, {}
+        self.stop_ids, self.banned_ids = torch.tensor([9]), torch.tensor([7])
+        self.tokenizer: Any = SimpleNamespace(
+            decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)),
+            convert_ids_to_tokens=lambda ids: [f"<{one}>" for one in ids],
+        )
+        self.batches: list[tuple[list[int], list[int], float]] = []
+
+    def _complete_batch(
+        self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
+    ) -> list[Completion]:
+        self.batches.append(([len(row) for row in rows], streams, sampling.temperature))
+        return [Completion((stream,), str(stream), (-1.0,), "stop", version) for stream in streams]
+
+
+def row(length: int, position: int = 0) -> EncodedSample:
+    ids = torch.arange(1, length + 1)
+    positions = torch.arange(length).repeat(3, 1)
+    positions[2, -1] += position
+    return EncodedSample("p", ids, torch.zeros(length, dtype=torch.bool), positions, torch.zeros_like(ids), {})
+
+
+def prompts(*lengths: int) -> list[Any]:
+    return [SimpleNamespace(encoded=row(length)) for length in lengths]
+
+
+def test_each_prompt_draws_from_its_own_stream_whatever_it_is_batched_with() -> None:
+    engine = StandIn()
+    found = engine.generate(prompts(30, 10, 20), WARM, version=3, streams=[6, 2, 4])
+    assert [one.text for one in found] == ["6", "2", "4"]
+    assert engine.batches == [([10, 20], [2, 4], 1.0), ([30], [6], 1.0)]
+
+
+def test_prompts_of_other_settings_are_not_in_one_batch() -> None:
+    engine = StandIn()
+    found = dict(engine.as_completed(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
+    assert [found[i].text for i in range(3)] == ["0", "1", "2"]
+    assert engine.batches == [([5, 5], [0, 2], 0.0), ([5], [1], 1.0)]
+
+
+def test_only_the_weights_that_are_held_while_awake_are_sampled_from() -> None:
+    engine = StandIn()
+    with pytest.raises(StaleWeightsError, match="version 4 were asked for, the engine holds version 3"):
+        engine.generate(prompts(5), WARM, version=4)
+    engine.awake = False
+    with pytest.raises(StaleWeightsError, match="the engine holds no weights"):
+        engine.generate(prompts(5), WARM, version=3)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept", "reason"),
+    [([5, 9, 4], (5, 9), "stop"), ([9, 9], (9,), "stop"), ([5, 4], (5, 4), "length"), ([5, 9, 7], (5, 9), "stop")],
+)
+def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int, ...], reason: str) -> None:
+    logprobs = [-0.5 * i for i in range(len(drawn))]
+    found = StandIn()._completion("p", drawn, logprobs, 3)
+    assert (found.ids, found.finish_reason, found.version) == (kept, reason, 3)
+    assert found.logprobs == tuple(logprobs[: len(kept)])
+    assert found.text == " ".join(map(str, kept))
+
+
+def test_a_media_token_before_the_end_is_an_error() -> None:
+    with pytest.raises(RolloutError, match="sample 'p': the completion holds <7>, which is banned"):
+        StandIn()._completion("p", [5, 7, 9], [-1.0] * 3, 3)

@@ -1,0 +1,172 @@
+"""What is asked of S3, and in which order, of a stand-in that keeps objects in a dictionary. A real server: tests/integration."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from dsreason.errors import StorageError
+from dsreason.files.address import S3Address
+from dsreason.storage import storage_s3
+from dsreason.storage.package import Package, open_package
+from dsreason.storage.storage_s3 import S3Storage
+from tests.unit.checkpoints.made_folders import make_checkpoint
+
+PLACE = S3Address("bucket", "run/step_4")
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+class Bucket:
+    """Answers as S3 does, and notes each call that changes something as (method, name below `PLACE`)."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, dict[str, str], str]] = {}
+        """Content, metadata and ETag."""
+        self.calls: list[tuple[str, str]] = []
+        self.parts: dict[int, bytes] = {}
+        self.broken_part: int | None = None
+
+    def request(self, method: str, address: S3Address, *, check: Any = lambda answer: None, **given: Any) -> Any:
+        given.pop("attempts", None)
+        name = given.pop("Key").removeprefix(f"{PLACE.key}/")
+        if method != "head_object":
+            self.calls.append((method, name))
+        answer = getattr(self, method)(name, **given)
+        check(answer)
+        return answer
+
+    def put_object(self, name: str, Body: bytes, Metadata: dict[str, str] | None = None) -> dict[str, str]:
+        self.objects[name] = (Body, Metadata or {}, md5(Body))
+        return {"ETag": f'"{md5(Body)}"'}
+
+    def head_object(self, name: str) -> dict[str, Any]:
+        if name not in self.objects:
+            raise StorageError(f"{name}: 404", status=404)
+        content, metadata, etag = self.objects[name]
+        return {"ContentLength": len(content), "Metadata": metadata, "ETag": f'"{etag}"'}
+
+    def delete_object(self, name: str) -> dict[str, str]:
+        self.objects.pop(name, None)
+        return {}
+
+    def create_multipart_upload(self, name: str, Metadata: dict[str, str]) -> dict[str, str]:
+        self.metadata = Metadata
+        return {"UploadId": "1"}
+
+    def upload_part(self, name: str, PartNumber: int, Body: bytes, UploadId: str) -> dict[str, str]:
+        if PartNumber == self.broken_part:
+            raise StorageError(f"{name}: part {PartNumber} is refused")
+        self.parts[PartNumber] = Body
+        return {"ETag": f'"{md5(Body)}"'}
+
+    def complete_multipart_upload(self, name: str, MultipartUpload: Any, UploadId: str) -> dict[str, str]:
+        numbers = [part["PartNumber"] for part in MultipartUpload["Parts"]]
+        assert [part["ETag"].strip('"') for part in MultipartUpload["Parts"]] == [md5(self.parts[n]) for n in numbers]
+        digests = b"".join(hashlib.md5(self.parts[n], usedforsecurity=False).digest() for n in numbers)
+        content = b"".join(self.parts[n] for n in numbers)
+        self.objects[name] = (content, self.metadata, f"{md5(digests)}-{len(numbers)}")
+        return {}
+
+    def abort_multipart_upload(self, name: str, UploadId: str) -> dict[str, str]:
+        self.parts = {}
+        return {}
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    made = Bucket()
+    monkeypatch.setattr(storage_s3, "request", made.request)
+    return made
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return open_package(make_checkpoint(tmp_path / "checkpoints" / "step_4"))
+
+
+def test_the_marker_is_sent_after_all_files(bucket: Bucket, package: Package) -> None:
+    done: list[int] = []
+    sent = S3Storage(PLACE).upload(package, done.append)
+    assert bucket.calls == [("put_object", name) for name in (*package.files, "COMPLETE")]
+    assert (sent.files, sent.num_bytes, sum(done)) == (2, 9, 9)
+
+
+def test_what_is_there_with_the_same_content_is_not_sent_again(bucket: Bucket, package: Package) -> None:
+    S3Storage(PLACE).upload(package, lambda count: None)
+    bucket.calls.clear()
+    done: list[int] = []
+    sent = S3Storage(PLACE).upload(package, done.append)
+    assert bucket.calls == [("put_object", "COMPLETE")]
+    assert (sent.files, sent.num_bytes, sum(done)) == (0, 0, 9)
+
+
+def test_other_content_of_the_same_size_is_replaced_and_has_no_marker_meanwhile(
+    bucket: Bucket, package: Package
+) -> None:
+    S3Storage(PLACE).upload(package, lambda count: None)
+    bucket.calls.clear()
+    file = package.folder / "weights.pt"
+    file.write_bytes(bytes(reversed(file.read_bytes())))
+    assert S3Storage(PLACE).upload(package, lambda count: None).files == 1
+    assert bucket.calls == [("delete_object", "COMPLETE"), ("put_object", "weights.pt"), ("put_object", "COMPLETE")]
+    assert bucket.objects["weights.pt"][0] == file.read_bytes()
+
+
+def test_a_large_file_goes_in_parts_that_come_together_in_their_order(
+    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
+    content, send, last_is_there = (package.folder / "weights.pt").read_bytes(), bucket.upload_part, Event()
+
+    def send_the_first_after_the_last(name: str, PartNumber: int, **given: Any) -> dict[str, str]:
+        assert PartNumber > 1 or last_is_there.wait(30)
+        answer = send(name, PartNumber, **given)
+        if PartNumber == 4:
+            last_is_there.set()
+        return answer
+
+    monkeypatch.setattr(bucket, "upload_part", send_the_first_after_the_last)
+    S3Storage(PLACE).upload(package, lambda count: None)
+    assert bucket.parts == {1: content[:2], 2: content[2:4], 3: content[4:6], 4: content[6:]}
+    assert bucket.objects["weights.pt"][0] == content
+
+
+def test_parts_grow_where_there_would_be_too_many(
+    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
+    monkeypatch.setattr(storage_s3, "MAX_PARTS", 3)
+    S3Storage(PLACE).upload(package, lambda count: None)
+    assert [len(bucket.parts[number]) for number in (1, 2, 3)] == [3, 3, 1]  # of 7 bytes
+
+
+def test_of_an_upload_that_fails_no_part_stays_and_no_marker_is_sent(
+    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
+    bucket.broken_part = 3
+    with pytest.raises(StorageError, match="part 3 is refused"):
+        S3Storage(PLACE).upload(package, lambda count: None)
+    assert bucket.calls[-1] == ("abort_multipart_upload", "weights.pt")
+    assert "COMPLETE" not in bucket.objects
+
+
+def test_what_arrived_with_other_bytes_is_told(
+    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
+    head = bucket.head_object
+
+    def damaged(name: str) -> dict[str, Any]:
+        return head(name) | ({"ETag": f'"{"0" * 32}-4"'} if name == "weights.pt" else {})
+
+    monkeypatch.setattr(bucket, "head_object", damaged)
+    with pytest.raises(StorageError, match=r"weights\.pt: corrupted in transit"):
+        S3Storage(PLACE).upload(package, lambda count: None)

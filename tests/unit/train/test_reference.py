@@ -1,0 +1,45 @@
+"""Which reference policy belongs to a step. With real weights: tests/integration/test_reference.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import CheckpointError
+from dsreason.train.grpo.reference import delete_unneeded, load_reference, reset_step
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "expected"), [(99, 100, 0), (100, 100, 100), (250, 100, 200), (300, 100, 300), (250, 0, 0)]
+)
+def test_the_reference_is_the_policy_of_the_last_reset(step: int, every: int, expected: int) -> None:
+    assert reset_step(step, every) == expected
+
+
+def test_references_of_the_run_and_of_its_checkpoints_stay(tmp_path: Path) -> None:
+    for name in ("reference/step_10", "reference/step_20", "reference/step_30", "reference/step_40"):
+        (tmp_path / name).mkdir(parents=True)
+    complete = tmp_path / "checkpoints/step_25"  # goes on with the reference of step 20
+    complete.mkdir(parents=True)
+    (complete / "COMPLETE").touch()
+    (tmp_path / "checkpoints/.saving_step_39").mkdir()
+    delete_unneeded(tmp_path, 10, 40)
+    assert sorted(path.name for path in (tmp_path / "reference").iterdir()) == ["step_20", "step_30", "step_40"]
+
+
+def test_a_checkpoint_is_resumed_with_the_reference_it_had(tmp_path: Path) -> None:
+    config = GRPOConfig.model_validate(
+        {"reward": {"functions": {"format": 1.0}}, "grpo": {"reference_reset_every": 10}}
+    )
+    loaded: list[str] = []
+    reference: Any = SimpleNamespace(load=lambda folder: loaded.append(folder.name))
+    (tmp_path / "reference/step_20").mkdir(parents=True)
+    load_reference(reference, config, tmp_path / "checkpoints/step_25", tmp_path)
+    load_reference(reference, config, tmp_path / "checkpoints/step_5", tmp_path)  # still the first model
+    assert loaded == ["step_20"]
+    with pytest.raises(CheckpointError, match=r"step_30 is missing \(grpo\.reference_reset_every = 10\)"):
+        load_reference(reference, config, tmp_path / "checkpoints/step_30", tmp_path)

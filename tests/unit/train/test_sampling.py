@@ -1,0 +1,152 @@
+"""What a rollout asks of the engine, and which of it is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import EncodedPrompt
+from dsreason.data.prompts import Prompts
+from dsreason.data.types import EncodedSample, Sample
+from dsreason.losses.objective import objective_of
+from dsreason.rewards.scoring import Scores
+from dsreason.rollout.protocol import Completion, Sampling
+from dsreason.train.grpo import loop, sampling
+from dsreason.train.grpo.rollouts import Rollout
+
+
+def prompt(name: str) -> EncodedPrompt:
+    nothing = torch.zeros(1)
+    return EncodedPrompt(Sample(name, []), EncodedSample(name, nothing, nothing, nothing, nothing, {}), [1], [])
+
+
+class Engine:
+    """Notes what it is asked for; completes every prompt with its name and the number of its stream."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[str], Sampling, int, list[int]]] = []
+
+    def generate(
+        self, prompts: Sequence[EncodedPrompt], settings: Sampling, *, version: int, streams: Sequence[int]
+    ) -> list[Completion]:
+        self.asked.append(([one.sample.id for one in prompts], settings, version, list(streams)))
+        return [
+            Completion((5,), f"{one.sample.id} {stream}", (-1.0,), "stop", version)
+            for one, stream in zip(prompts, streams, strict=True)
+        ]
+
+
+class Scorer:
+    """The reward of a completion is its stream's number, or that of the prompt where groups are to have equal rewards."""
+
+    def __init__(self, equal: set[str]) -> None:
+        self.equal = equal
+
+    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
+        rewards = [
+            0.0 if one.id in self.equal else float(text.split()[1])
+            for text, one in zip(completions, samples, strict=True)
+        ]
+        return Scores(np.array(rewards), {"right": np.array(rewards)})
+
+
+def made_run(engine: Engine, batches: Sequence[Prompts], equal: set[str] = frozenset(), **algorithm: Any) -> Any:  # type: ignore[assignment]
+    config = GRPOConfig.model_validate(
+        {
+            "reward": {"functions": {"format": 1.0}},
+            "rollout": {"temperature": 0.7, "max_completion_length": 9},
+            "grpo": {"preset": "dr_grpo", "num_generations": 2, "prompts_per_step": 2, **algorithm},
+            "train": {"seed": 11},
+        }
+    )
+    return SimpleNamespace(
+        config=config,
+        objective=objective_of(config.grpo),
+        prompts=iter(batches),
+        scorer=Scorer(equal),
+        sampler=SimpleNamespace(awake=lambda version: nullcontext(engine), times={}),
+        state=SimpleNamespace(step=4),
+        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
+        skipped=Counter(),
+        next_batch=0,
+        rollout_metrics=dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0),
+        reward_sums=[],
+    )
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sampling, loop):
+        monkeypatch.setattr(module, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(sampling, "all_sum", float)
+
+
+def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is() -> None:
+    # Rank 1 of 2: it has the prompts 1 and 3 of the batch.
+    engine = Engine()
+    batch = Prompts(6, [prompt("b"), prompt("d")], [1, 3], [])
+    groups = sampling.sample_groups(made_run(engine, []), engine, batch)  # type: ignore[arg-type]
+    ((names, settings, version, streams),) = engine.asked
+    assert (names, streams, version) == (["b", "b", "d", "d"], [2, 3, 6, 7], 4)
+    assert (settings.temperature, settings.max_completion_length) == (0.7, 9)
+    assert [[one.place for one in group] for group in groups] == [[(6, 1)] * 2, [(6, 3)] * 2]
+    assert [[one.completion.text for one in group] for group in groups] == [["b 2", "b 3"], ["d 6", "d 7"]]
+
+
+def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
+    engine = Engine()
+    run = made_run(engine, [])
+    for number in (6, 7, 6):
+        sampling.sample_groups(run, engine, Prompts(number, [prompt("a")], [0], []))  # type: ignore[arg-type]
+    first, other, again = (settings.seed for _, settings, *_ in engine.asked)
+    assert first == again != other
+
+
+def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> None:
+    engine = Engine()
+    batches = [
+        Prompts(number, [prompt(name), prompt(f"{name}{name}")], [0, 1], []) for number, name in enumerate("abc")
+    ]
+    run = made_run(engine, batches, equal={"a", "bb"}, dynamic_sampling=True)
+    rollouts = sampling.sample(run)
+    assert [(one.place, one.group, one.advantage) for one in rollouts if one.group is not None] == [
+        ((0, 1), 0, -0.5),
+        ((0, 1), 0, 0.5),
+        ((1, 0), 1, -0.5),
+        ((1, 0), 1, 0.5),
+    ]
+    assert len(rollouts) == 8
+    assert run.next_batch == 2
+
+
+def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
+    engine = Engine()
+    batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
+    run = made_run(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
+    assert {one.group for one in sampling.sample(run)} == {None}
+    assert (len(engine.asked), run.next_batch, run.skipped.total()) == (3, 3, 3)
+
+
+@pytest.mark.parametrize(("overlong_filter", "trained"), [(True, ["stop"]), (False, ["stop", "length"])])
+def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
+    monkeypatch: pytest.MonkeyPatch, overlong_filter: bool, trained: list[str]
+) -> None:
+    run = made_run(Engine(), [], overlong_filter=overlong_filter)
+    run.num_untrained, run.total_steps, run.encoder = 0, 9, None
+    run.engine = run.reference = run.banned_ids = None
+    monkeypatch.setattr(loop, "cut", lambda rollouts, config, encoder: rollouts)
+    monkeypatch.setattr(loop, "add_fixed_logprobs", lambda steps, *_: steps)
+    rollouts = [
+        Rollout(prompt("a"), Completion((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
+        for reason in ("stop", "length")
+    ]
+    steps: Any = loop.optimizer_steps(run, rollouts)
+    assert [[one.completion.finish_reason for one in step] for step in steps] == [trained]

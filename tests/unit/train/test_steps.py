@@ -1,0 +1,139 @@
+"""What is due after a step, and what is worth a checkpoint: a run of stand-ins."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, write_json
+from dsreason.config.schema import SFTConfig
+from dsreason.train.common import run_folder, saving, steps
+from dsreason.train.common.answers import ValidationResult
+from dsreason.train.common.steps import count_skipped
+
+
+def made_run(state: TrainerState, **sections: Any) -> Any:
+    return SimpleNamespace(
+        config=SFTConfig.model_validate(sections),
+        state=state,
+        total_steps=10,
+        validation=[None],
+        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
+        metrics=SimpleNamespace(scalars=lambda step, values: None),
+        progress=SimpleNamespace(say=lambda text: None),
+        sampler=None,
+        encoder=None,
+        scorer=None,
+        world=SimpleNamespace(is_main=False, is_first_of_folder=True),
+        output_dir=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("finished", "every", "expected"),
+    [([4], 4, True), ([5], 4, False), ([3, 4, 5], 4, True), ([5, 6, 7], 4, False), ([4], 0, False)],
+)
+def test_what_is_due_at_any_of_a_rollouts_steps_is_due_after_it(
+    finished: list[int], every: int, expected: bool
+) -> None:
+    assert steps.is_due(finished, every) is expected
+
+
+def test_the_learning_rate_is_that_of_the_next_step() -> None:
+    # 3 warmup steps to the peak of 0.5: shares 0, 1/2 and 1; then down to 0 over the other 7.
+    optim = {"lr": 0.5, "warmup": 3, "schedule": "linear"}
+    found = [steps.learning_rate(made_run(TrainerState(step=step), optim=optim)) for step in (0, 1, 2, 3, 4)]
+    assert found == pytest.approx([0.0, 0.25, 0.5, 0.5, 0.5 * 6 / 7])
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "value", "improved"),
+    [
+        ("val/loss", 0.5, 0.4, True),
+        ("val/loss", 0.5, 0.6, False),
+        ("val/accuracy", 0.5, 0.6, True),
+        ("val/accuracy", 0.5, 0.4, False),
+        ("val/accuracy", 0.5, 0.5, False),
+        ("val/loss", None, 9.0, True),
+    ],
+)
+def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
+    monkeypatch: pytest.MonkeyPatch, metric: str, best: float | None, value: float, improved: bool
+) -> None:
+    metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}
+    monkeypatch.setattr(steps, "validate", lambda *_, **__: ValidationResult(metrics, [], {}))
+    state = TrainerState(step=7, best_metric=best, best_name=metric, best_step=None if best is None else 2)
+    run = made_run(state, checkpoint={"best_metric": metric})
+    assert steps.run_validation(run) is improved
+    assert (run.state.best_metric, run.state.best_step) == ((value, 7) if improved else (best, 2))
+
+
+def test_the_model_that_training_begins_with_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "validate", lambda *_, **__: ValidationResult({"val/loss": 0.1}, [], {}))
+    run = made_run(TrainerState())
+    assert steps.run_validation(run) is False
+    assert run.state.best_step is None
+
+
+def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spared(tmp_path: Path) -> None:
+    written = tmp_path / "step_6"
+    written.mkdir()
+    saved = SavedRun(TrainerState(best_step=4), world_size=1, zero_stage=3, precision="bf16", parameters={})
+    write_json(written / "trainer_state.json", asdict(saved))
+    run = made_run(TrainerState(step=7, best_step=7), checkpoint={"keep": 3})
+    run.checkpoints = tmp_path
+    run.uploads = SimpleNamespace(add=lambda folder, last: None, in_use=lambda: {tmp_path / "step_1"})
+    pruned: list[tuple[int, set[str]]] = []
+    run.writer = SimpleNamespace(
+        completing=0.0, prune=lambda keep, spared: pruned.append((keep, {path.name for path in spared}))
+    )
+    saving.after_checkpoint(run, written)
+    assert pruned == [(3, {"step_1", "step_4", "step_7"})]
+
+
+@pytest.mark.parametrize(
+    ("folder", "metric", "best"),
+    [("here", "val/loss", (0.4, 2)), ("here", "val/accuracy", (None, None)), ("elsewhere", "val/loss", (None, None))],
+)
+def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, metric: str, best: tuple[float | None, int | None]
+) -> None:
+    saved = TrainerState(step=3, best_metric=0.4, best_name="val/loss", best_step=2)
+    monkeypatch.setattr(run_folder, "load_checkpoint", lambda *_: saved)
+    monkeypatch.setattr(run_folder, "on_one_rank_per_folder", lambda world, call: call())
+    config = SFTConfig.model_validate({"output_dir": str(tmp_path / "here"), "checkpoint": {"best_metric": metric}})
+    checkpoint = tmp_path / folder / "checkpoints/step_3"
+    checkpoint.mkdir(parents=True)
+    state = run_folder.start_state(None, checkpoint, config, tmp_path, None)  # type: ignore[arg-type]
+    assert (state.step, state.best_metric, state.best_step) == (3, *best)
+
+
+def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> None:
+    export, marker = tmp_path / "config.json", tmp_path / "COMPLETE"
+    assert saving.is_older(export, marker)
+    export.touch()
+    assert not saving.is_older(export, marker)
+    marker.touch()
+    os.utime(export, (100, 100))
+    os.utime(marker, (200, 200))
+    assert saving.is_older(export, marker)
+    os.utime(marker, (50, 50))
+    assert not saving.is_older(export, marker)
+
+
+def test_uses_of_a_row_are_all_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    run: Any = SimpleNamespace(skipped=Counter())
+    count_skipped(run, ["row 3: no file", "row 5: no file"])
+    count_skipped(run, ["row 3: no file"])
+    assert run.skipped.total() == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "left out: row 3: no file",
+        "left out: row 5: no file",
+    ]
