@@ -213,7 +213,8 @@ def test_under_torchrun_one_rank_tells_an_error_and_no_attempt_repeats_it(
     text = "rows.jsonl, row 3: video is missing; correct the path"
     assert done.stderr.count(f"error: {text}") == 1
     assert f"traceback : {text}" in done.stderr.rpartition("Root Cause")[2]
-    assert sorted(file.name for file in tmp_path.glob("worked_*")) == ["worked_0_in_attempt_0", "worked_1_in_attempt_0"]
+    # torchrun may end one rank before it has begun: the other has failed.
+    assert {file.name.rpartition("_")[2] for file in tmp_path.glob("worked_*")} == {"0"}
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
