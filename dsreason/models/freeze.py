@@ -52,8 +52,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def near_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names close to a mistyped pattern; where none is, the first ones."""
+    """Names close to a mistyped pattern; where none is, one of each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}
-    return get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5) or list(names[:3])
+    parts = {".".join(name.split(".")[:2]): name for name in reversed(names)}  # the first name of each
+    return get_close_matches(plain, [*prefixes, *words], n=3, cutoff=0.5) or [*reversed(parts.values())][:3]

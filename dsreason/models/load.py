@@ -210,10 +210,11 @@ def load_model(
     *,
     dtype: torch.dtype,
     attention: str = "auto",
+    device: torch.device | str = "cpu",
     deepspeed: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model with all its weights, on the CPU, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
+    """The model with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
 
     Under ZeRO-3 every rank maps the files and copies its own part of each parameter out of them, one parameter at a
     time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
@@ -226,14 +227,14 @@ def load_model(
     model = empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
     map_parameters(model, weights)
-    fill_buffers(model)
+    fill_buffers(model, device)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
         from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
         partition(model, dtype, deepspeed)
     else:
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype, copy=True)
+            parameter.data = parameter.data.to(device, dtype, copy=True)
     if (path / "generation_config.json").is_file():
         model.generation_config = generation_config(path)
     share_media(model, family)

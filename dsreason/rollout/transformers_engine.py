@@ -98,9 +98,10 @@ class TransformersEngine(RolloutEngine):
             self.path,
             dtype=self.dtype,
             attention=self.settings.attention,
+            device=self.device,
             trust_remote_code=self.trust_remote_code,
         )
-        self.model = model.to(self.device).requires_grad_(False).eval()
+        self.model = model.requires_grad_(False).eval()
         self.awake, self.version = True, version
 
     def retained(self, names: Collection[str]) -> set[str]:

@@ -108,8 +108,9 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
 
 def advice(path: tuple[str, ...]) -> str:
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    if path[:1] == ("zero_optimization",) and path[-1] not in known and (near := nearest(path[-1], known)):
-        return f"did you mean {near}?"
+    if len(path) == 2 and path[0] == "zero_optimization" and path[1] not in known:
+        near = nearest(path[1], known, cutoff=0.8)  # a key that DeepSpeed has removed is like none
+        return f"did you mean {near}?" if near else "correct or remove it"
     return "correct or remove it"
 
 

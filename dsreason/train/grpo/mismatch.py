@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,6 +79,12 @@ def metrics_of(found: Sequence[Mismatch]) -> dict[str, float]:
         metrics[f"mismatch/kl{suffix}"] = sum(one.kl for one in ones) / max(num_tokens, 1)
         metrics[f"mismatch/max_abs_logprob{suffix}"] = max((one.largest for one in ones), default=0.0)
     return metrics
+
+
+def with_few_texts(found: Sequence[Mismatch]) -> list[Mismatch]:
+    """For other ranks: only this rank's worst can be among the worst of all, so only they keep their text."""
+    few = set(map(id, worst(found)))
+    return [one if id(one) in few else replace(one, completion="") for one in found]
 
 
 def worst(found: Sequence[Mismatch]) -> list[Mismatch]:

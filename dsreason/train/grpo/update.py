@@ -17,7 +17,7 @@ from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts, LossInputs
-from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches
+from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_few_texts
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
 
@@ -102,7 +102,7 @@ def accumulate_gradients(
         if one.ref_logprobs is not None:
             sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
         found += mismatches(one.rollouts, old)
-    everywhere = gather_objects((sums, found))
+    everywhere = gather_objects((sums, with_few_texts(found)))
     totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
     found = [one for _, part in everywhere for one in part]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
