@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dsreason.errors import ConfigError
@@ -25,13 +25,16 @@ def listed(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> st
     return separator.join([*texts[:most], *more])
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first value that does not fit, and what it should be: `scores.bleu is 'x': input should be a valid number`."""
+def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
+    """The first value that does not fit, and what it should be: `scores.bleu is 'x': input should be a valid number`.
+
+    `hide` masks secrets. It gets the value before it is cut, and the whole text.
+    """
     problem = error.errors(include_url=False)[0]
     place, message = ".".join(map(str, problem["loc"])), problem["msg"][0].lower() + problem["msg"][1:]
     if problem["type"] == "missing":
-        return f"{place} is missing"
-    return f"{place} is {problem['input']!r:.80}: {message}" if place else message
+        return hide(f"{place} is missing")
+    return hide(f"{place} is {hide(repr(problem['input'])):.80}: {message}" if place else message)
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_grpo import RemoteRewardConfig
 from dsreason.data.chat import prompt_messages
@@ -40,7 +40,13 @@ PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
 
 
 class Answer(BaseModel):
-    scores: dict[str, list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]] = Field(min_length=1)
+    scores: dict[str, Any] = Field(min_length=1)
+
+
+class Score(BaseModel):
+    """One entry of `scores`. pydantic would collect all errors of a long answer in memory; here it stops at the first."""
+
+    scores: dict[str, Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]]
 
 
 class _Retry(Exception):
@@ -179,16 +185,19 @@ class RemoteReward:
         self._fail(ids, text)
 
     def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
+        scores: dict[str, list[float]] = {}
         try:
-            scores = Answer.model_validate_json(answer).scores
+            for name, values in Answer.model_validate_json(answer).scores.items():
+                scores |= Score(scores={name: values}).scores
         except ValidationError as error:
             place = error.errors()[0]["loc"]
             if len(place) == 3 and int(place[2]) < len(ids):  # scores, name, number
                 ids = [ids[int(place[2])]]
+            problem = self._quoted(first_problem(error, self._without_token))
             queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"
             self._fail(
                 ids,
-                f'the response is not {{"scores": {{name: [number]}}}}: {self._quoted(first_problem(error))} in '
+                f'the response is not {{"scores": {{name: [number]}}}}: {problem} in '
                 f"{self._quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
             )
         missing = [name for name in names if name not in scores]
@@ -204,8 +213,11 @@ class RemoteReward:
 
     def _quoted(self, text: str) -> str:
         """The beginning of what the server said, without the token, should it be in there."""
-        clean = text.replace(self.token, "***") if self.token else text
+        clean = self._without_token(text)
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
+
+    def _without_token(self, text: str) -> str:
+        return text.replace(self.token, "***") if self.token else text
 
     def _fail(self, ids: Sequence[str], text: str, *, cause: Exception | None = None) -> NoReturn:
         of = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'

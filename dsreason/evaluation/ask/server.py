@@ -124,7 +124,8 @@ class ServerAnswerer:
             )
             answer = Answer.model_validate_json(response.http_response.text)
         except ValidationError as error:
-            return Reply(error=f"the server's response is not a chat completion: {first_problem(error)}")
+            problem = first_problem(error, self._without_key)
+            return Reply(error=f"the server's response is not a chat completion: {problem}")
         except DataError as error:
             return Reply(error=str(error), sent=False)
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
@@ -132,7 +133,7 @@ class ServerAnswerer:
         except openai.APIStatusError as error:
             if fields and any(name in error.message for name in fields):
                 raise self._unread_fields(error) from None
-            return Reply(error=self._without_key(f"the server answers {error.status_code}: {error.message:.500}"))
+            return Reply(error=f"the server answers {self._said(error)}")
         except openai.APIConnectionError as error:
             self._check_alive(error)
             return Reply(error=self._without_key(f"no answer from the server: {reason(error)}"))
@@ -151,7 +152,7 @@ class ServerAnswerer:
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:
-            raise self._failed(f"the server answers {error.status_code}: {error.message:.500}") from None
+            raise self._failed(f"the server answers {self._said(error)}") from None
         except openai.APIConnectionError as error:
             raise self._failed(f"no server answers there ({reason(error)}); start it, or correct the address") from None
 
@@ -166,7 +167,7 @@ class ServerAnswerer:
         raise self._failed(f"set server.model to the model that shall answer; {found}")
 
     def _refusal(self, error: openai.APIStatusError) -> ConfigError:
-        said, variable = f"{error.status_code}: {error.message:.300}", self.config.api_key_env
+        said, variable = self._said(error), self.config.api_key_env
         if not isinstance(error, openai.NotFoundError):
             done = "rejects the key in" if self.key else "requires a key, and none is in"
             return self._failed(
@@ -186,7 +187,7 @@ class ServerAnswerer:
 
     def _unread_fields(self, error: openai.APIStatusError) -> ConfigError:
         return self._failed(
-            f"the server rejects the settings for reading clips ({error.status_code}: {error.message:.300}); start vLLM "
+            f"the server rejects the settings for reading clips ({self._said(error)}); start vLLM "
             'with --trust-request-mm-kwargs, or set server.video = "frames"'
         )
 
@@ -202,6 +203,10 @@ class ServerAnswerer:
                 f"server.url ({self.url}): the server went away ({reason(error)}). The answers until then are saved: start "
                 "it again, and the same command continues"
             ) from None
+
+    def _said(self, error: openai.APIStatusError) -> str:
+        """Status and message. The key is masked before the message is cut: half a key is a secret too."""
+        return f"{error.status_code}: {self._without_key(error.message):.500}"
 
     def _without_key(self, text: str) -> str:
         return text.replace(self.key, "[key]") if self.key else text

@@ -289,6 +289,25 @@ def test_a_failed_request_is_the_error_of_its_question_only(
     assert (good.text, good.error) == ("(A)", None)
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, {"choices": KEY}),
+        (200, {"choices": "-" * 70 + KEY}),
+        (400, {"error": {"message": KEY}}),
+        *((400, {"error": {"message": "-" * before + KEY}}) for before in range(440, 500, 5)),
+    ],
+)
+def test_an_error_shows_no_part_of_the_key(
+    stand_in: StandIn, status: int, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    stand_in.respond = lambda path, sent: (status, body)
+    [reply] = ask(answerer(stand_in.url), text_sample())
+    assert reply.error is not None
+    assert KEY[:4] not in reply.error
+
+
 def test_a_server_that_takes_too_long_is_the_error_of_its_question_only(stand_in: StandIn) -> None:
     released = threading.Event()
 

@@ -167,7 +167,7 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
         ({"scores": [1, 2]}, "scores is [1, 2]: "),
         ({"scores": {}}, "at least 1 item"),
         ({"uuid": "1"}, "cosmos-rl's queue"),
-        ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid array"),
+        ({"scores": {"a": 1}}, "scores.a is 1: input should be a valid list"),
         ({"scores": {"a": [1]}}, 'score "a": 1 numbers for 2 completions'),
         (
             {"scores": {"a": [1, None]}},
@@ -190,6 +190,26 @@ def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answe
     assert text in str(error.value)
     assert TOKEN not in str(error.value)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("scores", [{"a": [""] * 100_000}, {str(i): "" for i in range(100_000)}])
+def test_of_many_wrong_values_only_the_first_is_kept(server, scores, monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        remote_rewards, "first_problem", lambda error, hide: counts.append(error.error_count()) or "wrong"
+    )
+    server.answer = lambda body: (200, {"scores": scores})
+    with pytest.raises(RewardError, match="wrong in"):
+        remote(server).score(["x"], SAMPLES[:1])
+    assert counts == [1]
+
+
+@pytest.mark.parametrize("before", range(60, 80, 4))
+def test_a_token_where_the_text_is_cut_shows_no_part(server, before):
+    server.answer = lambda body: (200, {"scores": {"a": ["-" * before + TOKEN]}})
+    with pytest.raises(RewardError) as error:
+        remote(server).score(["x"], SAMPLES[:1])
+    assert TOKEN[:4] not in str(error.value)
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
