@@ -87,7 +87,7 @@ def _frames(path: str) -> list[Picture]:
     info = probe_video(path)
     count = min(FRAMES, info.num_frames)
     indices = [round(i * (info.num_frames - 1) / max(1, count - 1)) for i in range(count)]
-    frames = load_video(path, indices)
+    frames = load_video(path, indices, size=_small(info.height, info.width))
     return [
         _thumbnail(Image.fromarray(frame), f"{index / info.fps:.1f} s")
         for index, frame in zip(indices, frames, strict=True)
@@ -100,3 +100,9 @@ def _thumbnail(image: Image.Image, label: str = "") -> Picture:
     image.save(file, "JPEG", quality=JPEG_QUALITY)
     uri = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
     return Picture(uri, label, image.width, image.height)
+
+
+def _small(height: int, width: int) -> tuple[int, int]:
+    """Fitted into a square of `LONGEST_SIDE`, and never enlarged."""
+    scale = min(1.0, LONGEST_SIDE / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))

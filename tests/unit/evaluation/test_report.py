@@ -20,8 +20,9 @@ from dsreason.evaluation.report import pictures
 from dsreason.evaluation.report.report import question_text, read_settings, write_report, write_reports
 from dsreason.evaluation.report.results import find_run, write_results
 from dsreason.evaluation.report.score import Summary
+from dsreason.media.media import load_video
 from tests.unit.evaluation.made_results import made
-from tests.unit.media.videos import read_number, write_video
+from tests.unit.media.videos import number_frame, read_number, write_video
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -275,6 +276,20 @@ def test_six_frames_of_a_video_are_shown_from_the_first_to_the_last(tmp_path: Pa
     score_run(tmp_path / "r")
     assert [read_number(np.asarray(image)) for image in images(tmp_path / "r")] == [0, 5, 10, 15, 20, 25]
     assert all(label in page(tmp_path / "r").text for label in ("0.0 s", "0.5 s", "2.5 s"))
+
+
+def test_frames_are_made_small_while_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[Any] = []
+
+    def load(path: str, indices: list[int], *, size: tuple[int, int] | None = None) -> Any:
+        sizes.append(size)
+        return load_video(path, indices, size=size)
+
+    monkeypatch.setattr(pictures, "load_video", load)
+    video = write_video(tmp_path / "v.mp4", 2, frames=[number_frame(i, 240, 640) for i in range(2)])
+    sheet = pictures.draw_sheet([str(video)])
+    assert sizes == [(60, 160)]
+    assert [(picture.height, picture.width) for picture in sheet.pictures] == [(60, 160)] * 2
 
 
 def test_a_short_video_shows_each_frame_once(tmp_path: Path) -> None:
