@@ -11,7 +11,7 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards import BUILT_IN
+from dsreason.rewards import BUILT_IN, boxed_math, direct_math
 from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
@@ -33,6 +33,8 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     """
     found = BUILT_IN.get(name) or find_code(name, f'reward "{name}"', [*BUILT_IN], ADVICE)
     function = _only_function(found, name) if isinstance(found, ModuleType) else found
+    if function in (boxed_math, direct_math):
+        import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
     return _with_options(function, dict(options or {}), name)
 
 
