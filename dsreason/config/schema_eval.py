@@ -7,8 +7,9 @@ from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, AliasChoices, Field, HttpUrl, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field_validator, model_validator
 
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import aliases
@@ -103,15 +104,20 @@ class ServerConfig(Section):
     def check_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        try:
-            password = HttpUrl(url).password
-        except ValidationError:
-            raise ValueError(
-                f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1"
-            ) from None
-        if password is not None:
+        parts = urlsplit(url)
+        if parts.password is not None:
             raise ValueError("holds a password, which would be written to the results; give it by api_key_env")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
+            raise ValueError(f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1")
         return url
+
+
+def has_port(parts: SplitResult) -> bool:
+    """Whether the port, if one is given, is a number that a port can have."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 class EvaluationConfig(Section):

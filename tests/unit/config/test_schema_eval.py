@@ -191,6 +191,9 @@ def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: st
         ("http://h:80a/v1", "'http://h:80a/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
         ("http://h:99999", "'http://h:99999' is not the address of a server; write one such as http://localhost:8000/v1"),
         ("http://", "'http://' is not the address of a server; write one such as http://localhost:8000/v1"),
+        ("http://h:0", "'http://h:0' is not the address of a server; write one such as http://localhost:8000/v1"),
+        ("http:h:80/v1", "'http:h:80/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
+        ("http:/h/v1", "'http:/h/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
         ("http://me:secret@s:1", "holds a password, which would be written to the results; give it by api_key_env"),
     ],
 )  # fmt: skip
