@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dsreason
-from dsreason.config.output import run_record
+from dsreason.config.output import CONFIG_FILE, read_record
 from dsreason.monitor.metrics import read_lines
+
+log = logging.getLogger(__name__)
 
 CARD = "README.md"
 TAG = "dsreason"
@@ -40,7 +43,7 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
     A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
     the card of that export.
     """
-    record = run_record(run) or {}
+    record = recorded(run)
     config = record.get("config", {})
     bases, datasets = origins(config)
     validated = validation_metrics(run / "metrics.jsonl", step)
@@ -68,6 +71,18 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
     }
     card = ModelCard.from_template(data, str(TEMPLATE), name=name, facts=facts, validated=validated, scores=scores)
     return f"{card}\n"
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """`config.json` of a run; empty where it has none."""
+    file = run / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        return read_record(run)
+    except (OSError, ValueError, RecursionError) as error:  # weights are worth more than their card
+        log.warning("%s: is not the configuration of a run (%s); the model card leaves it out", file, error)
+        return {}
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:

@@ -79,10 +79,21 @@ def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) 
 def run_record(folder: Path) -> dict[str, Any] | None:
     """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
     try:
-        record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        return read_record(folder)
     except (OSError, ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """`config.json` of a run of dsreason.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be read, or is not one of a run.
+    """
+    record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
+        raise ValueError('it has no object "config"')
+    return record
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
@@ -90,10 +101,10 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None
-    record = run_record(folder)
-    if record is None:
-        raise ConfigError(f"{file}: is not the configuration of a run; choose another --output-dir")
-    return dict(record["config"])
+    try:
+        return dict(read_record(folder)["config"])
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: is not the configuration of a run ({error}); choose another --output-dir") from None
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -137,3 +137,11 @@ def test_a_line_that_was_cut_off_ends_the_metrics() -> None:
 def test_a_bar_in_the_command_does_not_break_the_table() -> None:
     text = card_of(write_run(Path("mine"), command="sft|x")).text
     assert "| command | `dsreason 'sft\\|x' --config=run.toml` |" in text
+
+
+def test_a_configuration_that_cannot_be_read_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run = write_run(Path("mine"))
+    (run / "config.json").write_text("{")
+    assert "base_model" not in card_of(run).data.to_dict()
+    assert "mine/config.json: is not the configuration of a run (Expecting property name" in caplog.text
+    assert "the model card leaves it out" in caplog.text

@@ -102,9 +102,12 @@ def test_a_folder_that_takes_no_files_is_told() -> None:
         check_output_dir(Path("/proc/run"), SFTConfig(), None)
 
 
-def test_a_foreign_config_json_is_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config\.json: is not the configuration of a run"):
+@pytest.mark.parametrize(
+    ("text", "cause"), [("{}", 'it has no object "config"'), ("{", "Expecting property name"), ("\xff", "can't decode")]
+)
+def test_a_foreign_config_json_is_told_with_the_cause(tmp_path: Path, text: str, cause: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=rf"config\.json: is not the configuration of a run \(.*{cause}"):
         read_run_config(tmp_path)
 
 
