@@ -82,3 +82,10 @@ REMOVED = {
     "curriculum_learning": "data.shuffle and data.sources decide the order",
     "progressive_layer_drop": "there is no replacement",
 }
+
+REMOVED_ZERO = {
+    "mics_shard_size": "zero_hpz_partition_size keeps parameters inside a node",
+    "mics_hierarchical_params_gather": "zero_hpz_partition_size keeps parameters inside a node",
+    "zeropp_loco_param": "zero_quantized_gradients works without it",
+}
+"""Keys of `zero_optimization`."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsreason.config.deepspeed import resolve_deepspeed
-from dsreason.config.deepspeed_keys import REMOVED
+from dsreason.config.deepspeed_keys import REMOVED, REMOVED_ZERO
 from dsreason.config.schema import SFTConfig
 from dsreason.engine.engine import build_engine
 from dsreason.job.ranks import init_world, shutdown
@@ -55,3 +55,4 @@ def test_our_list_of_removed_keys_is_that_of_deepspeed() -> None:
     from deepspeed.runtime import config as deepspeed_config
 
     assert set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(REMOVED)
+    assert set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS) == set(REMOVED_ZERO)

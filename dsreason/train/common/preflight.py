@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
+from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import first_fatal, read_row
@@ -109,7 +110,9 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
 def advice(path: tuple[str, ...]) -> str:
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     if len(path) == 2 and path[0] == "zero_optimization" and path[1] not in known:
-        near = nearest(path[1], known, cutoff=0.8)  # a key that DeepSpeed has removed is like none
+        if path[1] in REMOVED_ZERO:
+            return f"DeepSpeed has removed this key; remove it ({REMOVED_ZERO[path[1]]})"
+        near = nearest(path[1], known, cutoff=0.8)
         return f"did you mean {near}?" if near else "correct or remove it"
     return "correct or remove it"
 
