@@ -56,4 +56,5 @@ class Similarity:
         if not (answer and reference):
             return 0.0
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)
-        return float(torch.cosine_similarity(embeddings[0], embeddings[1], dim=0))
+        one, other = embeddings.double()
+        return float(torch.cosine_similarity(one, other, dim=0))

@@ -18,7 +18,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dsreason.answers.types import Kind
-from dsreason.data.messages import text_of
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
@@ -190,7 +189,7 @@ def read_file(file: Path) -> list[Result]:
     """
     items = read_json(file)
     if not isinstance(items, list):
-        raise DataError(f"{file}: holds a {type(items).__name__}, not a list of results; move it elsewhere")
+        raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
     seen: Counter[str] = Counter()
     return [_read_item(item, file, number, seen) for number, item in enumerate(items)]
 
@@ -207,7 +206,7 @@ def read_json(file: Path) -> Any:
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
     where = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
-        raise DataError(f"{where}: is a {type(item).__name__}, not a result")
+        raise DataError(f"{where}: is {_kind_of_json(item)}, not a result")
     try:
         return STORED.validate_python(_completed(item, file, number, seen))
     except ValidationError as error:
@@ -244,11 +243,21 @@ def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]
 def _texts(prompt: Any) -> Any:
     """Of the messages that cosmos-reason1 stores, what they say; anything else as it is."""
     try:
-        return [text_of(message) for message in prompt]
-    except (TypeError, KeyError):
+        return [_text(message["content"]) for message in prompt]
+    except (TypeError, KeyError, AttributeError):
         return prompt
+
+
+def _text(content: Any) -> str:
+    """Of several parts, a line each. Theirs may come without `type`, unlike a sample's."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 
 def _kind_of_answer(reference: object) -> Kind:
     is_letter = isinstance(reference, str) and re.fullmatch(r"\s*[A-Za-z]\s*", reference)
     return "multiple_choice" if is_letter else "open"
+
+
+def _kind_of_json(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

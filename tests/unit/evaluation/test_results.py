@@ -142,6 +142,19 @@ def test_files_of_cosmos_reason1_are_read(tmp_path: Path) -> None:
     assert (second.id, second.is_correct) == (f"robovqa/0123/{key}-2", True)
 
 
+def test_parts_without_a_type_are_read_too(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": [{"video": "1.mp4"}, {"text": "Which way?"}, {"text": "Say it."}]}]
+    [result] = read_file(put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": prompt}]))
+    assert result.prompt == ["Which way?\nSay it."]
+
+
+@pytest.mark.parametrize("content", [None, 3, ["text"], [{"text": 3}], {"text": "Which way?"}])
+def test_a_prompt_that_is_no_list_of_messages_is_an_error(tmp_path: Path, content: Any) -> None:
+    file = put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": [{"role": "user", "content": content}]}])
+    with pytest.raises(DataError, match=r"1\.json: item 1: prompt\.0 is .*: input should be a valid string"):
+        read_file(file)
+
+
 def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clips_name_has_dots(tmp_path: Path) -> None:
     video_id = "k.12._.totalframe058.clipframe018"
     [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
@@ -166,9 +179,9 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
     [
         ("[{", r"1\.json: is not valid JSON"),
         ("[" * 100_000, r"1\.json: is not valid JSON"),
-        ("{}", r"1\.json: holds a dict, not a list"),
-        ("null", r"1\.json: holds a NoneType, not a list"),
-        ([asdict(made()), 5], r"1\.json: item 2: is a int, not a result"),
+        ("{}", r"1\.json: holds an object, not a list"),
+        ("null", r"1\.json: holds null, not a list"),
+        ([asdict(made()), 5], r"1\.json: item 2: is a number, not a result"),
         ([asdict(made()), {"answer": "A"}], r"1\.json: item 2: is_correct is missing"),
         ([{"is_correct": "false"}], r"1\.json: item 1: is_correct is 'false': input should be a valid boolean"),
         ([{"is_correct": 1}], r"1\.json: item 1: is_correct is 1: input should be a valid boolean"),
