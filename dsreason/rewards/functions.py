@@ -11,7 +11,8 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards import BUILT_IN, boxed_math, direct_math
+from dsreason.rewards import BUILT_IN
+from dsreason.rewards.latex import boxed_math, direct_math
 from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
