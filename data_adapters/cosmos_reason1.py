@@ -55,18 +55,23 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
     Where it should be, if there is none.
     """
     subset = data.subset or ""
-    clips = index_clips(data.path, subset, data.revision, data.media_path)
-    for folder in clips.folders:
-        if not Path(video).is_absolute() and not is_inside(folder.absolute() / video, folder.absolute()):
-            raise DataError(f"field {kind!r}: {video} leads out of {folder}; use a path below it or an absolute one")
-        if (folder / video).is_file():
-            return (folder / video).absolute()
-    found = clips.by_name.get((kind, clip_name(video, subset)), [(clips.folders[0] / video).absolute()])
-    if len(found) > 1:
-        raise DataError(
-            f"field {kind!r}: {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
-        )
-    return found[0]
+    places = index_clips(data.path, subset, data.revision, data.media_path)
+    for clips in places:
+        for folder in clips.folders:
+            if not Path(video).is_absolute() and not is_inside(folder.absolute() / video, folder.absolute()):
+                raise DataError(
+                    f"field {kind!r}: {video} leads out of {folder}; use a path below it or an absolute one"
+                )
+            if (folder / video).is_file():
+                return (folder / video).absolute()
+        found = clips.by_name.get((kind, clip_name(video, subset)), [])
+        if len(found) > 1:
+            raise DataError(
+                f"field {kind!r}: {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
+            )
+        if found:
+            return found[0]
+    return (places[0].folders[0] / video).absolute()
 
 
 def clip_name(video: str, subset: str) -> str:
@@ -82,8 +87,8 @@ class Clips:
 
 
 @cache
-def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> Clips:
-    """What lies in folders, and then what the archives there hold."""
+def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
+    """What lies in folders, and what the archives there hold."""
     given = Path(path).expanduser()
     folder = given if given.is_dir() else given.parent if given.is_file() else download(path, subset, revision)
     places = [folder / subset, folder] if subset else [folder]
@@ -92,7 +97,7 @@ def index_clips(path: str, subset: str, revision: str | None, media_path: str) -
     files = sorted({file.absolute() for place in inside for file in place.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     members = [file for place in unpacked for file in sorted(place.rglob("*"))]
-    return Clips([*places, *unpacked], by_name(members, subset) | by_name(files, subset))
+    return Clips(places, by_name(files, subset)), Clips(unpacked, by_name(members, subset))
 
 
 def by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], list[Path]]:

@@ -70,14 +70,18 @@ def sample_sheet(sample: Sample) -> Image.Image:
                 texts.append(f"{message['role']}: {part['text'][:MAX_TEXT]}")
                 continue
             try:
-                media.append(load_medium(part["type"], part[part["type"]]))
+                media.append(small_medium(part["type"], part[part["type"]]))
             except DataError as error:
                 texts.append(str(error))
     return contact_sheet(media, "\n".join(texts))
 
 
-def load_medium(kind: str, path: str) -> Medium:
+def small_medium(kind: str, path: str) -> Medium:
+    """Decoded at the size of a thumbnail."""
     if kind == "image":
-        return load_image(path)
-    last = probe_video(path).num_frames - 1
-    return load_video(path, [i * last // (SAMPLE_FRAMES - 1) for i in range(SAMPLE_FRAMES)]), {}
+        return thumbnail(load_image(path))
+    info = probe_video(path)
+    scale = THUMBNAIL / max(info.height, info.width)
+    size = max(1, round(info.height * scale)), max(1, round(info.width * scale))
+    indices = [i * (info.num_frames - 1) // (SAMPLE_FRAMES - 1) for i in range(SAMPLE_FRAMES)]
+    return load_video(path, indices, size=size), {}

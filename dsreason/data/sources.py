@@ -27,6 +27,7 @@ from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import nearest
+from dsreason.secrets import without_credentials
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
@@ -89,19 +90,16 @@ class Source:
 class SampleDataset(Sequence[Sample]):
     """Samples by number. Reading one raises a DataError that names file and row where it cannot be used.
 
-    `places` [N, 2] has the number of the source and the row in it of each sample; None: all rows, source after source.
+    `rows` [N] are those of the samples, ascending, numbered through all sources; None: all rows.
     """
 
-    def __init__(self, sources: Sequence[Source], places: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], rows: NDArray[np.int64] | None = None) -> None:
         self.sources = sources
-        if places is None:
-            counts = [len(source.rows) for source in sources]
-            rows = np.concatenate([np.arange(count) for count in counts])
-            places = np.stack([np.repeat(np.arange(len(counts)), counts), rows], axis=1)
-        self.places = places
+        self.starts = np.cumsum([0, *(len(source.rows) for source in sources)])  # one more than sources: the last end
+        self.rows = np.arange(self.starts[-1]) if rows is None else rows
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
         source, row = self._find(index)
@@ -115,16 +113,18 @@ class SampleDataset(Sequence[Sample]):
     @property
     def weighted_lengths(self) -> list[tuple[int, float]]:
         """(number of rows, weight) of each source, as `StepOrder` takes them."""
-        counts = np.bincount(self.places[:, 0], minlength=len(self.sources)).tolist()
-        return [(count, source.weight) for count, source in zip(counts, self.sources, strict=True)]
+        counts = np.diff(np.searchsorted(self.rows, self.starts)).tolist()
+        return [(count, source.weight) for count, source in zip(counts, self.sources, strict=True) if count]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""
-        return SampleDataset(self.sources, self.places[indices])
+        return SampleDataset(self.sources, self.rows[indices])
 
     def _find(self, index: int) -> tuple[Source, int]:
-        source, row = self.places[index].tolist()
-        return self.sources[source], row
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
+        return self.sources[part], int(self.rows[index] - self.starts[part])
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
@@ -256,8 +256,11 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
         raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
     if is_s3(given):
         return read_address(given)
-    if not given.startswith("file://"):
-        check_place(kind, given)
+    if "://" in given and not given.startswith("file://"):
+        raise DataError(
+            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, "
+            "download it first"
+        )
     path = Path(given.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))

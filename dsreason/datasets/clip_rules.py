@@ -122,9 +122,10 @@ def bridge_cut(match: re.Match[str], raw: Path) -> Cut:
     for place in places:
         candidates += sorted(place.glob(f"raw/traj_group*/traj{episode.removeprefix('traj')}/images0"))
     candidates += videos(place / one for place in places for one in names)
+    cut = Cut(first_file(candidates), 0, end, "frames", total)
     if end > total:
         raise DataError(f"clipframe ({end}) is beyond totalframe ({total})")
-    return Cut(first_file(candidates), 0, end, "frames", total)
+    return cut
 
 
 def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:

@@ -107,17 +107,17 @@ def find_object(address: S3Address) -> S3Object:
 def list_objects(address: S3Address) -> dict[str, S3Object]:
     """Everything below the address, by its path from there; folder marks (keys that end with a slash) left out."""
     prefix = f"{address.key}/".lstrip("/")
-
-    def once() -> list[Answer]:
-        with named_errors(address):
-            pages = connect().get_paginator("list_objects_v2").paginate(Bucket=address.bucket, Prefix=prefix)
-            return [entry for page in pages for entry in page.get("Contents", [])]
-
-    return {
-        entry["Key"].removeprefix(prefix): _object(S3Address(address.bucket, entry["Key"]), entry["Size"], entry)
-        for entry in with_retries(once)
-        if not entry["Key"].endswith("/")
-    }
+    found: dict[str, S3Object] = {}
+    following: dict[str, Any] = {}
+    while True:  # boto3's paginator would start at the first page again after a refusal
+        page = request("list_objects_v2", address, Prefix=prefix, **following)
+        for entry in page.get("Contents", []):
+            key, size = entry["Key"], entry["Size"]
+            if not key.endswith("/"):
+                found[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
+        if not page.get("IsTruncated"):
+            return found
+        following = {"ContinuationToken": page["NextContinuationToken"]}
 
 
 def read_into(source: S3Object, file: Path) -> None:

@@ -191,10 +191,11 @@ def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int
     if backend == "torchcodec":
         frames = _torchcodec_frames(file, wanted, size)
     elif backend == "pyav":
-        try:
-            frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
-        except UnusableTimes:
-            frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted)]
+        with ffmpeg_errors(file):  # also of the conversion to RGB
+            try:
+                frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
+            except UnusableTimes:
+                frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted)]
     else:
         raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
     row_of = {index: row for row, index in enumerate(wanted)}
@@ -214,35 +215,42 @@ def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
 
 
 @contextmanager
-def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The open file and its first video stream; DataError where it is none, or breaks off while it is read inside."""
+def ffmpeg_errors(file: Path) -> Iterator[None]:
+    """What FFmpeg raises inside, as a DataError that names the file."""
     try:
-        # A playlist in disguise must not make FFmpeg open or fetch anything else.
-        allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
-        with av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container:
-            if not container.streams.video:
-                raise DataError(f"{file}: holds no video stream (container {container.format.name})")
-            if container.format.name.endswith("_pipe") or container.format.name == "image2":
-                raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
-            if stream.frames > MAX_VIDEO_FRAMES:
-                raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
-            if stream.width * stream.height > MAX_IMAGE_PIXELS:
-                raise DataError(
-                    f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels"
-                )
-            stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
-            stream.thread_type = "AUTO"
-            stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
-            yield container, stream
+        yield
     except av.ArgumentError as error:
         raise DataError(
             f"{file}: not a usable video: damaged, or none of the containers {', '.join(VIDEO_FORMATS)}"
         ) from error
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a usable video: {error.strerror}") from error
+
+
+@contextmanager
+def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The open file and its first video stream; DataError where it is none, or breaks off while it is read inside."""
+    # A playlist in disguise must not make FFmpeg open or fetch anything else.
+    allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
+    with (
+        ffmpeg_errors(file),
+        av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container,
+    ):
+        if not container.streams.video:
+            raise DataError(f"{file}: holds no video stream (container {container.format.name})")
+        if container.format.name.endswith("_pipe") or container.format.name == "image2":
+            raise DataError(f"{file}: is an image ({container.format.name}), not a video; give it as an image")
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise DataError(f"{file}: no decoder for its video stream; convert it, to H.264 for example")
+        if stream.frames > MAX_VIDEO_FRAMES:
+            raise DataError(f"{file}: claims {stream.frames} frames; at most {MAX_VIDEO_FRAMES} are accepted")
+        if stream.width * stream.height > MAX_IMAGE_PIXELS:
+            raise DataError(f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels")
+        stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
+        stream.thread_type = "AUTO"
+        stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
+        yield container, stream
 
 
 def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:

@@ -14,8 +14,6 @@ from rich.filesize import decimal
 
 from dsreason.monitor.progress import Advance
 
-INTERVAL_S = 10.0
-
 
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
@@ -36,8 +34,10 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 @contextmanager
-def track_in_lines(name: str, total: int, unit: str, say: Callable[[str], object]) -> Iterator[Advance]:
-    """As `track`, by a first line and one every INTERVAL_S seconds."""
+def track_in_lines(
+    name: str, total: int, unit: str, say: Callable[[str], object], interval_s: float = 10.0
+) -> Iterator[Advance]:
+    """As `track`, by a first line and one every `interval_s` seconds."""
 
     def amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)
@@ -50,7 +50,7 @@ def track_in_lines(name: str, total: int, unit: str, say: Callable[[str], object
         with lock:
             done += count
             now = time.monotonic()
-            if done > 0 and now >= shown + INTERVAL_S:
+            if done > 0 and now >= shown + interval_s:
                 shown = now
                 left = (total - done) * (now - begin) / done
                 say(f"{name}: {amount(done)} of {amount(total)}, {left:.0f} s left")

@@ -75,10 +75,7 @@ class S3Storage:
             advance(size)
         else:
             etag = send_parts(file, address, facts, part_bytes, advance)
-        found = request("head_object", address, Key=address.key)
-        if found["ContentLength"] != size:
-            raise StorageError(f"{address}: has {found['ContentLength']} bytes instead of {size}; upload it again")
-        same_etag(address, etag)(found)
+        request("head_object", address, check=same_file(address, size, etag), Key=address.key)
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
@@ -111,6 +108,15 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
             request("abort_multipart_upload", address, attempts=1, **upload)
         raise
     return f"{md5(b''.join(digest for _, digest in sent)).hexdigest()}-{count}"
+
+
+def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
+    def check(answer: Answer) -> None:
+        if answer["ContentLength"] != size:
+            raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
+        same_etag(address, etag)(answer)
+
+    return check
 
 
 def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:

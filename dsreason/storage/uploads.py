@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
 """In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
+REPORT_EVERY_S = 30.0
 
 
 @contextmanager
@@ -74,6 +75,7 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
+        self._uploaded: dict[Path, int] = {}  # by this job: when what is in storage had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -141,7 +143,7 @@ class Uploader:
 
     def _is_uploaded(self, folder: Path) -> bool:
         record = read_record(folder.parent.parent).get(str(self.target), {})
-        return record.get(name_of(folder)) == written_at(folder)
+        return self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder)
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
@@ -154,6 +156,7 @@ class Uploader:
             log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
         with self._lock:
             del self._unfinished[folder]
+            self._uploaded[folder] = when
 
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
@@ -161,7 +164,8 @@ class Uploader:
             when = written_at(folder)
             package = open_package(folder)
             begin = time.monotonic()
-            with track_in_lines(f"uploading {folder} to {place}", package.num_bytes, "bytes", log.info) as advance:
+            name = f"uploading {folder} to {place}"
+            with track_in_lines(name, package.num_bytes, "bytes", log.info, REPORT_EVERY_S) as advance:
                 sent = upload(package, place, advance)
             if written_at(folder) != when:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")
@@ -172,7 +176,8 @@ class Uploader:
         else:
             self._note_uploaded(folder, when)
             seconds = time.monotonic() - begin
-            log.info("uploaded %s to %s: %s in %.0f s", folder, place, decimal(sent.num_bytes), seconds)
+            speed = decimal(round(sent.num_bytes / max(seconds, 1e-9)))
+            log.info("uploaded %s to %s: %s in %.0f s, %s/s", folder, place, decimal(sent.num_bytes), seconds, speed)
 
     def _failed(self, folder: Path, why: str) -> None:
         with self._lock:

@@ -29,7 +29,10 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
     """Of the policy as it is being trained."""
     import deepspeed
 
+    from tests.positions import patch_positions
+
     model, found = engine.module.model, {}
+    patch_positions(model)
     for name in CASES:
         with torch.no_grad():
             hidden = model.model(**encode(processor, name)).last_hidden_state

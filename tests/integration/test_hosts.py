@@ -28,8 +28,12 @@ from dsreason.job.ranks import all_sum, init_world, shutdown
 hosts.JOIN_TIMEOUT = timedelta(seconds=float(os.environ.get("SECONDS", 60)))
 try:
     if sys.argv[1] == "meet":
-        hosts.join()
+        store = hosts.join()
         print({name: os.environ.get(name) for name in ("HF_TOKEN", "HF_HOME", "CUDA_VISIBLE_DEVICES")}, flush=True)
+        if os.environ["RANK"] == "1":
+            store.set("rank 1 has read all", "")
+        else:  # the store ends with this process
+            store.wait(["rank 1 has read all"])
     else:
         world = init_world()
         sys.stdout.write(f"sum {all_sum(world.rank + 1)}\\n")

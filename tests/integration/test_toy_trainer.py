@@ -104,12 +104,11 @@ def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
 
 @pytest.mark.usefixtures("_toy")
 def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
-    from dsreason.cli.data import choose_trainer, load_run, renderings
+    from dsreason.cli.data import choose_trainer, encoded_parts, load_run
+    from dsreason.datasets.rendering import render_rows
 
     trainer = choose_trainer(folder / "run.toml", None, None)
     assert trainer.name == "toy"
-    found = renderings(trainer, load_run(trainer, folder / "run.toml", None))
-    assert {name: (len(one.dataset), one(0)) for name, one in found.items()} == {
-        "training": (6, None),
-        "validation": (2, None),
-    }
+    parts = encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
+    found = {name: render_rows(name, dataset, encode, limit=None, workers=0) for name, dataset, encode in parts}
+    assert found == {"training": (6, []), "validation": (2, [])}

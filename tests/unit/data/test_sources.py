@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -63,6 +64,17 @@ def test_several_sources_follow_each_other_with_their_weights(folder):
     training, _ = open_datasets(DataConfig(sources=[{**one, "limit": 2}, {**one, "limit": 1, "weight": 3.0}]))
     assert ids(training) == ["0", "1", "0"]
     assert training.weighted_lengths == [(2, 1.0), (1, 3.0)]
+    chosen = training.select(np.array([1, 2]))
+    assert (ids(chosen), chosen.weighted_lengths) == (["1", "0"], [(1, 1.0), (1, 3.0)])
+    last = chosen.select(np.array([1]))
+    assert (ids(last), last.weighted_lengths) == (["0"], [(1, 3.0)])  # nothing of the first source
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_a_number_of_no_sample_is_an_error(folder, index):
+    training, _ = open_datasets(config(folder))
+    with pytest.raises(IndexError, match=f"sample {index} of 10"):
+        training[index]
 
 
 def test_system_prompt_is_for_samples_without_one(folder):
@@ -106,7 +118,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
     [
         ({"image": "gone.png"}, r"rows\.jsonl.*2.*gone\.png"),
         ({"image": "../../etc/passwd"}, "leads out"),
-        ({"image": "https://host/a.png"}, "local files"),
+        ({"image": "https://host/a.png"}, "only local files and s3:// addresses are read"),
         ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
         ({"answer": 3}, "answer"),
     ],

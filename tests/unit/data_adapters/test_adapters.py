@@ -246,6 +246,13 @@ def test_a_cosmos_clip_is_the_one_at_the_rows_path_where_names_are_alike(tmp_pat
         cosmos_reason1.find_clip("elsewhere/7.mp4", data)
 
 
+def test_a_cosmos_clip_in_a_folder_is_preferred_to_one_at_the_rows_path_in_an_archive(tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
+    data = cosmos_folder(tmp_path / "set", "robovqa", "part_1.tar", "7.mp4")
+    clip = write_video(tmp_path / "set" / "robovqa" / "clips" / "7.mp4")
+    assert cosmos_reason1.find_clip("some/folder/7.mp4", data) == clip
+
+
 def test_a_cosmos_row_cannot_lead_out_of_the_clips(tmp_path):
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
     write_video(tmp_path / "8.mp4")

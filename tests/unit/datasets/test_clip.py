@@ -177,6 +177,8 @@ def test_a_range_that_cannot_be_is_told(tmp_path: Path, dataset: str, name: str,
 def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(MissingRaw, match=r"^no raw video, such as .*observations/1/2/videos/head\.mp4"):
         rule_for("agibot", tmp_path)("1-2-head-3-4")
+    with pytest.raises(MissingRaw):
+        rule_for("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # a bad range, too
 
 
 # ---------------------------------------------------------------- frames

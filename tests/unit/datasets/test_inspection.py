@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
+from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder
 from dsreason.data.contact_sheet import sheet_of_samples
 from dsreason.data.sources import SampleDataset, open_datasets
@@ -252,6 +253,20 @@ def test_a_contact_sheet_shows_media_and_what_cannot_be_shown(folder: Path) -> N
     assert (page[40:100, 168:196] < 60).all()  # frame 3 has its two left bars
     assert (page[40:60, 650:760] < 50).all()  # the black picture beside it
     assert sheet_of_samples([]).size == (1280, 1)
+
+
+def test_a_contact_sheet_holds_media_at_the_size_at_which_it_shows_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (400, 300)).save(folder / "large.png")
+    frames = [np.zeros((240, 320, 3), np.uint8)] * 4
+    write_video(folder / "large.mp4", 4, frames=frames)
+    held: list[Any] = []
+    make = contact_sheet.contact_sheet
+    monkeypatch.setattr(contact_sheet, "contact_sheet", lambda media, text: held.extend(media) or make(media, text))
+    samples = open_rows(folder, row(0, video="large.mp4"), row(1, image="large.png"))
+    sheet_of_samples([samples[0], samples[1]])
+    assert [held[0][0].shape, held[1].size] == [(4, 117, 156, 3), (156, 117)]
 
 
 # ---------------------------------------------------------------- rendering every row

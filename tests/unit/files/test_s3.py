@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ class Client:
     """Holds one object, and gives at most `given` bytes of it at a time."""
 
     def __init__(self) -> None:
-        self.etag, self.ranges = '"a"', []
+        self.etag, self.ranges, self.listed = '"a"', [], []
         self.given = [len(CONTENT)] * 9
 
     def head_object(self, Bucket: str, Key: str) -> dict[str, Any]:
@@ -37,18 +35,17 @@ class Client:
         first, last = map(int, Range.removeprefix("bytes=").split("-"))
         return {"Body": BytesIO(CONTENT[first : last + 1][: self.given.pop(0)])}
 
-    def get_paginator(self, operation: str) -> SimpleNamespace:
-        assert operation == "list_objects_v2"
-        return SimpleNamespace(paginate=self.pages)
-
-    def pages(self, Bucket: str, Prefix: str) -> Iterator[dict[str, Any]]:
-        for names in (["a.mp4", "sub/"], ["sub/b.mp4"]):
-            yield {
-                "Contents": [
-                    {"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names
-                ]
-            }
-        yield {}  # of a folder that ends with a page
+    def list_objects_v2(self, Bucket: str, Prefix: str, ContinuationToken: str = "0") -> dict[str, Any]:
+        self.listed.append(ContinuationToken)
+        if ContinuationToken == "1" and self.listed.count("1") == 1:
+            raise ClientError(
+                {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "ListObjectsV2"
+            )
+        names = {"0": ["a.mp4", "sub/"], "1": ["sub/b.mp4"], "2": []}[ContinuationToken]
+        entries = [{"Key": f"{Prefix}{name}", "Size": 1, "ETag": '"a"', "LastModified": WRITTEN} for name in names]
+        if ContinuationToken == "2":
+            return {"IsTruncated": False}  # of a folder that ends with a page
+        return {"Contents": entries, "IsTruncated": True, "NextContinuationToken": str(int(ContinuationToken) + 1)}
 
 
 @pytest.fixture
@@ -66,6 +63,11 @@ def test_a_folder_has_the_objects_of_every_page_without_its_marks(client: Client
         "a.mp4": "clips/a.mp4",
         "sub/b.mp4": "clips/sub/b.mp4",
     }
+
+
+def test_a_page_that_is_refused_is_asked_for_again_without_those_before_it(client: Client) -> None:
+    s3.list_objects(S3Address("bucket", "clips"))
+    assert client.listed == ["0", "1", "1", "2"]
 
 
 def test_a_fetch_that_was_cut_goes_on_where_it_was(client: Client, tmp_path: Path) -> None:

@@ -189,6 +189,15 @@ def test_seeking_without_usable_times_decodes_from_the_start(tmp_path):
     assert numbers(load_video(path, [130, 149])) == [130, 149]
 
 
+def test_a_frame_that_cannot_be_converted_names_the_file(tmp_path, monkeypatch):
+    def refuse(frame, size):
+        raise media.av.FFmpegError(22, "no path between colorspaces")
+
+    monkeypatch.setattr(media, "_to_array", refuse)
+    with pytest.raises(DataError, match=r"a\.mp4: not a usable video: no path between colorspaces"):
+        load_video(write_video(tmp_path / "a.mp4", 3), [0, 2])
+
+
 def test_frames_are_resized_as_the_hugging_face_video_processors_do(tmp_path):
     import torch
     from torchvision.transforms.v2 import functional as tvf

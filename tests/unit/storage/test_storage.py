@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.retries import with_retries
+from dsreason.monitor import work
 from dsreason.monitor.progress import Advance
 from dsreason.storage import uploads
 from dsreason.storage.package import (
@@ -376,6 +379,15 @@ def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, st
     assert upload_twice() == 1
 
 
+def test_a_job_remembers_its_uploads_where_the_record_cannot_be_written(run: Path, storage: FakeStorage) -> None:
+    (run / uploads.RECORD).mkdir()
+    uploader = Uploader(TARGET, include=EVERYTHING)
+    for _ in range(2):
+        uploader.add(run / "export" / "final", last=True)
+        uploader.finish()
+    assert storage.sent == [f"{TARGET}/export/final"]
+
+
 def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, storage: FakeStorage) -> None:
     storage.gate.clear()
     uploader, export = Uploader(TARGET, what="all"), run / "export" / "final"
@@ -463,6 +475,26 @@ def test_progress_is_logged_by_the_uploader(run: Path, storage: FakeStorage, cap
     with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
     assert f"uploading {run / 'export' / 'final'} to s3://bucket/run/export/final: 9 bytes" in caplog.text
-    assert (
-        f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: 9 bytes" in caplog.text
-    )
+    done = f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: 9 bytes in "
+    assert re.search(re.escape(done) + r"\d+ s, .+/s$", caplog.text, re.MULTILINE)
+
+
+def test_progress_is_logged_every_30_seconds(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = 0
+
+    def advance_slowly(package: Package, target: object, advance: Advance) -> Sent:
+        nonlocal seconds
+        for _ in range(9):
+            seconds += 10
+            advance(1)
+        return Sent(1, 9)
+
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr(uploads, "upload", advance_slowly)
+    with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
+        uploader.add(run / "export" / "final", last=True)
+    assert re.findall(r"final: (\d bytes of \d bytes)", caplog.text) == [
+        f"{done} bytes of 9 bytes" for done in (3, 6, 9)
+    ]

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from dsreason.errors import StorageError
+from dsreason.files import retries
 from dsreason.files.address import S3Address
+from dsreason.files.retries import with_retries
 from dsreason.storage import storage_s3
 from dsreason.storage.package import Package, open_package
 from dsreason.storage.storage_s3 import S3Storage
@@ -34,13 +36,17 @@ class Bucket:
         self.broken_part: int | None = None
 
     def request(self, method: str, address: S3Address, *, check: Any = lambda answer: None, **given: Any) -> Any:
-        given.pop("attempts", None)
+        attempts = given.pop("attempts", None)
         name = given.pop("Key").removeprefix(f"{PLACE.key}/")
         if method != "head_object":
             self.calls.append((method, name))
-        answer = getattr(self, method)(name, **given)
-        check(answer)
-        return answer
+
+        def once() -> Any:
+            answer = getattr(self, method)(name, **given)
+            check(answer)
+            return answer
+
+        return with_retries(once, attempts)
 
     def put_object(self, name: str, Body: bytes, Metadata: dict[str, str] | None = None) -> dict[str, str]:
         self.objects[name] = (Body, Metadata or {}, md5(Body))
@@ -83,6 +89,7 @@ class Bucket:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
     made = Bucket()
     monkeypatch.setattr(storage_s3, "request", made.request)
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: None)
     return made
 
 
@@ -170,3 +177,18 @@ def test_what_arrived_with_other_bytes_is_told(
     monkeypatch.setattr(bucket, "head_object", damaged)
     with pytest.raises(StorageError, match=r"weights\.pt: corrupted in transit"):
         S3Storage(PLACE).upload(package, lambda count: None)
+
+
+def test_an_etag_of_the_content_before_may_be_gone_at_the_next_look(
+    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, stale = bucket.head_object, ["0" * 32]
+
+    def first_stale(name: str) -> dict[str, Any]:
+        answer = head(name)
+        return answer | ({"ETag": f'"{stale.pop()}"'} if name == "weights.pt" and stale else {})
+
+    monkeypatch.setattr(bucket, "head_object", first_stale)
+    S3Storage(PLACE).upload(package, lambda count: None)
+    assert not stale
+    assert bucket.calls[-1] == ("put_object", "COMPLETE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dsreason.train.grpo.rollouts import (
     flatten,
     informative,
     make_rollouts,
+    split_into_steps,
     training_sample,
     with_advantages,
 )
@@ -128,3 +130,12 @@ def test_without_any_informative_group_none_is_trained() -> None:
     own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
     found = with_advantages(own, [False, False], 3, group_centered, with_others([]))
     assert [(one.advantage, one.group) for one in found] == [(0.0, None)] * 4
+
+
+def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
+    one = group((0, 0), [0.5])[0]
+    rollouts = [replace(one, group=number) for number in (0, 2, 4, 5, None, 9)]
+    steps = split_into_steps(rollouts, num_groups=10, num_steps=4)
+    assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
+    alone = split_into_steps([replace(one, group=number) for number in range(10)], num_groups=10, num_steps=4)
+    assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
