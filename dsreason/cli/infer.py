@@ -17,7 +17,7 @@ from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
 
 if TYPE_CHECKING:
-    from dsreason.evaluation.infer import Answering
+    from dsreason.evaluation.infer import StreamedAnswer
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -126,13 +126,13 @@ def frame_settings(
     return {key: value for key, value in found.items() if value is not None} | {"total_pixels": total_pixels}
 
 
-def write_json(answering: Answering, stdout: TextIO) -> None:
+def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
     for _ in answering:
         pass
     typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
 
 
-def write_text(answering: Answering, stdout: TextIO, *, heading: bool) -> None:
+def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
     """The text as it comes; thoughts are dim on a terminal."""
     if heading:
         typer.echo(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)

@@ -76,7 +76,7 @@ class InferSettings:
 
 
 @dataclass
-class Answering:
+class StreamedAnswer:
     """An answer on its way: iterate to its end for the text as it is drawn, then ask for the `result`."""
 
     model: str
@@ -119,8 +119,8 @@ class Answering:
         }
 
 
-def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[Answering]:
-    """An `Answering` for each prompt, to be read to its end before the next.
+def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[StreamedAnswer]:
+    """A `StreamedAnswer` for each prompt, to be read to its end before the next.
 
     Args:
         say: called with a text before what takes time, and where something is done differently than asked.
@@ -150,7 +150,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
         for encoded, ids in draw_ids(asked):
-            yield Answering(settings.model, encoded, ids, stop_ids, tokenizer)
+            yield StreamedAnswer(settings.model, encoded, ids, stop_ids, tokenizer)
 
 
 # ---------------------------------------------------------------- the model
