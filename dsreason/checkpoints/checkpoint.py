@@ -112,7 +112,10 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
     with errors_on_all_ranks():
         try:
             if saved.world_size == world.size:
-                load_same_size(engine, path)
+                with safe_loading():
+                    loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+                if loaded is None:
+                    raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
             else:
                 load_universal(engine, path)
             if world.rank < saved.world_size:
@@ -167,13 +170,6 @@ def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
         raise CheckpointError(
             f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON it had"
         )
-
-
-def load_same_size(engine: DeepSpeedEngine, path: Path) -> None:
-    with safe_loading():
-        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
-    if loaded is None:
-        raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
 
 
 def make_universal(path: Path, saved: SavedRun) -> None:

@@ -24,8 +24,8 @@ from dsreason.datasets.hub import RemoteFile, download, hub_errors, list_files, 
 from dsreason.errors import DataError
 from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part
-from dsreason.monitor.work import track
+from dsreason.files.disk import existing_part, json_object
+from dsreason.monitor.progress import track
 from dsreason.problems import nearest
 
 REPOSITORIES = {
@@ -36,6 +36,7 @@ REPOSITORIES = {
 DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 
 RECORD, PARTIALS = ".fetched.json", ".partial"
+"""Path → content of what earlier calls completed; and the folder of what they began."""
 DOWNLOADS = 4
 """Files at a time."""
 SPARE_BYTES = 100 * 1024**2
@@ -90,7 +91,7 @@ def plan_fetch(
     commit, listed = list_files(repo, revision)
     files = choose(listed, repo, datasets, patterns)
     folder = data_dir / task
-    record = read_record(folder)
+    record = json_object(folder / RECORD)
     return Plan(
         repo=repo,
         revision=commit,
@@ -186,7 +187,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, target)
-    write_file(folder / RECORD, json.dumps({**read_record(folder), file.path: file.content}, indent=2))
+    write_file(folder / RECORD, json.dumps({**json_object(folder / RECORD), file.path: file.content}, indent=2))
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
@@ -212,15 +213,6 @@ def unpack_clips(archive: Path, clips: Path, name: str) -> None:
 
 
 # ---------------------------------------------------------------- what is there already
-
-
-def read_record(folder: Path) -> dict[str, str]:
-    """Path → content of what earlier calls completed; an unreadable record only costs fetching again."""
-    try:
-        record = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:

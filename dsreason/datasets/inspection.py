@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from dsreason.datasets.row_facts import (
     MediumFacts,
     MediumUse,
     RowFacts,
-    RowReader,
     UnusableRow,
     content_hash,
     medium_facts,
+    read_facts,
 )
 from dsreason.errors import DataError
 
@@ -132,9 +133,9 @@ def inspect_data(
     """
     found: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
-        reader = RowReader(dataset, encoder)
         rows = evenly(len(dataset), limit)
-        read = tracked(reader, rows, dataset.location, workers, f"reading {name}", "rows")
+        work = partial(read_facts, dataset, encoder)
+        read = tracked(work, rows, dataset.location, workers, f"reading {name}", "rows")
         found[name] = [
             UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
             for row, result in zip(rows, read, strict=True)

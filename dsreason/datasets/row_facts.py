@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,24 +76,12 @@ class MediumFacts:
     fps: float | None = None
 
 
-@dataclass(frozen=True)
-class RowReader:
-    """Picklable: row number → its facts."""
-
-    dataset: SampleDataset
-    encoder: Encoder | None
-
-    def __call__(self, row: int) -> RowFacts:
-        sample = self.dataset[row]
-        return row_facts(self.dataset.location(row), sample, self._tokens(sample))
-
-    def _tokens(self, sample: Sample) -> int | None:
-        if self.encoder is None:
-            return None
-        try:
-            return self.encoder.measure(sample)
-        except DataError:  # its media are read one by one, and reported there
-            return None
+def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> RowFacts:
+    sample, tokens = dataset[row], None
+    if encoder is not None:
+        with suppress(DataError):  # its media are read one by one, and reported there
+            tokens = encoder.measure(sample)
+    return row_facts(dataset.location(row), sample, tokens)
 
 
 def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:

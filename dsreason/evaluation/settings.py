@@ -13,6 +13,7 @@ from dsreason.config.output import run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
+from dsreason.files.disk import sha256_of
 from dsreason.job.record import git_state, versions
 
 COMPARED = ("evaluation", "generation", "vision")
@@ -78,16 +79,12 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
     if options := document["evaluation"]["engine_options"]:
         found["evaluation.engine_options"] = options
-    if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
-        found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
+    scorer = Path((config.evaluation.scorer or "").partition(":")[0]).expanduser()
+    if scorer.is_file():  # `judge.py:helpful`, not the name of a built-in reward or of a module
+        found["evaluation.scorer's content"] = sha256_of(scorer)[:16]
     for source in config.sources:
         found[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
     return found
-
-
-def scorer_file(scorer: str) -> Path:
-    """Of `judge.py:helpful` the file; of the name of a built-in reward or of a module one that is not there."""
-    return Path(scorer.partition(":")[0]).expanduser()
 
 
 def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> None:

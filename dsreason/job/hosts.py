@@ -145,13 +145,10 @@ def limit() -> str:
 
 
 def this_rank() -> str:
-    return f"rank {os.environ['RANK']} on {this_host()}"
-
-
-def this_host() -> str:
-    """`node-1 (10.0.0.2)`: with the address from which it reaches the first host."""
+    """`rank 3 on node-1 (10.0.0.2)`: with the address from which its host reaches the first one."""
     address = own_address(os.environ["MASTER_ADDR"])
-    return socket.gethostname() + (f" ({address})" if address else "")
+    host = socket.gethostname() + (f" ({address})" if address else "")
+    return f"rank {os.environ['RANK']} on {host}"
 
 
 def own_address(peer: str) -> str | None:

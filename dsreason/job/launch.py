@@ -104,8 +104,10 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
-    if has_launcher():
-        die_with_parent()
+    if has_launcher():  # ranks have sessions of their own and would stay when it is gone
+        end_with_parent()
+        if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
+            os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
         exit_if_failed_before()
         end_with_launchers()
     if started_by_us() and not is_first_rank():
@@ -116,13 +118,6 @@ def enter_rank() -> None:
 def end_children_with_us() -> None:
     """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
     os.register_at_fork(after_in_child=end_with_parent)
-
-
-def die_with_parent() -> None:
-    """Leave nothing behind when the launcher is gone: ranks have sessions of their own and would stay."""
-    end_with_parent()
-    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
 
 
 def end_with_parent() -> None:
@@ -169,15 +164,13 @@ def report_and_exit(error: Exception) -> None:
 
 
 def should_print_error(text: str) -> bool:
-    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal."""
-    return not is_first_rank() if started_by_us() else _is_first_to_print(text)
+    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal.
 
-
-def _is_first_to_print(text: str) -> bool:
-    """Whether no other rank of this host has printed the same error; torchrun shows the output of all of them.
-
-    A traceback is known by its last line: another rank that heard of it prints it with words of its own.
+    Under others the first rank of this host with the error does; torchrun shows the output of all of them. A traceback is
+    known by its last line: another rank that heard of it prints it with words of its own.
     """
+    if started_by_us():
+        return not is_first_rank()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]

@@ -236,16 +236,12 @@ def load_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype, copy=True)
     if (path / "generation_config.json").is_file():
-        model.generation_config = generation_config(path)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        except Exception as error:  # as in `model_config`
+            raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
     share_media(model, family)
     return model.train()
-
-
-def generation_config(path: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except Exception as error:  # as in `model_config`
-        raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
 def check_depth(config: Any, weights: Weights) -> None:

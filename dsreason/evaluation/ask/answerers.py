@@ -122,12 +122,15 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
     in_step = gather_objects if config.model.tensor_parallel_size > 1 else alone
+    cores = len(os.sched_getaffinity(0)) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", world.size)
+    )  # the host's ranks share them
     answerer = EngineAnswerer(
         engine,
         encoder,
         length,
         media_memory_gib=config.evaluation.media_memory_gib,
-        workers=config.workers(available_cores(world)),
+        workers=config.workers(max(1, cores)),
         in_step=in_step,
     )
     batch_size = config.evaluation.batch_size
@@ -254,8 +257,3 @@ def engine_settings(config: EvalConfig, length: int, world: World) -> EngineSett
         )
     batch_size = config.evaluation.batch_size or TRANSFORMERS_BATCH
     return TransformersSettings(attention=model.attention, batch_size=batch_size)
-
-
-def available_cores(world: World) -> int:
-    """Of this rank, where those of its host share them."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))

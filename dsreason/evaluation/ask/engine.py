@@ -49,7 +49,8 @@ class EngineAnswerer:
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
-        ahead = self._ahead(batches) if workers else None
+        # What a worker decodes beyond the questions asked for: together two groups, while the engine draws.
+        ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
@@ -69,10 +70,6 @@ class EngineAnswerer:
         """As many on every rank that has to ask as often."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
-
-    def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
-        """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
-        return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
         asked: list[tuple[Request, EncodedPrompt]] = []

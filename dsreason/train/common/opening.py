@@ -111,6 +111,10 @@ def open_run(
         model_path = find_model(config)
         training, validation = open_datasets(config.data)
     seed_everything(config.train.seed, world.rank)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
+    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
+        deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return OpenedRun(
         config=config,
         world=world,
@@ -118,21 +122,13 @@ def open_run(
         checkpoint=checkpoint,
         model_path=model_path,
         encoder=build_encoder(config, model_path),
-        deepspeed=deepspeed_of(config, world),
+        deepspeed=deepspeed,
         training=training,
         validation=validation,
         watchdog=watchdog,
         uploads=uploads,
         stop=stop,
     )
-
-
-def deepspeed_of(config: RunConfig, world: World) -> dict[str, Any]:
-    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    resolved = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
-        resolved["checkpoint"] = {**resolved.get("checkpoint", {}), "use_node_local_storage": True}
-    return resolved
 
 
 @dataclass(kw_only=True)

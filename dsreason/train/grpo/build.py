@@ -105,7 +105,12 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
     """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
     config, model_path = opened.config, opened.model_path
-    check_reference_folder(config, opened.world)
+    # A resumed run could not read the newest reference: the first host alone has it.
+    if opened.world.folder_ranks and config.grpo.reference_reset_every:
+        raise ConfigError(
+            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
+            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
+        )
     engine = build_policy_engine(config, opened.deepspeed, model_path)
     # Before a checkpoint is loaded.
     reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
@@ -113,15 +118,6 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
     if opened.checkpoint is not None and reference is not None:
         load_reference(reference, config, opened.checkpoint, opened.output_dir)
     return engine, reference, state
-
-
-def check_reference_folder(config: GRPOConfig, world: World) -> None:
-    """ConfigError where a resumed run could not read the newest reference: the first host alone has it."""
-    if world.folder_ranks and config.grpo.reference_reset_every:
-        raise ConfigError(
-            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
-            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
-        )
 
 
 def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from dsreason.answers.compat import hash_number
 from dsreason.answers.parsing import parse
@@ -38,18 +37,12 @@ def check_functions(config: GRPOConfig) -> None:
         elif options:
             raise ConfigError(f'reward.options."{name}": a reward of the server has no options')
     open_remote(config.reward)
-    if "overlong" in config.reward.functions:
-        check_overlong(config.reward.options.get("overlong", {}), config.rollout.max_completion_length)
-
-
-def check_overlong(options: dict[str, Any], longest: int) -> None:
-    buffer = options.get("buffer")
-    if buffer is None:
-        return
-    try:
-        soft_overlong(0, longest, buffer)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward.options.overlong.buffer ({buffer!r}): {error}") from error
+    buffer = config.reward.options.get("overlong", {}).get("buffer")
+    if buffer is not None:
+        try:
+            soft_overlong(0, config.rollout.max_completion_length, buffer)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward.options.overlong.buffer ({buffer!r}): {error}") from error
 
 
 def row_check(config: GRPOConfig) -> Check:
