@@ -18,14 +18,14 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer, Gather, alone
-from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
+from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
-from dsreason.models.load import model_config, open_encoder, resolve_model
+from dsreason.models.load import fitting_weights, model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
@@ -152,7 +152,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
     """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     prompt_room(config, max_length(config, path))
-    check_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
+    fitting_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
 def resolved(config: EvalConfig, own: Path | None) -> Path:

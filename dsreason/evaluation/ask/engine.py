@@ -7,19 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
 from dsreason.evaluation.ask.asking import Gather, Reply, Request, alone
 from dsreason.evaluation.types import Question
-from dsreason.families import family_of
-from dsreason.models.load import check_depth, empty_model, model_config
-from dsreason.models.load import check_weights as check_tensors
-from dsreason.models.weights import find_weights
 from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
@@ -107,11 +100,3 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
 def random_stream(question_id: str) -> int:
     """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")
-
-
-def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
-    """CheckpointError unless a model of the folder's config.json can be built, and its weights are all there and fit."""
-    config = model_config(model_path, trust_remote_code=trust_remote_code)
-    weights = find_weights(model_path, family_of(config.model_type).rename)
-    check_depth(config, weights)
-    check_tensors(empty_model(config, torch.float32, attention, trust_remote_code), weights)
