@@ -212,8 +212,8 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
     from dsreason.data.contact_sheet import sheet_of_samples
     from dsreason.data.loader import read_row
+    from dsreason.data.order import evenly
     from dsreason.data.types import Sample
-    from dsreason.datasets.inspection import evenly
 
     folder.mkdir(parents=True, exist_ok=True)
     document = asdict(found)

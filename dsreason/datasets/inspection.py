@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.chat import Encoder
+from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.datasets.processes import tracked
 from dsreason.datasets.row_facts import (
@@ -151,12 +152,6 @@ def inspect_data(
         problems=problems(found, media),
         duplicates=repeated(found, keys),
     )
-
-
-def evenly(count: int, limit: int | None) -> list[int]:
-    """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
-    chosen = count if limit is None else min(count, limit)
-    return [i * count // chosen for i in range(chosen)]
 
 
 def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from dsreason.data.loader import read_row
+from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
-from dsreason.datasets.inspection import evenly
 from dsreason.datasets.processes import tracked
 from dsreason.errors import DataError
 

@@ -100,7 +100,9 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
     if config.evaluation.overwrite:
         replaced = [folder / safe_name(name) for name in config.names]
     stay = [inside for inside in sorted(folder.glob("*/")) if inside not in replaced]
-    if any(has_answers(stored) for inside in stay for stored in dataset_files(inside)):
+    stored = (result for inside in stay for one in dataset_files(inside) for result in read_file(one))
+    # Not where all questions failed, as at a server of a wrong address: these will be asked again.
+    if any(result.error is None for result in stored):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         settings = same_settings(read_json(file), settings, folder)
@@ -108,11 +110,6 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
         shutil.rmtree(old, ignore_errors=True)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
-
-
-def has_answers(file: Path) -> bool:
-    """Not where all questions failed, as at a server of a wrong address: these will be asked again."""
-    return any(result.error is None for result in read_file(file))
 
 
 def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:

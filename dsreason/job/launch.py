@@ -145,7 +145,10 @@ def report(error: Exception) -> int:
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)
-        record_final_failure(failure)
+        if not failure.restarts and started_by_torchrun():
+            # It would start the ranks again also after an error that the user has to fix: a note for the next attempt.
+            with suppress(OSError):  # a full disk may be the error
+                write_file(shared_file("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
             print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
@@ -185,13 +188,6 @@ def should_print_error(text: str) -> bool:
 def attempt() -> int:
     """How often torchrun has started the ranks again."""
     return int(os.environ.get(RESTARTS, 0))
-
-
-def record_final_failure(failure: Failure) -> None:
-    """torchrun would start the ranks again also after an error that the user has to fix: leave a note for the next attempt."""
-    if not failure.restarts and started_by_torchrun():
-        with suppress(OSError):  # a full disk may be the error
-            write_file(shared_file("final"), json.dumps(asdict(failure)))
 
 
 def exit_if_failed_before() -> None:

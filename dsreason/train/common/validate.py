@@ -19,6 +19,7 @@ from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.loader import first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
+from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
@@ -95,15 +96,12 @@ class HeldOut:
     @cached_property
     def shown(self) -> set[int]:
         """The rows whose answers are shown, evenly spaced."""
-        rows = self.rows
-        count = min(self.config.validation.show, len(rows))
-        return {rows[i * len(rows) // count] for i in range(count)}
+        return {self.rows[i] for i in evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
         """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
-        count = min(len(self.dataset), self.config.validation.max_samples or len(self.dataset))
-        return [i * len(self.dataset) // count for i in range(count)]
+        return evenly(len(self.dataset), self.config.validation.max_samples)
 
     def groups(self) -> list[list[int]]:
         """This rank's rows as they are read, and cut for one forward each; as many groups on every rank, some empty."""
