@@ -24,6 +24,7 @@ from dsreason.datasets.processes import tracked
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import draft_of
 from dsreason.media.media import UnusableTimes, frames_by_count, frames_by_time, load_image, opened_video, packet_times
+from dsreason.problems import listed
 
 ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
@@ -68,10 +69,8 @@ def needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -
             except DataError as error:
                 problems.append(f"{rows.location(index)}: {error}")
     if problems:
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise DataError(
-            f"{len(problems)} rows do not name a clip of {dataset}:\n  " + "\n  ".join(problems[:10]) + more
-        )
+        shown = listed(problems, 10, separator="\n  ")
+        raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown}")
     return list(names)
 
 

@@ -31,6 +31,7 @@ from dsreason.files.disk import sha256_of
 from dsreason.job import launch
 from dsreason.job.launchers import PDSH, launchers
 from dsreason.job.record import versions
+from dsreason.problems import listed
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
@@ -255,8 +256,7 @@ def compare(facts: Mapping[str, Any]) -> None:
         return
     with suppress(DsReasonError, dist.DistError):
         exchange("compared", None)  # the store ends with rank 0
-    more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
-    lines = "\n  ".join([*differing[:SHOWN], *more])
+    lines = listed(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
         "give all of them the same environment, code, files and options, and start again"

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Self, TextIO
@@ -48,7 +48,7 @@ def part_of_environment() -> Part | None:
     return Part(int(number), int(count), float(after))
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """What the training loop sees on every rank; on those above 0 this class itself, which shows nothing."""
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
@@ -59,9 +59,6 @@ class Progress:
 
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
