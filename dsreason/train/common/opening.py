@@ -44,7 +44,7 @@ from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.rewards.scoring import Scorer
-from dsreason.rollout.opening import EngineSettings
+from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.storage.uploads import Uploader, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import DTYPES, build_encoder, check_upload, find_model
@@ -208,16 +208,15 @@ def start_run(
     )
     metrics = stack.enter_context(metrics)
     with opened.watchdog.phase("start_engine"):
-        sampler = open_sampler(
-            engine,
-            settings,
-            config,
+        rollout_engine = open_rollout_engine(
             opened.model_path,
-            opened.encoder,
-            opened.watchdog,
-            stack,
-            bucket_mb=bucket_mb,
+            opened.encoder.processor.tokenizer,
+            world,
+            settings,
+            dtype=DTYPES[config.train.precision],
+            trust_remote_code=config.model.trust_remote_code,
         )
+        sampler = open_sampler(engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb)
     progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
     return Run(
         **vars(opened),

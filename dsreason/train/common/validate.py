@@ -46,27 +46,18 @@ T = TypeVar("T")
 
 
 def validate(
-    sampler: Sampler,
-    dataset: SampleDataset,
-    encoder: Encoder,
-    config: RunConfig,
-    world: World,
-    *,
-    version: int,
-    progress: Progress,
-    scorer: Scorer | None = None,
+    sampler: Sampler, held_out: HeldOut, *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
-    """Measure the policy on `dataset`. Collective: every rank calls it and runs the same forwards and gathers.
+    """Measure the policy on held-out rows. Collective: every rank calls it and runs the same forwards and gathers.
 
     `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
     negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
     `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
     `val/reward/mean` and `val/reward/<function>/mean`. Raises DataError for a bad row, unless the config says to skip it.
     """
-    held_out = HeldOut(dataset, encoder, config, world)
     with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
         metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
-    if not config.validation.generate:
+    if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
     with (
         sampler.awake(version) as engine,
