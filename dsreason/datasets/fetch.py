@@ -108,7 +108,12 @@ def fetch(plan: Plan) -> None:
     Raises:
         DataError: no access, no connection, damaged content, or too little room on the disk, which is checked first.
     """
-    check_disk(plan)
+    free = shutil.disk_usage(existing_part(plan.folder)).free
+    if plan.disk_bytes + SPARE_BYTES > free:
+        raise DataError(
+            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
+            "choose another --data-dir, or fewer files with --dataset and --file"
+        )
     with (
         track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
         ThreadPoolExecutor(DOWNLOADS) as threads,
@@ -222,15 +227,6 @@ def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
         return (folder / file.clips).is_dir()
     target = folder / file.path
     return target.is_file() and target.stat().st_size == file.size
-
-
-def check_disk(plan: Plan) -> None:
-    free = shutil.disk_usage(existing_part(plan.folder)).free
-    if plan.disk_bytes + SPARE_BYTES > free:
-        raise DataError(
-            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
-            "choose another --data-dir, or fewer files with --dataset and --file"
-        )
 
 
 def gigabytes(count: int) -> str:

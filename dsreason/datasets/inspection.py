@@ -27,11 +27,12 @@ from dsreason.datasets.row_facts import (
     MediumUse,
     RowFacts,
     UnusableRow,
-    content_hash,
     medium_facts,
     read_facts,
 )
 from dsreason.errors import DataError
+from dsreason.files.disk import sha256_of
+from dsreason.media.media import local_path
 
 Media = Mapping[MediumUse, MediumFacts | DataError]
 
@@ -171,7 +172,7 @@ def content_keys(media: Media, workers: int) -> dict[str, str]:
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
-    hashes = tracked(content_hash, alike, str, workers, "comparing media", "files")
+    hashes = tracked(lambda path: sha256_of(local_path(path)), alike, str, workers, "comparing media", "files")
     by_path = dict(zip(alike, hashes, strict=True))
     return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
 

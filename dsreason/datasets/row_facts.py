@@ -13,7 +13,6 @@ from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.files.disk import sha256_of
 from dsreason.media.media import local_path, probe_image, probe_video
 
 THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -127,7 +126,3 @@ def medium_facts(use: MediumUse) -> MediumFacts:
         return MediumFacts(size, height, width)
     info = probe_video(use.path)
     return MediumFacts(size, info.height, info.width, info.duration, info.fps)
-
-
-def content_hash(path: str) -> str:
-    return sha256_of(local_path(path))

@@ -165,10 +165,6 @@ def last_line(log: Path) -> str:
 # In the parent
 
 
-def read_failures(error_dir: Path) -> list[Failure]:
-    return [Failure(**json.loads(file.read_text())) for file in error_dir.glob("rank_*.json")]
-
-
 def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())

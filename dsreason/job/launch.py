@@ -40,7 +40,6 @@ from dsreason.job.failures import (
     exit_codes,
     failure_of,
     first_failure,
-    read_failures,
     record_failure,
     with_last_log_line,
 )
@@ -81,11 +80,6 @@ def started_by_torchrun() -> bool:
     return RESTARTS in os.environ and not started_by_us()
 
 
-def has_launcher() -> bool:
-    """Not where somebody set the variables in a shell of his own, which may end before the rank does."""
-    return any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE))
-
-
 # What every rank does first
 
 
@@ -104,7 +98,9 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
-    if has_launcher():  # ranks have sessions of their own and would stay when it is gone
+    # Ranks have sessions of their own and would stay when their launcher is gone. There is none where somebody set the
+    # variables in a shell of his own, which may end before the rank does.
+    if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
         end_with_parent()
         if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
             os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
@@ -300,7 +296,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failure = first_failure(read_failures(Path(error_dir)), exit_codes(error.failures))
+            reports = [Failure(**json.loads(file.read_text())) for file in Path(error_dir).glob("rank_*.json")]
+            failure = first_failure(reports, exit_codes(error.failures))
             failure = with_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
             return replace(_as_stopped(failure, received), restarts=False) if received else failure
         except SignalException as error:
