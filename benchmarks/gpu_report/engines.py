@@ -63,8 +63,9 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world, shutdown
     from dsreason.job.watchdog import Watchdog
+    from dsreason.rollout.opening import open_rollout_engine
     from dsreason.train.common.opening import build_policy_engine
-    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import open_sampler
     from dsreason.train.grpo.build import engine_settings
 
@@ -79,7 +80,9 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
         policy = build_policy_engine(config, resolved, model)
         if train:
             train_on_a_clip(policy, encoder)
-        sampler = open_sampler(policy, engine_settings(config, world), config, model, encoder, watchdog, stack)
+        tokenizer, dtype = encoder.processor.tokenizer, DTYPES[config.train.precision]
+        engine = open_rollout_engine(model, tokenizer, world, engine_settings(config, world), dtype=dtype)
+        sampler = open_sampler(policy, engine, watchdog, stack)
         yield Opened(sampler, encoder, prompts_of(setting, encoder))
 
 

@@ -34,12 +34,9 @@ def split_response(text: str) -> Response:
         said = tag + said
     blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
     answer = next((block for block in reversed(blocks) if block), "") if blocks else said
-    return Response(TAG.sub("", thoughts).strip(), _without_tags(answer), bool(blocks))
-
-
-def _without_tags(text: str) -> str:
-    """Closing tags that stand alone, one that was cut off included."""
-    return re.sub(r"</[a-z]*\Z", "", TAG.sub("", text)).strip()
+    # Without closing tags that stand alone, one that was cut off included.
+    answer = re.sub(r"</[a-z]*\Z", "", TAG.sub("", answer))
+    return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))
 
 
 def last_boxed(text: str) -> str | None:

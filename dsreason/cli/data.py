@@ -22,8 +22,7 @@ from dsreason.job import launch
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
     from dsreason.datasets.fetch import Plan
-    from dsreason.datasets.inspection import Inspection
-    from dsreason.datasets.rendering import Encode
+    from dsreason.datasets.inspection import Encode, Inspection
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -212,8 +211,8 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
     from dsreason.data.contact_sheet import sheet_of_samples
     from dsreason.data.loader import read_row
+    from dsreason.data.order import evenly
     from dsreason.data.types import Sample
-    from dsreason.datasets.inspection import evenly
 
     folder.mkdir(parents=True, exist_ok=True)
     document = asdict(found)
@@ -250,7 +249,7 @@ def validate(
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
-        from dsreason.datasets.rendering import render_rows
+        from dsreason.datasets.inspection import render_rows
 
     count = 0
     bad: list[str] = []

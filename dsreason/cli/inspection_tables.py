@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from dsreason.datasets.inspection import Inspection, PartReport, Spread
+from dsreason.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""

@@ -53,15 +53,11 @@ def root(
     pass
 
 
-def keep_secrets() -> None:
-    """Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks."""
+def main() -> None:
+    # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
     threading.excepthook = lambda raised: print(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
-
-
-def main() -> None:
-    keep_secrets()
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
         if launch.is_rank():

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from dsreason.errors import CheckpointError
 from dsreason.files.address import HubAddress
-from dsreason.monitor.work import track
+from dsreason.monitor.progress import track
 
 
 def push(

@@ -32,7 +32,16 @@ def score(
     if compat:
         if compare or no_html or frames is not None:
             raise ConfigError("--compat: only prints three lines; leave out --compare, --no-html and --frames")
-        print_compat(results_dir, dataset)
+        from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
+
+        count = calculate_accuracy(results_dir, dataset)
+        if count.files == 0:
+            typer.echo(f"No JSON files found in directory: {results_dir}", err=True)
+            raise typer.Exit(1)
+        for complaint in count.complaints:
+            typer.echo(complaint, err=True)
+        for line in count.lines():
+            typer.echo(line)
         return
     from dsreason.evaluation.report.report import write_reports
 
@@ -59,16 +68,3 @@ def print_reports(reports: list[Report]) -> None:
                 console.print(f"attention: {report.comparison.warning}", style="bold yellow", markup=False)
         for file in report.files:
             typer.echo(file)
-
-
-def print_compat(results_dir: Path, dataset: list[str] | None) -> None:
-    from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
-
-    count = calculate_accuracy(results_dir, dataset)
-    if count.files == 0:
-        typer.echo(f"No JSON files found in directory: {results_dir}", err=True)
-        raise typer.Exit(1)
-    for complaint in count.complaints:
-        typer.echo(complaint, err=True)
-    for line in count.lines():
-        typer.echo(line)

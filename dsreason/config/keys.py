@@ -91,7 +91,8 @@ def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]
 def suggest(schema: type[BaseModel], path: KeyPath) -> str:
     """What to do about an unknown key: the closest known one, in its section, else in the whole schema."""
     word = str(path[-1])
-    section = _section_at(schema, path[:-1])
+    above = field_at(schema, path[:-1])
+    section = (section_of(above.annotation) if above else None) or schema
     everywhere = sorted(all_keys(schema), key=len)  # stable: the order of the schema within one depth
     # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
     if homes := [dotted(key) for key in everywhere if key[-1] == word]:
@@ -105,9 +106,3 @@ def suggest(schema: type[BaseModel], path: KeyPath) -> str:
         return f"did you mean {next(dotted(key) for key in everywhere if key[-1] == near)}?"
     where = f"[{dotted(path[:-1])}]" if path[:-1] else "the configuration"
     return f"{where} has {', '.join(section.model_fields)}"
-
-
-def _section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel]:
-    field = field_at(schema, path)
-    section = section_of(field.annotation) if field else None
-    return section or schema

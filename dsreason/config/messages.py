@@ -80,7 +80,10 @@ def _one(error: ErrorDetails, default: Any) -> str:
         case "less_than_equal":
             return f"{value} is greater than {context['le']:g}; lower it"
         case "literal_error":
-            return _not_a_choice(error["input"], str(context["expected"]))
+            choices = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+            suggestion = nearest(str(error["input"]), choices)
+            advice = f"did you mean {suggestion}?" if suggestion else "choose one"
+            return f"{value} is not one of {', '.join(choices)}; {advice}"
         case "string_pattern_mismatch":
             return f"{value} is not of the form {default!r}; write it like that"
         case "missing":
@@ -90,11 +93,3 @@ def _one(error: ErrorDetails, default: Any) -> str:
         case "value_error":
             return str(context["error"])
     return f"{value}: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def _not_a_choice(value: Any, expected: str) -> str:
-    choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    suggestion = nearest(str(value), choices)
-    return f"{value!r} is not one of {', '.join(choices)}; " + (
-        f"did you mean {suggestion}?" if suggestion else "choose one"
-    )

@@ -134,15 +134,11 @@ class RolloutConfig(Section):
         return self.top_p == 1 and self.top_k == 0
 
     @model_validator(mode="after")
-    def check_unused(self) -> Self:
+    def check_together(self) -> Self:
         used = {"enforce_eager": self.enforce_eager, "engine_options": self.engine_options}
         if self.engine == "transformers" and (unused := {name: value for name, value in used.items() if value}):
             values = ", ".join(f"{name} ({value})" for name, value in unused.items())
             raise ValueError(f'{values}: used by vLLM only, and engine is "transformers"; remove them')
-        return self
-
-    @model_validator(mode="after")
-    def check_thresholds(self) -> Self:
         self.check_order("mismatch_warn", "mismatch_stop")
         return self
 

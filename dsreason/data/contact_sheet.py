@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from dsreason.data.chat import Medium
+from dsreason.data.order import evenly
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media.media import load_image, load_video, probe_video
@@ -36,8 +37,7 @@ def frames_of(medium: Medium) -> list[Image.Image]:
     if isinstance(medium, Image.Image):
         return [medium]
     frames, _ = medium
-    count = min(MAX_FRAMES, len(frames))
-    return [Image.fromarray(frames[i * len(frames) // count]) for i in range(count)]
+    return [Image.fromarray(frames[i]) for i in evenly(len(frames), MAX_FRAMES)]
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

@@ -71,6 +71,12 @@ class StepOrder:
         return order
 
 
+def evenly(count: int, limit: int | None) -> list[int]:
+    """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
+    chosen = count if limit is None else min(count, limit)
+    return [i * count // chosen for i in range(chosen)]
+
+
 def _copies(count: int, weight: float) -> tuple[int, int]:
     """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
     whole = int(weight)

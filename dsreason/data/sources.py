@@ -136,7 +136,10 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     training = SampleDataset([open_source(source, source.weight) for source in config.all_sources()])
     if isinstance(config.validation, SourceConfig):
         return training, SampleDataset([open_source(config.validation)])
-    held_out = num_held_out(config.validation, len(training))
+    share, num_rows = config.validation, len(training)
+    held_out = max(1, round(share * num_rows)) if 0 < share < 1 else int(share)
+    if held_out >= num_rows:
+        raise DataError(f"data.validation ({share}) leaves nothing of the {num_rows} rows to train on; lower it")
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(training))
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
@@ -149,14 +152,6 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
     if len(source.rows) == 0:
         raise DataError(f"{config.path or config.adapter} (split {config.split}): the data set is empty")
     return source
-
-
-def num_held_out(validation: float | int, num_rows: int) -> int:
-    """Rows that a share (below 1) or a number of `data.validation` takes out of the training data."""
-    count = max(1, round(validation * num_rows)) if 0 < validation < 1 else int(validation)
-    if count >= num_rows:
-        raise DataError(f"data.validation ({validation}) leaves nothing of the {num_rows} rows to train on; lower it")
-    return count
 
 
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:

@@ -24,8 +24,8 @@ from dsreason.datasets.hub import RemoteFile, download, hub_errors, list_files, 
 from dsreason.errors import DataError
 from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part
-from dsreason.monitor.work import track
+from dsreason.files.disk import existing_part, json_object
+from dsreason.monitor.progress import track
 from dsreason.problems import nearest
 
 REPOSITORIES = {
@@ -36,6 +36,7 @@ REPOSITORIES = {
 DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
 
 RECORD, PARTIALS = ".fetched.json", ".partial"
+"""Path → content of what earlier calls completed; and the folder of what they began."""
 DOWNLOADS = 4
 """Files at a time."""
 SPARE_BYTES = 100 * 1024**2
@@ -90,7 +91,7 @@ def plan_fetch(
     commit, listed = list_files(repo, revision)
     files = choose(listed, repo, datasets, patterns)
     folder = data_dir / task
-    record = read_record(folder)
+    record = json_object(folder / RECORD)
     return Plan(
         repo=repo,
         revision=commit,
@@ -107,7 +108,12 @@ def fetch(plan: Plan) -> None:
     Raises:
         DataError: no access, no connection, damaged content, or too little room on the disk, which is checked first.
     """
-    check_disk(plan)
+    free = shutil.disk_usage(existing_part(plan.folder)).free
+    if plan.disk_bytes + SPARE_BYTES > free:
+        raise DataError(
+            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
+            "choose another --data-dir, or fewer files with --dataset and --file"
+        )
     with (
         track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
         ThreadPoolExecutor(DOWNLOADS) as threads,
@@ -186,7 +192,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, target)
-    write_file(folder / RECORD, json.dumps({**read_record(folder), file.path: file.content}, indent=2))
+    write_file(folder / RECORD, json.dumps({**json_object(folder / RECORD), file.path: file.content}, indent=2))
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
@@ -214,15 +220,6 @@ def unpack_clips(archive: Path, clips: Path, name: str) -> None:
 # ---------------------------------------------------------------- what is there already
 
 
-def read_record(folder: Path) -> dict[str, str]:
-    """Path → content of what earlier calls completed; an unreadable record only costs fetching again."""
-    try:
-        record = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
     if record.get(file.path) != file.content:
         return False
@@ -230,15 +227,6 @@ def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
         return (folder / file.clips).is_dir()
     target = folder / file.path
     return target.is_file() and target.stat().st_size == file.size
-
-
-def check_disk(plan: Plan) -> None:
-    free = shutil.disk_usage(existing_part(plan.folder)).free
-    if plan.disk_bytes + SPARE_BYTES > free:
-        raise DataError(
-            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
-            "choose another --data-dir, or fewer files with --dataset and --file"
-        )
 
 
 def gigabytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, media, labels and duplicates.
+"""What is in the data: counts, lengths, media, labels and duplicates; and whether training can use every row.
 
 Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
 with the seconds that are shown of them.
@@ -9,27 +9,35 @@ under two names is found, but not one that was encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dsreason.data.chat import Encoder
+from dsreason.data.loader import read_row
+from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Sample
 from dsreason.datasets.processes import tracked
 from dsreason.datasets.row_facts import (
     MediumFacts,
     MediumUse,
     RowFacts,
-    RowReader,
     UnusableRow,
-    content_hash,
     medium_facts,
+    read_facts,
 )
 from dsreason.errors import DataError
+from dsreason.files.disk import sha256_of
+from dsreason.media.media import local_path
 
 Media = Mapping[MediumUse, MediumFacts | DataError]
+
+Encode = Callable[[Sample], object]
+"""What a row goes through; raises DataError for a sample that cannot be used."""
 
 COMMON = 10
 """How many of the most frequent answers and system prompts are reported."""
@@ -132,9 +140,9 @@ def inspect_data(
     """
     found: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
-        reader = RowReader(dataset, encoder)
         rows = evenly(len(dataset), limit)
-        read = tracked(reader, rows, dataset.location, workers, f"reading {name}", "rows")
+        work = partial(read_facts, dataset, encoder)
+        read = tracked(work, rows, dataset.location, workers, f"reading {name}", "rows")
         found[name] = [
             UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
             for row, result in zip(rows, read, strict=True)
@@ -152,12 +160,6 @@ def inspect_data(
     )
 
 
-def evenly(count: int, limit: int | None) -> list[int]:
-    """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
-    chosen = count if limit is None else min(count, limit)
-    return [i * count // chosen for i in range(chosen)]
-
-
 def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
     return [row for row in facts if isinstance(row, RowFacts)]
 
@@ -170,7 +172,7 @@ def content_keys(media: Media, workers: int) -> dict[str, str]:
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
-    hashes = tracked(content_hash, alike, str, workers, "comparing media", "files")
+    hashes = tracked(lambda path: sha256_of(local_path(path)), alike, str, workers, "comparing media", "files")
     by_path = dict(zip(alike, hashes, strict=True))
     return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
 
@@ -309,3 +311,25 @@ def problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media
                 found_here = [("unreadable media", str(file)) for file in files if isinstance(file, DataError)]
             listed += [{"part": name, "where": row.where, "kind": kind, "reason": why} for kind, why in found_here]
     return listed
+
+
+# ---------------------------------------------------------------- as training reads it
+
+
+def render_rows(
+    name: str, dataset: SampleDataset, encode: Encode, *, limit: int | None = None, workers: int = 0
+) -> tuple[int, list[str]]:
+    """How many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
+
+    A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
+    """
+    rows = evenly(len(dataset), limit)
+    render = partial(render_row, dataset, encode)
+    results = tracked(render, rows, dataset.location, workers, f"rendering {name}", "rows")
+    return len(rows), [str(result) for result in results if isinstance(result, DataError)]
+
+
+def render_row(dataset: SampleDataset, encode: Encode, row: int) -> None:
+    found = read_row(dataset, row, encode)
+    if isinstance(found, DataError):
+        raise found

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from dsreason.errors import DataError
-from dsreason.monitor.work import track
+from dsreason.monitor.progress import track
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,6 @@ from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.files.disk import sha256_of
 from dsreason.media.media import local_path, probe_image, probe_video
 
 THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -75,24 +75,12 @@ class MediumFacts:
     fps: float | None = None
 
 
-@dataclass(frozen=True)
-class RowReader:
-    """Picklable: row number → its facts."""
-
-    dataset: SampleDataset
-    encoder: Encoder | None
-
-    def __call__(self, row: int) -> RowFacts:
-        sample = self.dataset[row]
-        return row_facts(self.dataset.location(row), sample, self._tokens(sample))
-
-    def _tokens(self, sample: Sample) -> int | None:
-        if self.encoder is None:
-            return None
-        try:
-            return self.encoder.measure(sample)
-        except DataError:  # its media are read one by one, and reported there
-            return None
+def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> RowFacts:
+    sample, tokens = dataset[row], None
+    if encoder is not None:
+        with suppress(DataError):  # its media are read one by one, and reported there
+            tokens = encoder.measure(sample)
+    return row_facts(dataset.location(row), sample, tokens)
 
 
 def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
@@ -138,7 +126,3 @@ def medium_facts(use: MediumUse) -> MediumFacts:
         return MediumFacts(size, height, width)
     info = probe_video(use.path)
     return MediumFacts(size, info.height, info.width, info.duration, info.fps)
-
-
-def content_hash(path: str) -> str:
-    return sha256_of(local_path(path))

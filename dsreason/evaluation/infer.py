@@ -20,20 +20,19 @@ from transformers import PreTrainedTokenizerBase
 from dsreason.answers.parsing import parse
 from dsreason.checkpoints.export import DTYPES
 from dsreason.config.schema import ModelConfig
-from dsreason.data.chat import EncodedPrompt
+from dsreason.data.chat import EncodedPrompt, PromptEncoder
 from dsreason.data.messages import media_paths
-from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.evaluation.ask.engine import VERSION, check_weights
+from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.media import probe_image, probe_video
-from dsreason.models.load import load_model, model_config, open_encoder, resolve_model
+from dsreason.models.load import fitting_weights, load_model, model_config, open_encoder, resolve_model
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
@@ -211,7 +210,7 @@ def open_engine(
 def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
     """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    check_weights(folder)
+    fitting_weights(folder)
     settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else needs it
     with ExitStack() as stack:
         world = init_world()

@@ -15,10 +15,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 from dsreason.errors import ConfigError
 
@@ -46,7 +45,7 @@ class Holder:
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
-class FolderLock:
+class FolderLock(AbstractContextManager["FolderLock"]):
     """A folder that no other job may use from `take` to the end of the block.
 
     Args:
@@ -78,9 +77,6 @@ class FolderLock:
                     self.on_lost(in_use(file.parent, found))
                     return
                 os.utime(file)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.over.set()

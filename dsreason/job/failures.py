@@ -165,10 +165,6 @@ def last_line(log: Path) -> str:
 # In the parent
 
 
-def read_failures(error_dir: Path) -> list[Failure]:
-    return [Failure(**json.loads(file.read_text())) for file in error_dir.glob("rank_*.json")]
-
-
 def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())
@@ -193,19 +189,15 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
     user_fixable = [failure for failure in reports if failure.user_fixable]
     late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not user_fixable:
-        return _together(late, exit_codes)
+        # Where every rank was when the watchdog ended them; last the one that exceeded its limit first.
+        unheard = sorted(exit_codes.keys() - {failure.rank for failure in late})
+        texts = [f"rank {rank} did not say where it was; its log may\n" for rank in unheard]
+        texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
+        return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
     # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
     by_signal = [failure for failure in killed if failure.signal]
     candidates = by_signal or user_fixable or killed or reports or silent
     return min(candidates, key=lambda failure: (failure.time, failure.rank))
-
-
-def _together(late: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """Where every rank was when the watchdog ended them; last the one that exceeded its limit first."""
-    silent = sorted(exit_codes.keys() - {failure.rank for failure in late})
-    texts = [f"rank {rank} did not say where it was; its log may\n" for rank in silent]
-    texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
-    return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
 
 
 def _silent_failure(rank: int, exit_code: int) -> Failure:

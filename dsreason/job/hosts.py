@@ -31,6 +31,7 @@ from dsreason.files.disk import sha256_of
 from dsreason.job import launch
 from dsreason.job.launchers import PDSH, launchers
 from dsreason.job.record import versions
+from dsreason.problems import listed
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
@@ -145,13 +146,10 @@ def limit() -> str:
 
 
 def this_rank() -> str:
-    return f"rank {os.environ['RANK']} on {this_host()}"
-
-
-def this_host() -> str:
-    """`node-1 (10.0.0.2)`: with the address from which it reaches the first host."""
+    """`rank 3 on node-1 (10.0.0.2)`: with the address from which its host reaches the first one."""
     address = own_address(os.environ["MASTER_ADDR"])
-    return socket.gethostname() + (f" ({address})" if address else "")
+    host = socket.gethostname() + (f" ({address})" if address else "")
+    return f"rank {os.environ['RANK']} on {host}"
 
 
 def own_address(peer: str) -> str | None:
@@ -258,8 +256,7 @@ def compare(facts: Mapping[str, Any]) -> None:
         return
     with suppress(DsReasonError, dist.DistError):
         exchange("compared", None)  # the store ends with rank 0
-    more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
-    lines = "\n  ".join([*differing[:SHOWN], *more])
+    lines = listed(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
         "give all of them the same environment, code, files and options, and start again"

@@ -40,7 +40,6 @@ from dsreason.job.failures import (
     exit_codes,
     failure_of,
     first_failure,
-    read_failures,
     record_failure,
     with_last_log_line,
 )
@@ -81,11 +80,6 @@ def started_by_torchrun() -> bool:
     return RESTARTS in os.environ and not started_by_us()
 
 
-def has_launcher() -> bool:
-    """Not where somebody set the variables in a shell of his own, which may end before the rank does."""
-    return any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE))
-
-
 # What every rank does first
 
 
@@ -104,8 +98,12 @@ def prepare_environment() -> None:
 def enter_rank() -> None:
     """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
-    if has_launcher():
-        die_with_parent()
+    # Ranks have sessions of their own and would stay when their launcher is gone. There is none where somebody set the
+    # variables in a shell of his own, which may end before the rank does.
+    if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
+        end_with_parent()
+        if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
+            os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
         exit_if_failed_before()
         end_with_launchers()
     if started_by_us() and not is_first_rank():
@@ -116,13 +114,6 @@ def enter_rank() -> None:
 def end_children_with_us() -> None:
     """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
     os.register_at_fork(after_in_child=end_with_parent)
-
-
-def die_with_parent() -> None:
-    """Leave nothing behind when the launcher is gone: ranks have sessions of their own and would stay."""
-    end_with_parent()
-    if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-        os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
 
 
 def end_with_parent() -> None:
@@ -150,7 +141,10 @@ def report(error: Exception) -> int:
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)
-        record_final_failure(failure)
+        if not failure.restarts and started_by_torchrun():
+            # It would start the ranks again also after an error that the user has to fix: a note for the next attempt.
+            with suppress(OSError):  # a full disk may be the error
+                write_file(shared_file("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
             print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
@@ -169,15 +163,13 @@ def report_and_exit(error: Exception) -> None:
 
 
 def should_print_error(text: str) -> bool:
-    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal."""
-    return not is_first_rank() if started_by_us() else _is_first_to_print(text)
+    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal.
 
-
-def _is_first_to_print(text: str) -> bool:
-    """Whether no other rank of this host has printed the same error; torchrun shows the output of all of them.
-
-    A traceback is known by its last line: another rank that heard of it prints it with words of its own.
+    Under others the first rank of this host with the error does; torchrun shows the output of all of them. A traceback is
+    known by its last line: another rank that heard of it prints it with words of its own.
     """
+    if started_by_us():
+        return not is_first_rank()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]
@@ -192,13 +184,6 @@ def _is_first_to_print(text: str) -> bool:
 def attempt() -> int:
     """How often torchrun has started the ranks again."""
     return int(os.environ.get(RESTARTS, 0))
-
-
-def record_final_failure(failure: Failure) -> None:
-    """torchrun would start the ranks again also after an error that the user has to fix: leave a note for the next attempt."""
-    if not failure.restarts and started_by_torchrun():
-        with suppress(OSError):  # a full disk may be the error
-            write_file(shared_file("final"), json.dumps(asdict(failure)))
 
 
 def exit_if_failed_before() -> None:
@@ -311,7 +296,8 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
-            failure = first_failure(read_failures(Path(error_dir)), exit_codes(error.failures))
+            reports = [Failure(**json.loads(file.read_text())) for file in Path(error_dir).glob("rank_*.json")]
+            failure = first_failure(reports, exit_codes(error.failures))
             failure = with_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
             return replace(_as_stopped(failure, received), restarts=False) if received else failure
         except SignalException as error:

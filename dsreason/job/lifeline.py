@@ -352,8 +352,16 @@ class LifelineServer:
             self._decide_at = time.monotonic() + SETTLING
 
     def _decide(self) -> None:
+        """Tell everybody what the others followed from.
+
+        A death without a report, as who fails with one waits for the verdict before it ends; then a text for people; then
+        the one that was heard of first.
+        """
+        dead = [failure for failure in self._failures if failure.silent]
+        explained = [failure for failure in self._failures if failure.user_fixable]
+        first = (dead or explained or self._failures)[0]
         self._decide_at = None
-        self._broadcast({"first": asdict(first_of(self._failures))})
+        self._broadcast({"first": asdict(first)})
 
     def _broadcast(self, message: Message) -> None:
         for peer in self._peers:
@@ -363,11 +371,3 @@ class LifelineServer:
         for peer in self._peers:
             peer.connection.close()
         self._listener.close()
-
-
-def first_of(failures: list[Failure]) -> Failure:
-    """What the others followed from: a death without a report, as who fails with one waits for the verdict before it ends;
-    then a text for people; then the one that was heard of first."""
-    dead = [failure for failure in failures if failure.silent]
-    explained = [failure for failure in failures if failure.user_fixable]
-    return (dead or explained or failures)[0]

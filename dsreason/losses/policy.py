@@ -72,8 +72,7 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: ((1.2 + 0.5) / 2 - 1) / 2 = -0.075, a loss of 0.075.
     """
-    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
+    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
     losses = losses / sequence_lengths(inputs.sequence)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
@@ -85,8 +84,7 @@ def dr_grpo_loss(
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1], max_length 4: (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of -0.0875.
     """
-    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
+    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences * inputs.counts.max_length, 1), clipped)
 
 
@@ -95,8 +93,7 @@ def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: (1.28 + 0.5 - 1) / 3 = 0.26, a loss of -0.26.
     """
-    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high, dual_clip)
+    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
@@ -107,8 +104,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
 
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5: (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
-    ratio = _ratio(sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence))
-    losses, clipped = _clipped_losses(ratio, inputs, clip_low, clip_high)
+    log_ratio = sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence)
+    losses, clipped = _clipped_losses(log_ratio, inputs, clip_low, clip_high)
     losses = losses / sequence_lengths(inputs.sequence)
     return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
@@ -132,13 +129,13 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _clipped_losses(
-    ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Losses `[N]` with the objective min(r A, clip(r) A), and bool `[N]` where that has no gradient (PPO, 1707.06347).
 
     With `dual_clip` c (1912.09729; c = 3 is usual) it is at least c A where A < 0: there r is otherwise unbounded.
     """
-    advantages = inputs.advantages
+    ratio, advantages = _ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     if dual_clip is not None:

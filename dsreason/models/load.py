@@ -220,12 +220,7 @@ def load_model(
     time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
     `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    family = family_of(config.model_type)
-    weights = find_weights(path, family.rename)
-    check_depth(config, weights)
-    model = empty_model(config, dtype, attention, trust_remote_code)
-    check_weights(model, weights)
+    model, weights = fitting_weights(path, dtype, attention, trust_remote_code)
     map_parameters(model, weights)
     fill_buffers(model, device)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
@@ -236,16 +231,24 @@ def load_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device, dtype, copy=True)
     if (path / "generation_config.json").is_file():
-        model.generation_config = generation_config(path)
-    share_media(model, family)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        except Exception as error:  # as in `model_config`
+            raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
+    share_media(model, family_of(model.config.model_type))
     return model.train()
 
 
-def generation_config(path: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except Exception as error:  # as in `model_config`
-        raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
+def fitting_weights(
+    path: Path, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Weights]:
+    """The model that the folder's config.json describes, empty, and its weights; CheckpointError unless all are there and fit."""
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    weights = find_weights(path, family_of(config.model_type).rename)
+    check_depth(config, weights)
+    model = empty_model(config, dtype, attention, trust_remote_code)
+    check_weights(model, weights)
+    return model, weights
 
 
 def check_depth(config: Any, weights: Weights) -> None:

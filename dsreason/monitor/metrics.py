@@ -9,8 +9,9 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """What the training loop sees on every rank; on those above 0 this class itself, which keeps nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -33,9 +34,6 @@ class Metrics:
     def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

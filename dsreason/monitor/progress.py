@@ -1,4 +1,4 @@
-"""What a person sees while a run works: a bar on a terminal, a plain line now and then in a log file."""
+"""What a person sees while a run or other work goes on: a bar on a terminal, a plain line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Self, TextIO
 
 from rich import progress as bars
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Column
 from rich.text import Text
 
@@ -46,7 +48,7 @@ def part_of_environment() -> Part | None:
     return Part(int(number), int(count), float(after))
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """What the training loop sees on every rank; on those above 0 this class itself, which shows nothing."""
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
@@ -57,9 +59,6 @@ class Progress:
 
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -222,3 +221,51 @@ def duration(seconds: float) -> str:
     """`0:03:20`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+# ---------------------------------------------------------------- work beside training
+
+
+@contextmanager
+def track(name: str, total: int, unit: str) -> Iterator[Advance]:
+    """Yields what is called, from any thread, with the number of `unit`s just done, of `total`. Shown on stderr."""
+    if not total:
+        yield lambda count: None
+    elif sys.stderr.isatty():
+        counts = (
+            (bars.DownloadColumn(), bars.TransferSpeedColumn()) if unit == "bytes" else (bars.MofNCompleteColumn(),)
+        )
+        columns = bars.TextColumn("{task.description}"), bars.BarColumn(), *counts, bars.TimeRemainingColumn()
+        with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+            task = shown.add_task(name, total=total)
+            yield lambda count: shown.advance(task, count)
+    else:
+        with track_in_lines(name, total, unit, lambda text: print(text, file=sys.stderr, flush=True)) as advance:
+            yield advance
+
+
+@contextmanager
+def track_in_lines(
+    name: str, total: int, unit: str, say: Callable[[str], object], interval_s: float = 10.0
+) -> Iterator[Advance]:
+    """As `track`, by a first line and one every `interval_s` seconds."""
+
+    def amount(count: int) -> str:
+        return decimal(count) if unit == "bytes" else str(count)
+
+    begin = shown = time.monotonic()
+    done, lock = 0, Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        with lock:
+            done += count
+            now = time.monotonic()
+            if done > 0 and now >= shown + interval_s:
+                shown = now
+                left = (total - done) * (now - begin) / done
+                say(f"{name}: {amount(done)} of {amount(total)}, {left:.0f} s left")
+
+    suffix = "" if unit == "bytes" else f" {unit}"
+    say(f"{name}: {amount(total)}{suffix}")
+    yield advance

@@ -190,8 +190,8 @@ class Pool:
         match message:
             case messages.Ready(traits):
                 worker.traits = traits
-            case messages.NotFound(text):
-                raise ConfigError(text)
+            case ConfigError():
+                raise message
             case messages.Scored(call):
                 results[call] = message
                 worker.pending.remove(call)
@@ -200,8 +200,6 @@ class Pool:
                 worker.pending.insert(0, call)
             case messages.Failed(call, text):
                 raise RewardError(f"{self._subject(calls[call])} {text}")
-            case messages.TimedOut(call):
-                raise RewardError(self._too_slow(calls[call]))
 
     def _trait(self, worker: Worker) -> messages.Trait:
         assert worker.traits is not None
@@ -243,7 +241,7 @@ class Pool:
         return f'reward "{self.names[call.function]}", sample "{call.sample.id}":'
 
     def _too_slow(self, call: Call) -> str:
-        return f"{self._subject(call)} no result within the time limit of {self.time_limit:g} s"
+        return f"{self._subject(call)} {messages.no_result_within(self.time_limit)}"
 
     def _died(self, worker: Worker, calls: Sequence[Call]) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):

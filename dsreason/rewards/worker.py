@@ -62,13 +62,6 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class NotFound:
-    """A function that cannot be loaded; the text is a `ConfigError`'s."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Begun:
     """An async call that has begun; plain ones follow each other."""
 
@@ -84,20 +77,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """What is wrong with a call: `raised …` or `returned …`."""
+    """What is wrong with a call: `raised …`, `returned …`, or that an async one was still waiting at the time limit."""
 
     call: int
     text: str
 
 
-@dataclass(frozen=True)
-class TimedOut:
-    """An async call that was still waiting at the time limit."""
-
-    call: int
-
-
-Send = Callable[[Begun | Scored | Failed | TimedOut], None]
+Send = Callable[[Begun | Scored | Failed], None]
 
 
 def main(descriptor: int) -> None:
@@ -114,7 +100,7 @@ def main(descriptor: int) -> None:
             while True:
                 _run(connection.recv(), functions, runner, connection.send, start.time_limit)
         except ConfigError as error:
-            connection.send(NotFound(str(error)))
+            connection.send(ConfigError(str(error)))  # of a function that cannot be loaded
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
@@ -167,15 +153,19 @@ async def _call_all(
     await asyncio.gather(*(one(*item) for item in items))
 
 
-async def _answer(call: int, running: Coroutine[Any, Any, Any], time_limit: float) -> Scored | Failed | TimedOut:
+async def _answer(call: int, running: Coroutine[Any, Any, Any], time_limit: float) -> Scored | Failed:
     scope = asyncio.timeout(time_limit)
     try:
         async with scope:
             result = await running
     except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
         # The function may itself raise a TimeoutError: one of its requests took too long.
-        return TimedOut(call) if scope.expired() else Failed(call, _described(error))
+        return Failed(call, no_result_within(time_limit) if scope.expired() else _described(error))
     return _checked(call, result)
+
+
+def no_result_within(time_limit: float) -> str:
+    return f"no result within the time limit of {time_limit:g} s"
 
 
 def _described(error: Exception) -> str:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsreason.data.chat import EncodedPrompt
 from dsreason.job.ranks import gather_objects
 from dsreason.problems import listed
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncError, TensorFingerprints
 from dsreason.rollout.weight_sync import changed
-
-if TYPE_CHECKING:
-    from dsreason.data.chat import EncodedPrompt
 
 REAL, PERTURBED = -1, -2
 """Versions that no step has."""

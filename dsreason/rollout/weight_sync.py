@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch import Tensor
 
 from dsreason.problems import listed
 from dsreason.rollout.protocol import SyncError
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 VLLMModule: TypeAlias = Any
 """An `nn.Module` of vLLM; what it has beside depends on its class."""
@@ -159,7 +156,7 @@ def repair_tied_output(model: VLLMModule) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def is_output_layer(layer: VLLMModule) -> TypeGuard[ParallelLMHead]:
+def is_output_layer(layer: VLLMModule) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return isinstance(layer, ParallelLMHead)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, check_sizes, complete_checkpoints, read_json
+from dsreason.checkpoints.checkpoint_folder import MARKER, check_complete, check_sizes, complete_checkpoints, read_json
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"
@@ -62,26 +62,17 @@ def open_package(folder: Path) -> Package:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
-    if (folder / MARKER).is_file() or is_checkpoint(folder):
-        return open_checkpoint(folder)
+    is_checkpoint = folder.absolute().parent.name == CHECKPOINTS or (folder / "trainer_state.json").is_file()
+    if is_checkpoint or (folder / MARKER).is_file():
+        check_links(folder)
+        check_complete(folder)
+        return Package(folder, check_sizes(folder), MARKER)  # what was added later (`universal/`) can be made again
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
             f"({CHECKPOINTS}/ or {EXPORTS}/); give one of these"
         )
     return open_export(folder)
-
-
-def is_checkpoint(folder: Path) -> bool:
-    return folder.absolute().parent.name == CHECKPOINTS or (folder / "trainer_state.json").is_file()
-
-
-def open_checkpoint(folder: Path) -> Package:
-    """The files that the marker names; what was added later (`universal/`) can be made again."""
-    check_links(folder)
-    if not (folder / MARKER).is_file():
-        raise CheckpointError(f"{folder}: is not a complete checkpoint ({MARKER} is missing); choose another one")
-    return Package(folder, check_sizes(folder), MARKER)
 
 
 def open_export(folder: Path) -> Package:

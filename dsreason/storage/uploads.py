@@ -27,8 +27,9 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import DsReasonError, StorageError
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import json_object
 from dsreason.job.launch import is_first_rank
-from dsreason.monitor.work import track_in_lines
+from dsreason.monitor.progress import track_in_lines
 from dsreason.secrets import hide_secrets
 from dsreason.storage.package import CHECKPOINTS, finished_folders, name_of, open_package, written_at
 from dsreason.storage.storage import place_in, upload
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
-"""In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
+"""In the folder of a run, by target and folder: when what was uploaded had been written."""
 REPORT_EVERY_S = 30.0
 
 
@@ -142,13 +143,13 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        record = read_record(folder.parent.parent).get(str(self.target), {})
-        return self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder)
+        record = json_object(folder.parent.parent / RECORD).get(str(self.target), {})
+        return bool(self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
         run, target = folder.parent.parent, str(self.target)
-        record = read_record(run)
+        record = json_object(run / RECORD)
         present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
         try:
             write_file(run / RECORD, json.dumps(record | {target: present | {name_of(folder): when}}, indent=1) + "\n")
@@ -183,12 +184,3 @@ class Uploader:
         with self._lock:
             self._unfinished[folder] = why
         log.warning("%s: not uploaded: %s; it will be retried with the next upload and at the end", folder, why)
-
-
-def read_record(run: Path) -> dict[str, dict[str, int]]:
-    """By target and folder; empty where there is none, or none that can be read: then things are looked at again."""
-    try:
-        found = json.loads((run / RECORD).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

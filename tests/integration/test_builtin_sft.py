@@ -50,7 +50,7 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import Sampler
-    from dsreason.train.common.validate import validate
+    from dsreason.train.common.validate import HeldOut, validate
     from tests.blank import BlankEncoder
 
     world = init_world()
@@ -67,7 +67,8 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
         device=world.device,
     )
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
-    result = validate(sampler, held_out, encoder, config, world, version=1, progress=Progress())
+    rows = HeldOut(held_out, encoder, config, world)
+    result = validate(sampler, rows, version=1, progress=Progress())
     return result.metrics["val/accuracy"], [(answer.prompt, answer.reference) for answer in result.answers]
 
 

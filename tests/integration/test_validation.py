@@ -45,7 +45,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.sampler import Sampler
-    from dsreason.train.common.validate import validate
+    from dsreason.train.common.validate import HeldOut, validate
     from dsreason.train.sft.loop import sft_step
     from dsreason.train.sft.preflight import step_order
 
@@ -79,7 +79,8 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
 
     def measure(version: int, **changes: Any) -> Any:
         changed = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
-        return validate(sampler, dataset, encoder, changed, world, version=version, progress=Progress())
+        held_out = HeldOut(dataset, encoder, changed, world)
+        return validate(sampler, held_out, version=version, progress=Progress())
 
     results = []
     for version, batches in enumerate(loader):  # validation between steps, as in training

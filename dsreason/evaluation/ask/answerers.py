@@ -18,14 +18,14 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer, Gather, alone
-from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer, check_weights
+from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
-from dsreason.models.load import model_config, open_encoder, resolve_model
+from dsreason.models.load import fitting_weights, model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
@@ -122,12 +122,13 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
     in_step = gather_objects if config.model.tensor_parallel_size > 1 else alone
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # they share the cores
     answerer = EngineAnswerer(
         engine,
         encoder,
         length,
         media_memory_gib=config.evaluation.media_memory_gib,
-        workers=config.workers(available_cores(world)),
+        workers=config.workers(max(1, len(os.sched_getaffinity(0)) // ranks_here)),
         in_step=in_step,
     )
     batch_size = config.evaluation.batch_size
@@ -149,7 +150,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
     """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     prompt_room(config, max_length(config, path))
-    check_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
+    fitting_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
 def resolved(config: EvalConfig, own: Path | None) -> Path:
@@ -254,8 +255,3 @@ def engine_settings(config: EvalConfig, length: int, world: World) -> EngineSett
         )
     batch_size = config.evaluation.batch_size or TRANSFORMERS_BATCH
     return TransformersSettings(attention=model.attention, batch_size=batch_size)
-
-
-def available_cores(world: World) -> int:
-    """Of this rank, where those of its host share them."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))

@@ -7,19 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.loader import in_workers
 from dsreason.errors import DataError
 from dsreason.evaluation.ask.asking import Gather, Reply, Request, alone
 from dsreason.evaluation.types import Question
-from dsreason.families import family_of
-from dsreason.models.load import check_depth, empty_model, model_config
-from dsreason.models.load import check_weights as check_tensors
-from dsreason.models.weights import find_weights
 from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
@@ -49,7 +42,8 @@ class EngineAnswerer:
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
         workers = self.workers if questions else 0
-        ahead = self._ahead(batches) if workers else None
+        # What a worker decodes beyond the questions asked for: together two groups, while the engine draws.
+        ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
@@ -69,10 +63,6 @@ class EngineAnswerer:
         """As many on every rank that has to ask as often."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
-
-    def _ahead(self, batches: Sequence[Sequence[Question]]) -> int:
-        """Questions a worker decodes beyond those that are asked for: together two groups, while the engine draws."""
-        return max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // self.workers)
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
         asked: list[tuple[Request, EncodedPrompt]] = []
@@ -110,11 +100,3 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
 def random_stream(question_id: str) -> int:
     """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")
-
-
-def check_weights(model_path: Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
-    """CheckpointError unless a model of the folder's config.json can be built, and its weights are all there and fit."""
-    config = model_config(model_path, trust_remote_code=trust_remote_code)
-    weights = find_weights(model_path, family_of(config.model_type).rename)
-    check_depth(config, weights)
-    check_tensors(empty_model(config, torch.float32, attention, trust_remote_code), weights)

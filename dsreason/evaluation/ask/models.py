@@ -76,7 +76,9 @@ def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
             f"{parent}: no room for the export of {checkpoint} ({error.strerror}); free it, or choose another folder"
         ) from None
     for left in parent.glob(f"{EXPORT}*"):
-        delete_abandoned(left)
+        with suppress(OSError), (left / LOCK).open("r+") as lock:  # in use, or gone by now
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
     try:
         with (own / LOCK).open("w") as lock:
             with suppress(OSError):  # a file system without locks: then nobody deletes another's
@@ -85,9 +87,3 @@ def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
             yield export_checkpoint(checkpoint, own / "model", dtype=dtype)
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def delete_abandoned(folder: Path) -> None:
-    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # in use, or gone by now
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -132,7 +132,10 @@ class ServerAnswerer:
             raise self._refusal(error) from None
         except openai.APIStatusError as error:
             if fields and any(name in error.message for name in fields):
-                raise self._unread_fields(error) from None
+                raise self._failed(
+                    f"the server rejects the settings for reading clips ({self._said(error)}); start vLLM "
+                    'with --trust-request-mm-kwargs, or set server.video = "frames"'
+                ) from None
             return Reply(error=f"the server answers {self._said(error)}")
         except openai.APIConnectionError as error:
             self._check_alive(error)
@@ -183,12 +186,6 @@ class ServerAnswerer:
         return self._failed(
             f"the server has no model {self.model!r}, or no chat at this address ({said}); correct server.model or "
             f"server.url.{has}"
-        )
-
-    def _unread_fields(self, error: openai.APIStatusError) -> ConfigError:
-        return self._failed(
-            f"the server rejects the settings for reading clips ({self._said(error)}); start vLLM "
-            'with --trust-request-mm-kwargs, or set server.video = "frames"'
         )
 
     def _failed(self, text: str) -> ConfigError:

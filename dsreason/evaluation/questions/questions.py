@@ -77,7 +77,7 @@ def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
-            video_id = clip_id(folder, clip)
+            video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")  # `left/7`
             sample, kind = benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{where}: field {error} is missing") from error
@@ -136,11 +136,6 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     return clip, f"video: no file {clip}{hint}"
 
 
-def clip_id(folder: Path, clip: Path) -> str:
-    """`7` of `clips/7.mp4`, `left/7` of `clips/left/7.mp4`."""
-    return os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")
-
-
 def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
     options = options_field(pair.get("index2ans"), "index2ans")
     if options is None and pair.get("index2ans") is not None:
@@ -176,21 +171,18 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
         sample = source.read(index)
         problem = missing_medium(sample.messages)
         try:
-            sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
+            answer = split_response(reference_of(sample) or "").answer  # what is inside `<answer>`, or all without tags
+            if not answer:
+                raise DataError(
+                    "there is no answer to grade by; give the row one, or end it with the assistant's message"
+                )
+            sample = with_checked_answer(replace(sample, answer=answer))
             kind = config.kind or checked_kind(sample)
             check_reference(sample, kind)
             sample = replace(sample, messages=with_format_request(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
         yield to_question(config.dataset, sample.id, kind, sample, problem, seen)
-
-
-def reference_answer(sample: Sample) -> str:
-    """What is inside `<answer>` in the sample's answer or its last turn, or all of that where there are no tags."""
-    answer = split_response(reference_of(sample) or "").answer
-    if not answer:
-        raise DataError("there is no answer to grade by; give the row one, or end it with the assistant's message")
-    return answer
 
 
 # ---------------------------------------------------------------- both
@@ -233,7 +225,8 @@ def to_question(
     dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
-    key = question_key(words_of(sample), map(medium_name, media_parts(sample.messages)))
+    words = "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
+    key = question_key(words, map(medium_name, media_parts(sample.messages)))
     video_id = video_id or key
     return Question(
         id=question_id(dataset, video_id, key, seen),
@@ -245,11 +238,6 @@ def to_question(
         options=sample.options,
         problem=problem,
     )
-
-
-def words_of(sample: Sample) -> str:
-    """What is said, whatever the system prompt."""
-    return "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
 
 
 def check_reference(sample: Sample, kind: Kind) -> None:

@@ -44,7 +44,7 @@ from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.rewards.scoring import Scorer
-from dsreason.rollout.opening import EngineSettings
+from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.storage.uploads import Uploader, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import DTYPES, build_encoder, check_upload, find_model
@@ -111,6 +111,10 @@ def open_run(
         model_path = find_model(config)
         training, validation = open_datasets(config.data)
     seed_everything(config.train.seed, world.rank)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
+    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
+        deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return OpenedRun(
         config=config,
         world=world,
@@ -118,21 +122,13 @@ def open_run(
         checkpoint=checkpoint,
         model_path=model_path,
         encoder=build_encoder(config, model_path),
-        deepspeed=deepspeed_of(config, world),
+        deepspeed=deepspeed,
         training=training,
         validation=validation,
         watchdog=watchdog,
         uploads=uploads,
         stop=stop,
     )
-
-
-def deepspeed_of(config: RunConfig, world: World) -> dict[str, Any]:
-    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    resolved = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
-        resolved["checkpoint"] = {**resolved.get("checkpoint", {}), "use_node_local_storage": True}
-    return resolved
 
 
 @dataclass(kw_only=True)
@@ -212,16 +208,15 @@ def start_run(
     )
     metrics = stack.enter_context(metrics)
     with opened.watchdog.phase("start_engine"):
-        sampler = open_sampler(
-            engine,
-            settings,
-            config,
+        rollout_engine = open_rollout_engine(
             opened.model_path,
-            opened.encoder,
-            opened.watchdog,
-            stack,
-            bucket_mb=bucket_mb,
+            opened.encoder.processor.tokenizer,
+            world,
+            settings,
+            dtype=DTYPES[config.train.precision],
+            trust_remote_code=config.model.trust_remote_code,
         )
+        sampler = open_sampler(engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb)
     progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
     return Run(
         **vars(opened),

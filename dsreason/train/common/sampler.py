@@ -7,19 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.config.schema import Phase, RunConfig
-from dsreason.data.chat import Encoder
+from dsreason.config.schema import Phase
 from dsreason.engine.engine import frozen_names, full_parameters
 from dsreason.engine.offload import StateOffload
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
-from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
-from dsreason.train.common.preflight import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -70,27 +66,16 @@ class Sampler:
 
 def open_sampler(
     policy: DeepSpeedEngine,
-    settings: EngineSettings,
-    config: RunConfig,
-    model_path: Path,
-    encoder: Encoder,
+    engine: AbstractContextManager[RolloutEngine],
     watchdog: Watchdog,
     stack: ExitStack,
     *,
     bucket_mb: float = BUCKET_MB,
 ) -> Sampler:
-    """The rollout engine, until `stack` closes, beside the policy's. Every rank calls it."""
+    """The rollout `engine`, started here, until `stack` closes, beside the policy's. Every rank calls it."""
     offload = StateOffload(policy)
     log.info(offload.describe())
     offload.offload()  # vLLM starts only where its share of the GPU is free
-    engine = open_rollout_engine(
-        model_path,
-        encoder.processor.tokenizer,
-        watchdog.world,
-        settings,
-        dtype=DTYPES[config.train.precision],
-        trust_remote_code=config.model.trust_remote_code,
-    )
     rollout = stack.enter_context(engine)
     offload.reload()
     return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.phase)

@@ -11,7 +11,7 @@ from dsreason.engine.schedule import lr_factor
 from dsreason.job.logs import set_step
 from dsreason.train.common.opening import C, Run
 from dsreason.train.common.saving import save, stop_if_asked
-from dsreason.train.common.validate import validate
+from dsreason.train.common.validate import HeldOut, validate
 
 log = logging.getLogger(__name__)
 
@@ -93,16 +93,8 @@ def run_validation(run: Run[C]) -> bool:
     if len(run.validation) == 0:
         return False
     with run.watchdog.phase("validation"):
-        result = validate(
-            run.sampler,
-            run.validation,
-            run.encoder,
-            config,
-            run.world,
-            version=step,
-            progress=run.progress,
-            scorer=run.scorer,
-        )
+        held_out = HeldOut(run.validation, run.encoder, config, run.world)
+        result = validate(run.sampler, held_out, version=step, progress=run.progress, scorer=run.scorer)
     run.metrics.scalars(step, result.metrics)
     run.progress.say(result.summary(step))
     result.write(run.output_dir, step, run.metrics, run.world)

@@ -19,6 +19,7 @@ from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.loader import first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
+from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
@@ -45,27 +46,18 @@ T = TypeVar("T")
 
 
 def validate(
-    sampler: Sampler,
-    dataset: SampleDataset,
-    encoder: Encoder,
-    config: RunConfig,
-    world: World,
-    *,
-    version: int,
-    progress: Progress,
-    scorer: Scorer | None = None,
+    sampler: Sampler, held_out: HeldOut, *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
-    """Measure the policy on `dataset`. Collective: every rank calls it and runs the same forwards and gathers.
+    """Measure the policy on held-out rows. Collective: every rank calls it and runs the same forwards and gathers.
 
     `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
     negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
     `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
     `val/reward/mean` and `val/reward/<function>/mean`. Raises DataError for a bad row, unless the config says to skip it.
     """
-    held_out = HeldOut(dataset, encoder, config, world)
     with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
         metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
-    if not config.validation.generate:
+    if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
     with (
         sampler.awake(version) as engine,
@@ -95,15 +87,12 @@ class HeldOut:
     @cached_property
     def shown(self) -> set[int]:
         """The rows whose answers are shown, evenly spaced."""
-        rows = self.rows
-        count = min(self.config.validation.show, len(rows))
-        return {rows[i * len(rows) // count] for i in range(count)}
+        return {self.rows[i] for i in evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
         """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
-        count = min(len(self.dataset), self.config.validation.max_samples or len(self.dataset))
-        return [i * len(self.dataset) // count for i in range(count)]
+        return evenly(len(self.dataset), self.config.validation.max_samples)
 
     def groups(self) -> list[list[int]]:
         """This rank's rows as they are read, and cut for one forward each; as many groups on every rank, some empty."""
@@ -187,15 +176,11 @@ def read_prompts(
     held_out: HeldOut, advance: Advance, *, with_pixels: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
     """Each group's rows that have a reference answer; the others are done with."""
-    encoder = held_out.encoder
-    for found in held_out.read(encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)):
+    encode = held_out.encoder.encode_prompt
+    for found in held_out.read(encode if with_pixels else lambda sample: encode(sample).without_pixels()):
         asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
         advance((len(found) - len(asked)) * held_out.world.size)
         yield asked
-
-
-def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
-    return encoder.encode_prompt(sample).without_pixels()
 
 
 def score(

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.prompts import PromptLoader, Prompts
+from dsreason.data.loader import PromptLoader, Prompts
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
@@ -26,8 +26,7 @@ from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.grpo.check_rewards import row_check
-from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order
+from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order, row_check
 from dsreason.train.grpo.reference import load_reference
 
 MIN_SEQUENCES = 64
@@ -105,7 +104,12 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
     """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
     config, model_path = opened.config, opened.model_path
-    check_reference_folder(config, opened.world)
+    # A resumed run could not read the newest reference: the first host alone has it.
+    if opened.world.folder_ranks and config.grpo.reference_reset_every:
+        raise ConfigError(
+            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
+            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
+        )
     engine = build_policy_engine(config, opened.deepspeed, model_path)
     # Before a checkpoint is loaded.
     reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
@@ -113,15 +117,6 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
     if opened.checkpoint is not None and reference is not None:
         load_reference(reference, config, opened.checkpoint, opened.output_dir)
     return engine, reference, state
-
-
-def check_reference_folder(config: GRPOConfig, world: World) -> None:
-    """ConfigError where a resumed run could not read the newest reference: the first host alone has it."""
-    if world.folder_ranks and config.grpo.reference_reset_every:
-        raise ConfigError(
-            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
-            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
-        )
 
 
 def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:

@@ -112,11 +112,8 @@ def check(
     names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
     text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
     if not kl <= config.mismatch_stop:
-        raise MismatchError(f"{text}. That is above rollout.mismatch_stop ({config.mismatch_stop}): {ADVICE}")
+        raise MismatchError(
+            f"{text}. That is above rollout.mismatch_stop ({config.mismatch_stop}): the completions are not those of the policy "
+            "that is trained; look at mismatch/kl/<modality>, and whether precision, processor and positions of both sides agree"
+        )
     log.warning("%s (rollout.mismatch_warn is %s)", text, config.mismatch_warn)
-
-
-ADVICE = (
-    "the completions are not those of the policy that is trained; look at mismatch/kl/<modality>, and whether precision, "
-    "processor and positions of both sides agree"
-)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.data import app
 from dsreason.errors import ConfigError, DataError
-from dsreason.monitor import work
+from dsreason.monitor import progress
 from tests.unit.datasets.hub import Hub
 from tests.unit.media.videos import write_video
 
@@ -223,14 +223,14 @@ def test_lines_tell_the_amount_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 5.0, 20.0, 25.0])
-    monkeypatch.setattr(work.time, "monotonic", lambda: next(clock))
-    with work.track("cutting", 100, "clips") as advance:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.track("cutting", 100, "clips") as advance:
         for count in (10, 30, 10):
             advance(count)
     assert capsys.readouterr().err == "cutting: 100 clips\ncutting: 40 of 100, 30 s left\n"
 
 
 def test_no_work_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with work.track("cutting", 0, "clips") as advance:
+    with progress.track("cutting", 0, "clips") as advance:
         advance(0)
     assert capsys.readouterr().err == ""

@@ -20,7 +20,7 @@ from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.retries import with_retries
-from dsreason.monitor import work
+from dsreason.monitor import progress
 from dsreason.monitor.progress import Advance
 from dsreason.storage import uploads
 from dsreason.storage.package import (
@@ -491,7 +491,7 @@ def test_progress_is_logged_every_30_seconds(
             advance(1)
         return Sent(1, 9)
 
-    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
     monkeypatch.setattr(uploads, "upload", advance_slowly)
     with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
