@@ -22,7 +22,8 @@ from dsreason.job import launch
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
     from dsreason.datasets.fetch import Plan
-    from dsreason.datasets.inspection import Encode, Inspection
+    from dsreason.datasets.inspection import Inspection
+    from dsreason.datasets.rendering import Encode
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -249,7 +250,7 @@ def validate(
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
-        from dsreason.datasets.inspection import render_rows
+        from dsreason.datasets.rendering import render_rows
 
     count = 0
     bad: list[str] = []

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, media, labels and duplicates; and whether training can use every row.
+"""What is in the data: counts, lengths, media, labels and duplicates.
 
 Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
 with the seconds that are shown of them.
@@ -9,7 +9,7 @@ under two names is found, but not one that was encoded again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import read_row
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Sample
 from dsreason.datasets.processes import tracked
 from dsreason.datasets.row_facts import (
     MediumFacts,
@@ -35,9 +33,6 @@ from dsreason.files.disk import sha256_of
 from dsreason.media.media import local_path
 
 Media = Mapping[MediumUse, MediumFacts | DataError]
-
-Encode = Callable[[Sample], object]
-"""What a row goes through; raises DataError for a sample that cannot be used."""
 
 COMMON = 10
 """How many of the most frequent answers and system prompts are reported."""
@@ -311,25 +306,3 @@ def problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media
                 found_here = [("unreadable media", str(file)) for file in files if isinstance(file, DataError)]
             listed += [{"part": name, "where": row.where, "kind": kind, "reason": why} for kind, why in found_here]
     return listed
-
-
-# ---------------------------------------------------------------- as training reads it
-
-
-def render_rows(
-    name: str, dataset: SampleDataset, encode: Encode, *, limit: int | None = None, workers: int = 0
-) -> tuple[int, list[str]]:
-    """How many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
-
-    A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
-    """
-    rows = evenly(len(dataset), limit)
-    render = partial(render_row, dataset, encode)
-    results = tracked(render, rows, dataset.location, workers, f"rendering {name}", "rows")
-    return len(rows), [str(result) for result in results if isinstance(result, DataError)]
-
-
-def render_row(dataset: SampleDataset, encode: Encode, row: int) -> None:
-    found = read_row(dataset, row, encode)
-    if isinstance(found, DataError):
-        raise found

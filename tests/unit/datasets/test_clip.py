@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.datasets.clip import IMAGE_FPS, cut_clip, cut_clips, encode, needed_clips
+from dsreason.datasets.clip import cut_clips, needed_clips
 from dsreason.datasets.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
+from dsreason.datasets.cutting import IMAGE_FPS, cut_clip, encode
 from dsreason.datasets.processes import run_tasks
 from dsreason.errors import ConfigError, DataError
 from dsreason.media.media import load_video, probe_video

@@ -20,7 +20,8 @@ from dsreason.data.contact_sheet import sheet_of_samples
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.datasets.inspection import Inspection, Letter, Overlap, Spread, inspect_data, render_rows, spread
+from dsreason.datasets.inspection import Inspection, Letter, Overlap, Spread, inspect_data, spread
+from dsreason.datasets.rendering import render_rows
 from dsreason.datasets.row_facts import UnusableRow, normalised, short_answer
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
