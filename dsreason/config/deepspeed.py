@@ -297,8 +297,9 @@ def _without_auto(value: Any) -> Any:
         return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
         return [_without_auto(item) for item in value]
-    # Bucket sizes: 5e7.
-    return int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
+    return (
+        int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
+    )  # bucket sizes: 5e7
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:

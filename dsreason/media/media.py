@@ -264,8 +264,9 @@ def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | N
 
 def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     """True when the header's count equals the entries of its index and none of them is cut away by an edit list."""
-    # PyAV < 18 hides the index.
-    if stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries"):
+    if (
+        stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
+    ):  # PyAV < 18 hides the index
         return False
     shown, end = 0, 0
     for entry in stream.index_entries:

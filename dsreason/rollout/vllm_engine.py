@@ -211,8 +211,9 @@ class VLLMEngine(RolloutEngine):
                 ended: list[RequestOutput] = []
                 with preserved_process_state(self.world):
                     for number, (request, given) in islice(waiting, self.max_num_seqs - len(running)):
-                        # As outputs call it; enqueue returns another.
-                        running[str(self.llm.request_counter.counter)] = number
+                        running[str(self.llm.request_counter.counter)] = (
+                            number  # as outputs call it; enqueue returns another
+                        )
                         params = self._params(request.sampling, request.seed)
                         self.llm.enqueue([given], [params], use_tqdm=False)
                     while running and not ended:

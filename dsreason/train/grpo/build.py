@@ -26,7 +26,8 @@ from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
-from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order, row_check
+from dsreason.train.grpo.check_rewards import row_check
+from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
 
 MIN_SEQUENCES = 64

@@ -66,8 +66,9 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     parts = split_into_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
     steps = [cut(part, grpo.config, grpo.encoder) for part in parts if any(gather_objects(bool(part)))]
     check_trained(grpo, steps)
-    # Where empty ones were left out before, the last may be too many.
-    steps = steps[: grpo.total_steps - grpo.state.step]
+    steps = steps[
+        : grpo.total_steps - grpo.state.step
+    ]  # where empty ones were left out before, the last may be too many
     return add_fixed_logprobs(steps, grpo)
 
 

@@ -12,7 +12,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import COSMOS_FORMAT, REQUEST
-from dsreason.train.grpo.preflight import check_answer, check_format, check_functions, row_check
+from dsreason.train.grpo.check_rewards import check_answer, check_format, check_functions, row_check
 
 OPTIONS = {"A": "left", "B": "to the right"}
 SPACE = "Answer in the following format: <think> your reasoning </think> <answer> your answer </answer>."

@@ -1,0 +1,116 @@
+"""What can be found wrong with rewards before anything is sampled: names, options, the server's address, rows and prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from dsreason.answers.compat import hash_number
+from dsreason.answers.parsing import parse
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import prompt_messages
+from dsreason.data.loader import Check
+from dsreason.data.messages import text_of
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, DataError
+from dsreason.rewards import BUILT_IN
+from dsreason.rewards.functions import REMOTE, find_reward
+from dsreason.rewards.scoring import open_remote
+from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
+
+WITHOUT_ANSWER = {"format", "overlong"}
+"""Built-in rewards that look at the completion alone."""
+
+
+def check_functions(config: GRPOConfig) -> None:
+    """ConfigError where a reward cannot be loaded with its options, or the reward server's settings are wrong.
+
+    Nothing is requested from the server.
+    """
+    for name in config.reward.functions:
+        options = config.reward.options.get(name, {})
+        if not name.startswith(REMOTE):
+            find_reward(name, options)
+        elif name == REMOTE:
+            raise ConfigError(f'reward.functions: "{REMOTE}" names no score of the server; write {REMOTE}<score>')
+        elif options:
+            raise ConfigError(f'reward.options."{name}": a reward of the server has no options')
+    open_remote(config.reward)
+    buffer = config.reward.options.get("overlong", {}).get("buffer")
+    if buffer is not None:
+        try:
+            soft_overlong(0, config.rollout.max_completion_length, buffer)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward.options.overlong.buffer ({buffer!r}): {error}") from error
+
+
+def row_check(config: GRPOConfig) -> Check:
+    """What a row must have for the rewards of this run; raises DataError."""
+    return partial(check_answer, tuple(name for name in config.reward.functions if name in BUILT_IN))
+
+
+def check_answer(rewards: Iterable[str], sample: Sample) -> None:
+    """DataError for a reference answer that one of these built-in rewards cannot use."""
+    for name in rewards:
+        if name in WITHOUT_ANSWER:
+            continue
+        if not isinstance(sample.answer, str) or not sample.answer.strip():
+            raise DataError(
+                f"sample {sample.id!r}: field 'answer' is {sample.answer!r}; the reward {name} compares with it"
+            )
+        problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
+        if problem is not None:
+            raise DataError(f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, {problem} ({name})")
+
+
+def no_option(answer: str, options: dict[str, str]) -> str | None:
+    letter = parse(answer, "reasoning").answer
+    known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
+    return None if known or not options else f"none of the options {', '.join(options)}"
+
+
+def no_number(answer: str, options: dict[str, str]) -> str | None:
+    bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
+    return None if bare or hash_number(answer) is not None else "neither a number nor a text with `#### number`"
+
+
+def no_latex(answer: str, options: dict[str, str]) -> str | None:
+    plain = "\\" not in answer and "$" not in answer
+    return f"no LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if plain else None
+
+
+UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
+    "single_choice": no_option,
+    "single_choice_lenient": no_option,
+    "ordinal_choice": no_option,
+    "gsm8k": no_number,
+    "boxed_math": no_latex,
+}
+"""Reward → what is wrong with a reference answer, given the sample's options; None where a completion can be right."""
+
+
+def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
+    """ConfigError where what these prompts ask for is not what the reward `format` accepts.
+
+    One prompt that asks for it is enough: in the others a question may have tags of its own.
+    """
+    if "format" not in config.reward.functions:
+        return
+    pattern = config.reward.options.get("format", {}).get("pattern", FORMAT)
+    try:
+        problems = [format_problem(prompt_text(sample), pattern) for sample in samples]
+    except (TypeError, re.error) as error:
+        raise ConfigError(
+            f"reward.options.format.pattern ({pattern!r}) is not a regular expression: {error}"
+        ) from error
+    if problems and None not in problems:
+        example = f", such as {REQUEST!r}" if format_problem(REQUEST, pattern) is None else ""
+        raise ConfigError(
+            f"reward format with the pattern {pattern!r}: {problems[0]}; a completion that does as asked gets no reward. "
+            f"Change reward.options.format.pattern, or let data.system_prompt ask for the format{example}"
+        )
+
+
+def prompt_text(sample: Sample) -> str:
+    return "\n".join(text_of(message) for message in prompt_messages(sample) if message["role"] != "assistant")
