@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import random
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import deepspeed
-import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from dsreason.checkpoints.checkpoint_folder import (
     SAVING,
@@ -39,6 +34,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     rng_file,
     write_json,
 )
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
@@ -236,37 +232,3 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
             f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
         )
     return max((inside / name for name in common), key=checkpoint_step)
-
-
-# ---------------------------------------------------------------- random numbers
-
-
-def take_rng_state(device: torch.device) -> Callable[[Path], None]:
-    """What writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
-    version, python_words, python_gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    tensors = {
-        "python": torch.tensor(python_words, dtype=torch.int64),
-        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
-    scalars = {
-        "python": [version, python_gauss],
-        "numpy": [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]],
-    }
-    return lambda path: save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
-
-
-def load_rng_state(path: Path, device: torch.device) -> None:
-    """Restore what `take_rng_state` wrote; a device state is skipped where the device is another."""
-    with safe_open(path, "pt") as file:
-        scalars = json.loads(file.metadata()["scalars"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    version, gauss = scalars["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), *scalars["numpy"]))
-    torch.set_rng_state(tensors["torch"])
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)

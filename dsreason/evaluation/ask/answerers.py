@@ -122,15 +122,13 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
     in_step = gather_objects if config.model.tensor_parallel_size > 1 else alone
-    cores = len(os.sched_getaffinity(0)) // int(
-        os.environ.get("LOCAL_WORLD_SIZE", world.size)
-    )  # the host's ranks share them
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # they share the host's cores
     answerer = EngineAnswerer(
         engine,
         encoder,
         length,
         media_memory_gib=config.evaluation.media_memory_gib,
-        workers=config.workers(max(1, cores)),
+        workers=config.workers(max(1, len(os.sched_getaffinity(0)) // local_ranks)),
         in_step=in_step,
     )
     batch_size = config.evaluation.batch_size

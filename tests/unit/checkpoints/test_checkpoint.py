@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint import load_rng_state, take_rng_state
 from dsreason.checkpoints.checkpoint_folder import (
     SavedRun,
     TrainerState,
@@ -32,6 +31,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     set_aside_newer,
 )
 from dsreason.checkpoints.export import parse_size, with_dtype, write_model_folder
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from tests.disks import set_read_only, small_disk

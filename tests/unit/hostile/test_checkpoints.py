@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint import load_rng_state, make_universal
+from dsreason.checkpoints.checkpoint import make_universal
 from dsreason.checkpoints.checkpoint_folder import (
     TrainerState,
     check_sizes,
@@ -23,6 +23,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     recover,
 )
 from dsreason.checkpoints.export import export_checkpoint
+from dsreason.checkpoints.rng import load_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
 from dsreason.errors import CheckpointError
 from tests.unit.hostile.guard import guarded, refused

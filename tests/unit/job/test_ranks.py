@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.checkpoints.checkpoint import load_rng_state, take_rng_state
+from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.job import ranks
 from dsreason.job.ranks import World, seed_everything
 

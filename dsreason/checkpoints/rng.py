@@ -1,0 +1,44 @@
+"""The random-number states of one rank as a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+
+def take_rng_state(device: torch.device) -> Callable[[Path], None]:
+    """What writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
+    version, python_words, python_gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    tensors = {
+        "python": torch.tensor(python_words, dtype=torch.int64),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    scalars = {
+        "python": [version, python_gauss],
+        "numpy": [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]],
+    }
+    return lambda path: save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
+
+
+def load_rng_state(path: Path, device: torch.device) -> None:
+    """Restore what `take_rng_state` wrote; a device state is skipped where the device is another."""
+    with safe_open(path, "pt") as file:
+        scalars = json.loads(file.metadata()["scalars"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    version, gauss = scalars["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), *scalars["numpy"]))
+    torch.set_rng_state(tensors["torch"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
