@@ -319,14 +319,6 @@ class Encoder:
         return normalised.flatten(1)
 
 
-class PromptEncoder(Encoder):
-    """For rows that are only asked: their length is the prompt's, however long the reference answer is."""
-
-    def measure(self, sample: Sample) -> int:
-        """`len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
-        return self._count(*self._prompt(sample))
-
-
 def prompt_messages(sample: Sample) -> list[Message]:
     """The messages that a completion follows: all of them, without the last one where that is the assistant's."""
     last = sample.messages[-1] if sample.messages else {}

@@ -1,12 +1,11 @@
-"""From row numbers to the micro-batches of each step, and to the prompts of each rollout, decoded ahead by worker processes.
+"""From row numbers to the micro-batches of each step, decoded ahead of training by worker processes.
 
-For every step of SFT the ranks first learn the token counts of its rows (media headers only, each row once), agree on who takes
+For every step the ranks first learn the token counts of its rows (media headers only, each row once), agree on who takes
 which, and decode their own; all ranks then have the same number of micro-batches with the same kinds of media.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
-from dsreason.data.chat import EncodedPrompt, Encoder, SampleTooLong
+from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.collate import collate
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, media_kinds
 from dsreason.data.order import StepOrder
@@ -27,9 +26,6 @@ from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
 
 T = TypeVar("T")
-
-Check = Callable[[Sample], None]
-"""Raises DataError for a sample that cannot be used; picklable."""
 
 
 @dataclass(frozen=True)
@@ -208,77 +204,6 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
         shares[rank].append(i)
         sums[rank] += lengths[i]
     return shares
-
-
-# ---------------------------------------------------------------- prompts
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """This rank's prompts of one batch of the order.
-
-    Example, rank 1 of 2 in batches of 6, where the second of its rows is left out:
-    `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
-    """
-
-    batch: int
-    """Of `StepOrder.indices`."""
-    prompts: list[EncodedPrompt]
-    numbers: list[int]
-    """The prompts' places in the batch of all ranks, whatever was left out."""
-    skipped: list[str]
-    """Rows left out on any rank, with the reason."""
-
-
-@dataclass
-class PromptLoader:
-    """Iterates without end over the batches from `start` on: this rank's prompts of each.
-
-    Which prompts they are depends on nothing but seed, batch and number of ranks. A row that cannot be used, or that
-    `check` refuses, is a DataError on every rank, or left out where the configuration says so.
-    """
-
-    dataset: SampleDataset
-    encoder: Encoder
-    order: StepOrder
-    config: RunConfig
-    exchange: Exchange
-    rank: int = 0
-    world_size: int = 1
-    start: int = 0
-    check: Check | None = None
-
-    def __iter__(self) -> Iterator[Prompts]:
-        read = partial(read_rows, self.dataset, partial(ask, self.encoder, self.check))
-        shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
-        found = decode_ahead(read, shares, self.config.data)
-        for batch in itertools.count(self.start):
-            yield self._prompts(batch, next(found))
-
-    def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
-        bad = [item for item in items if isinstance(item, DataError)]
-        ranks = self.exchange((first_fatal(bad, self.config), [str(error) for error in bad]))
-        for error, _ in ranks:  # every rank raises, so that none is left waiting
-            if error is not None:
-                raise DataError(error)
-        places = range(self.rank, self.order.batch_size, self.world_size)
-        usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
-        return Prompts(
-            batch=batch,
-            prompts=[prompt for _, prompt in usable],
-            numbers=[place for place, _ in usable],
-            skipped=[text for _, texts in ranks for text in texts],
-        )
-
-
-def ask(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
-    """The prompt of a sample, which `check` may refuse."""
-    if check is not None:
-        check(sample)
-    return encoder.encode_prompt(sample)
-
-
-# ---------------------------------------------------------------- worker processes
 
 
 def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:

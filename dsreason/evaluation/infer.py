@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from dsreason.answers.parsing import parse
 from dsreason.checkpoints.export import DTYPES
 from dsreason.config.schema import ModelConfig
-from dsreason.data.chat import EncodedPrompt, PromptEncoder
+from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_paths
+from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
 from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample

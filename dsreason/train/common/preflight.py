@@ -18,7 +18,8 @@ from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import Check, first_fatal, read_row
+from dsreason.data.loader import first_fatal, read_row
+from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import PromptLoader, Prompts
+from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects

@@ -10,8 +10,8 @@ from dsreason.answers.compat import hash_number
 from dsreason.answers.parsing import parse
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import prompt_messages
-from dsreason.data.loader import Check
 from dsreason.data.messages import text_of
+from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards import BUILT_IN

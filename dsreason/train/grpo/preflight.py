@@ -8,9 +8,10 @@ from functools import partial
 
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.chat import Encoder, PromptEncoder
-from dsreason.data.loader import ask, read_row
+from dsreason.data.chat import Encoder
+from dsreason.data.loader import read_row
 from dsreason.data.order import StepOrder
+from dsreason.data.prompts import PromptEncoder, ask
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from dsreason.data.loader import Prompts
+from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions

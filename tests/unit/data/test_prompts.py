@@ -14,7 +14,7 @@ import pytest
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import SampleTooLong
-from dsreason.data.loader import PromptLoader, Prompts
+from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
-from dsreason.data.chat import PromptEncoder
+from dsreason.data.prompts import PromptEncoder
 from dsreason.data.timestamps import TimestampEncoder, frame_times, stamp
 from dsreason.data.types import Sample
 from dsreason.families import family_of

@@ -14,7 +14,7 @@ import torch
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.loader import Prompts
+from dsreason.data.prompts import Prompts
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.objective import objective_of
 from dsreason.rewards.scoring import Scores
