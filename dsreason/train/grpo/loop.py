@@ -69,7 +69,7 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     steps = steps[
         : grpo.total_steps - grpo.state.step
     ]  # where empty ones were left out before, the last may be too many
-    return add_fixed_logprobs(steps, grpo)
+    return add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.config, grpo.banned_ids)
 
 
 def check_trained(grpo: GRPORun, steps: list[list[MicroBatch]]) -> None:
@@ -106,7 +106,8 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
     """Count the step and show it."""
     count_step(grpo, epoch=grpo.next_batch / grpo.batches_per_epoch, extra={"next_batch": grpo.next_batch})
     if grpo.reference is not None:
-        reset_reference(grpo.reference, grpo)
+        step, folder = grpo.state.step, grpo.output_dir
+        reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
     rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
     tokens = int(all_sum(sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)))
     shown = {name: grpo.rollout_metrics[key] for name, key in SHOWN.items() if key in grpo.rollout_metrics}

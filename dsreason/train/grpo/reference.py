@@ -16,8 +16,7 @@ from dsreason.checkpoints.export import export_engine
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
-from dsreason.job.ranks import on_rank_zero
-from dsreason.train.common.opening import Run
+from dsreason.job.ranks import World, on_rank_zero
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +26,18 @@ def reset_step(step: int, every: int) -> int:
     return step // every * every if every else 0
 
 
-def reset_reference(reference: ReferencePolicy, run: Run[GRPOConfig]) -> None:
+def reset_reference(
+    reference: ReferencePolicy, config: GRPOConfig, step: int, output_dir: Path, model_path: Path, world: World
+) -> None:
     """Make the present policy the reference where it is time, and keep it for resuming. Collective."""
-    step, every = run.state.step, run.config.grpo.reference_reset_every
+    every = config.grpo.reference_reset_every
     if not every or step % every:
         return
     reference.become_policy()
-    folder = run.output_dir / "reference" / f"step_{step}"
+    folder = output_dir / "reference" / f"step_{step}"
     on_rank_zero(lambda: delete_folder(folder))
-    export_engine(reference.engine, run.model_path, folder, run.world, dtype=run.config.train.precision)
-    on_rank_zero(lambda: delete_unneeded(run.output_dir, every, step))
+    export_engine(reference.engine, model_path, folder, world, dtype=config.train.precision)
+    on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
     log.info("step %d: the policy is the reference from here on", step)
 
 

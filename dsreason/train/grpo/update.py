@@ -12,11 +12,11 @@ from torch import Tensor
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
+from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts, LossInputs
-from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_few_texts
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
@@ -38,20 +38,26 @@ def current_logprobs(
     return [engine(one.batch.to(engine.device), temperature, banned_ids) for one in micro_batches]
 
 
-def add_fixed_logprobs(steps: Sequence[list[MicroBatch]], grpo: GRPORun) -> list[list[MicroBatch]]:
+def add_fixed_logprobs(
+    steps: Sequence[list[MicroBatch]],
+    engine: DeepSpeedEngine,
+    reference: ReferencePolicy | None,
+    config: GRPOConfig,
+    banned_ids: Tensor,
+) -> list[list[MicroBatch]]:
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
     def measured(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
         found = []
         for step in steps:
-            logprobs = current_logprobs(grpo.engine, step, grpo.config.rollout.temperature, grpo.banned_ids)
+            logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
             found.append([add(one, values) for one, values in zip(step, logprobs, strict=True)])
         return found
 
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
         steps = measured(lambda one, values: replace(one, old_logprobs=values))
-    if grpo.reference is not None:
-        with grpo.reference.in_place():
+    if reference is not None:
+        with reference.in_place():
             steps = measured(lambda one, values: replace(one, ref_logprobs=values))
     return list(steps)
 

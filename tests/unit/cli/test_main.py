@@ -340,7 +340,7 @@ def test_a_rank_does_the_work_itself(
 def test_under_a_launcher_its_own_options_are_refused(
     option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "should_print_error", lambda text: True)
+    monkeypatch.setattr(launch, "_is_first_to_print", lambda text: True)
     assert call("sft", "--config", "run.toml", option, "2", monkeypatch=monkeypatch) == 2
     assert text in capsys.readouterr().err
 
