@@ -176,11 +176,15 @@ def read_prompts(
     held_out: HeldOut, advance: Advance, *, with_pixels: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
     """Each group's rows that have a reference answer; the others are done with."""
-    encode = held_out.encoder.encode_prompt
-    for found in held_out.read(encode if with_pixels else lambda sample: encode(sample).without_pixels()):
+    encoder = held_out.encoder
+    for found in held_out.read(encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)):
         asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
         advance((len(found) - len(asked)) * held_out.world.size)
         yield asked
+
+
+def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
+    return encoder.encode_prompt(sample).without_pixels()
 
 
 def score(
