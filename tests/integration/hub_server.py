@@ -116,7 +116,8 @@ def commit(hub: Hub, request: BaseHTTPRequestHandler, place: str, body: bytes) -
     }
     hub.repositories[place].update(files)
     hub.commits.append(sorted(files))
-    address = f"http://{request.headers['Host']}/{place}/commit/{'a' * 40}"
+    repository = place.partition("@")[0]
+    address = f"http://{request.headers['Host']}/{repository}/commit/{'a' * 40}"
     return reply(request, 200, {"commitUrl": address, "commitOid": "a" * 40, "hookOutput": "", "success": True})
 
 
