@@ -125,6 +125,10 @@ class Job(Generic[C]):
     max_restarts: int = 0
     dry_run: bool = False
 
+    @property
+    def config_name(self) -> str:
+        return str(self.config or f"{self.trainer.recipe} (shipped)")
+
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
         """What python runs in a rank; relative paths stay relative, ranks start in the same folder."""
         options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
@@ -231,8 +235,8 @@ def _output_dir(job: Job[C], config: C) -> Path | None:
 
 
 def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
-    device, name = launch.device_kind(launch.gpu_count()), str(job.config or f"{job.trainer.recipe} (shipped)")
-    return resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks, config_name=name)
+    device = launch.device_kind(launch.gpu_count())
+    return resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name)
 
 
 def _print_config(config: RunConfig, deepspeed: dict[str, Any]) -> None:

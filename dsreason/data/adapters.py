@@ -70,6 +70,10 @@ def find_adapter(name: str) -> Adapter:
     found = find_code(f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice)
     if "to_sample" not in dir(found):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
-    takes_data = len(inspect.signature(found.to_sample).parameters) > 1
-    to_sample = found.to_sample if takes_data else lambda row, data: found.to_sample(row)
-    return Adapter(name, to_sample, found.rows if "rows" in dir(found) else read_rows)
+    return Adapter(name, _with_data(found.to_sample), found.rows if "rows" in dir(found) else read_rows)
+
+
+def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:
+    if len(inspect.signature(to_sample).parameters) > 1:
+        return to_sample
+    return lambda row, data: to_sample(row)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsreason.answers.parsing import parse
-from dsreason.answers.types import Parsed
+from dsreason.answers.parsing import Parser, parse
+from dsreason.answers.types import AnswerType, Parsed
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.messages import media_paths, text_of
 from dsreason.errors import ConfigError, DataError
@@ -226,9 +226,8 @@ class Evaluation:
                 replies = check_server_answers(replies, len(requests), self.config.server.url)
             for request, reply in replies:
                 question = request.question
-                kind, options = question.kind, question.options
-                parsed = parse(reply.text, settings.answer_type, settings.parser, kind=kind, options=options)
-                if reply.error is not None or parsed.answer or attempt == last:
+                is_read = reply.error is not None or read(question, reply.text, settings.answer_type, settings.parser)
+                if is_read or attempt == last:
                     yield question, reply, attempt + (reply.error is None)
                 else:
                     unread.append(question)
@@ -289,6 +288,11 @@ def check_server_answers(
                 f"server.url ({url}): none of the first {num_failed} questions got an answer, such as "
                 f"{last}; correct the server or its address, and the same command asks again"
             )
+
+
+def read(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
+    """Whether the parser finds an answer in a response."""
+    return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 
 
 def check_same(question: Question, stored: Result, file: Path) -> None:

@@ -13,7 +13,6 @@ from dsreason.config.output import run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
-from dsreason.files.disk import sha256_of
 from dsreason.job.record import git_state, versions
 
 COMPARED = ("evaluation", "generation", "vision")
@@ -79,12 +78,16 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
     if options := document["evaluation"]["engine_options"]:
         found["evaluation.engine_options"] = options
-    scorer = Path((config.evaluation.scorer or "").partition(":")[0]).expanduser()
-    if scorer.is_file():  # `judge.py:helpful`, not the name of a built-in reward or of a module
-        found["evaluation.scorer's content"] = sha256_of(scorer)[:16]
+    if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
+        found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     for source in config.sources:
         found[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
     return found
+
+
+def scorer_file(scorer: str) -> Path:
+    """Of `judge.py:helpful` the file; of the name of a built-in reward or of a module one that is not there."""
+    return Path(scorer.partition(":")[0]).expanduser()
 
 
 def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> None:
@@ -100,9 +103,7 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
     if config.evaluation.overwrite:
         replaced = [folder / safe_name(name) for name in config.names]
     stay = [inside for inside in sorted(folder.glob("*/")) if inside not in replaced]
-    stored = (result for inside in stay for one in dataset_files(inside) for result in read_file(one))
-    # Not where all questions failed, as at a server of a wrong address: these will be asked again.
-    if any(result.error is None for result in stored):
+    if any(has_answers(stored) for inside in stay for stored in dataset_files(inside)):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         settings = same_settings(read_json(file), settings, folder)
@@ -110,6 +111,11 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
         shutil.rmtree(old, ignore_errors=True)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
+
+
+def has_answers(file: Path) -> bool:
+    """Not where all questions failed, as at a server of a wrong address: these will be asked again."""
+    return any(result.error is None for result in read_file(file))
 
 
 def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
