@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import vllm.version
 from PIL import Image
 
 from dsreason.config.schema_eval import ServerConfig
@@ -56,7 +57,8 @@ def server(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_qwen2_5_vl)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "4", "--skip-mm-profiling"]
-    command += ["--trust-request-mm-kwargs"]
+    if not vllm.version.__version__.startswith("0.26."):
+        command += ["--trust-request-mm-kwargs"]  # 0.26 takes a request's settings of videos without it
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
         # A session of its own: the server's engine is a child of the server, and has to end with it.
