@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
+from dsreason.datasets.pixels import pixel_differences
 from dsreason.errors import DataError
 from dsreason.files.disk import sha256_of
 from dsreason.media.media import local_path, probe_image, probe_video
@@ -52,6 +54,8 @@ class RowFacts:
     """Replies of the assistant."""
     has_think: bool
     has_answer_tag: bool
+    pixel_differences: tuple[str, ...] = ()
+    """Of its media, see `pixel_differences`; none without a model."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,19 @@ class RowReader:
 
     def __call__(self, row: int) -> RowFacts:
         sample = self.dataset[row]
-        return row_facts(self.dataset.location(row), sample, self._tokens(sample))
+        tokens, differences = self._measured(sample)
+        return row_facts(self.dataset.location(row), sample, tokens, differences)
 
-    def _tokens(self, sample: Sample) -> int | None:
+    def _measured(self, sample: Sample) -> tuple[int | None, list[str]]:
         if self.encoder is None:
-            return None
+            return None, []
         try:
-            return self.encoder.measure(sample)
+            return self.encoder.measure(sample), pixel_differences(self.encoder, sample)
         except DataError:  # its media are read one by one, and reported there
-            return None
+            return None, []
 
 
-def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
+def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
@@ -115,6 +120,7 @@ def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
         turns=len(replies),
         has_think=any(THINK.search(text) for text in replies),
         has_answer_tag=any(ANSWER.search(text) for text in replies),
+        pixel_differences=tuple(differences),
     )
 
 
