@@ -207,7 +207,7 @@ def _frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
         raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
         raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
-    # 1e-6 frames of slack: 0.7 s x 10 fps is 7.000000000000001 in binary.
+    # 1e-6 frames of slack: 0.28 s x 25 fps is 7.000000000000001 in binary.
     start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
     end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
     if start > end:
