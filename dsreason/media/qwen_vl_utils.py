@@ -65,9 +65,9 @@ def frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
     """The first and the last frame from `video_start` to `video_end`."""
     seconds, last = info.num_frames / info.fps, info.num_frames - 1
     start = math.ceil(min(given.get("video_start", 0.0), seconds) * info.fps)
-    end = min(math.floor(min(given.get("video_end", seconds), seconds) * info.fps), last)
-    if "video_end" not in given:
-        end = last
+    end = last
+    if "video_end" in given:
+        end = min(math.floor(min(given["video_end"], seconds) * info.fps), last)
     if start >= end and given.keys() & {"video_start", "video_end"}:
         raise DataError(f"refuses frames {start} to {end}")
     return start, end
@@ -76,7 +76,7 @@ def frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
 def smart_nframes(given: Mapping[str, Any], available: int, fps: float) -> int:
     """How many of the `available` frames are shown."""
     if "nframes" in given:
-        count = round(given["nframes"] / PAIR) * PAIR
+        count: int = round(given["nframes"] / PAIR) * PAIR
     else:
         low = math.ceil(given.get("min_frames", MIN_FRAMES) / PAIR) * PAIR
         high = math.floor(given.get("max_frames", min(MAX_FRAMES, available)) / PAIR) * PAIR

@@ -111,14 +111,6 @@ def image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
     return PixelLimits(own.factor, *(tokens * cell for tokens in trained.image))
 
 
-def limits_frames(own: PixelLimits, family: Vision, temporal_patch: int = 2) -> bool:
-    """Whether the processor's limits of videos decide, and not the family's `trained_sizes`."""
-    if family.trained_sizes is None:
-        return True
-    frames = temporal_patch if family.bounds_are_per_video else 1
-    return own.max_pixels < frames * family.trained_sizes.frame[1] * own.token_pixels
-
-
 class FrameBounds(NamedTuple):
     """Pixels of the smallest and the largest frame, and of all frames, where those of one temporal patch count once."""
 
@@ -128,9 +120,14 @@ class FrameBounds(NamedTuple):
 
 
 def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
-    """What holds for a video of `num_frames` sampled frames where nothing is set."""
+    """What holds for a video of `num_frames` sampled frames where nothing is set.
+
+    The processor's `own` limits where they leave no room for the largest frame of the family's `trained_sizes` (where they
+    are of all frames: for those of one temporal patch), else `trained_sizes`.
+    """
     cell, trained = own.token_pixels, family.trained_sizes
-    if trained is not None and not limits_frames(own, family, temporal_patch):
+    frames = temporal_patch if family.bounds_are_per_video else 1
+    if trained is not None and own.max_pixels >= frames * trained.frame[1] * cell:
         return FrameBounds(trained.frame[0] * cell, trained.frame[1] * cell, trained.video * cell)
     if family.bounds_are_per_video:
         return FrameBounds(own.min_pixels / num_frames, family.max_frame_tokens * cell, own.max_pixels / temporal_patch)
@@ -151,7 +148,7 @@ def video_size(
     `total_pixels` bounds the vision tokens of the video: the frames of one temporal patch count once, so that
     `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
-    With a `max_pixels` below the smallest frame by default, frames are not enlarged.
+    With a `max_pixels` below the smallest frame by default, no frame is enlarged.
     """
     given = _settings(part)
     smallest, largest, total = frame_bounds(num_frames, limits, family, temporal_patch)

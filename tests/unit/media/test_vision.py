@@ -171,6 +171,12 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
     assert tokens > 0.7 * min(3686, num_frames // 2 * 768)
 
 
+@pytest.mark.parametrize(("more", "size"), [({}, (256, 480)), ({"min_pixels": 40_960}, (224, 416))])
+def test_long_clips_keep_to_total_pixels_where_min_pixels_lets_them(more, size):
+    """75 s at 1 frame a second, as in docs/data.md: 120 and 91 tokens for two frames."""
+    assert video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
+
+
 def test_min_pixels_win_over_total_pixels():
     # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
     height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
