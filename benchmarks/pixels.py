@@ -137,7 +137,7 @@ def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) 
 
 def published_model(tiny: Path, model_type: str, folder: Path) -> Path:
     """A copy of the tiny model with the processors' files of the published ones."""
-    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json", "*.safetensors"))
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
     for file in (PUBLISHED / model_type).iterdir():
         shutil.copy(file, folder)
     return folder
