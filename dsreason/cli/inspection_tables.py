@@ -10,6 +10,8 @@ from dsreason.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""
+SHOWN_PIXELS = 3
+"""Media that are printed of those that cosmos-rl would show otherwise; inspection.json has more."""
 
 
 def show_inspection(found: Inspection) -> None:
@@ -24,6 +26,9 @@ def show_inspection(found: Inspection) -> None:
             console.print(counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
     if found.overlaps:
         console.print(overlaps_table(found))
+    for name, part in found.parts.items():
+        for text in part.pixels.examples[:SHOWN_PIXELS] if part.pixels else ():
+            console.print(f"{name}: other pixels: {text}", markup=False, highlight=False)
     for problem in found.problems[:SHOWN]:
         console.print(f"{problem['kind']}: {problem['reason']}", markup=False, highlight=False)
     if len(found.problems) > SHOWN:
@@ -48,6 +53,8 @@ def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
     rows |= {"answer, characters": shown(part.answer_characters)}
     if part.too_long is not None:
         rows |= {"tokens": shown(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
+    if part.pixels is not None and part.pixels.compared:
+        rows["media of other pixels than cosmos-rl's"] = f"{part.pixels.differing} of {part.pixels.compared}"
     for kind, media in part.media.items():
         rows[f"{kind} files"] = f"{media.files}, {decimal(media.bytes)}"
         for label, numbers in (("height", media.height), ("width", media.width)):

@@ -79,11 +79,12 @@ class VisionConfig(Section):
     max_frames: int | None = Field(None, ge=1)
     """At most this many frames (with `fps`). Unset: 768, or `min_frames` where that is more."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smallest size of an image or frame, in pixels."""
+    """Smallest size of an image or frame, in pixels. Unset: 4 tokens of an image, 128 of a frame."""
     max_pixels: int | None = Field(None, ge=1)
-    """Largest size of an image or frame, in pixels."""
+    """Largest size of an image or frame, in pixels. Unset: 16384 tokens of an image, 768 of a frame."""
     total_pixels: int | None = Field(None, ge=1)
-    """Largest sum of pixels over the frames of one video, where two frames that the model takes together count once."""
+    """Largest sum of pixels over the frames of one video, where two frames that the model takes together count once, as far
+    as min_pixels lets it. Unset: 115200 tokens."""
     video_start: float | None = Field(None, ge=0)
     """Seconds at which a video begins."""
     video_end: float | None = Field(None, gt=0)
@@ -177,7 +178,7 @@ class OptimConfig(Section):
     weight_decay: float = Field(0.01, ge=0)
     """Applied to matrices, not to norms and biases."""
     warmup: Share | Count = 0.03
-    """Warmup steps: a whole number, or a share (below 1) of all steps."""
+    """Warmup steps: a whole number (at most all steps), or a share (below 1) of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
     decay_share: float = Field(0.2, gt=0, le=1)

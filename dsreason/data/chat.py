@@ -110,14 +110,14 @@ class Encoder:
         return prompt, render_prompt(self.processor, self.family.tokens, prompt)
 
     def _encode(self, sample: Sample, segments: list[Segment]) -> tuple[EncodedSample, list[Medium]]:
-        planned = self._plan_media(sample)
+        planned = self.plan_media(sample)
         ids, mask = self._expand(sample, segments, planned)
         self.check_length(sample, len(ids))
         loaded = self._load(sample, planned)
         return self._finish(sample, ids, mask, planned, loaded), loaded
 
     def _count(self, sample: Sample, segments: list[Segment]) -> int:
-        ids, _ = self._expand(sample, segments, self._plan_media(sample))
+        ids, _ = self._expand(sample, segments, self.plan_media(sample))
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
@@ -137,7 +137,8 @@ class Encoder:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_media(self, sample: Sample) -> list[PlannedMedium]:
+    def plan_media(self, sample: Sample) -> list[PlannedMedium]:
+        """Its images and videos in their order, from their headers alone. DataError for one that cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
             for part in media_parts([message]):
@@ -162,7 +163,8 @@ class Encoder:
         path = str(part["image"])
         height, width = media.probe_image(path)
         try:
-            size = vision.image_size(height, width, part, self._limits("image"))
+            limits = vision.image_limits(self._limits("image"), self.family.vision)
+            size = vision.image_size(height, width, part, limits)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         return PlannedMedium("image", path, size, self._grid(1, size))

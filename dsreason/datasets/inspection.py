@@ -69,6 +69,15 @@ class Letter:
 
 
 @dataclass(frozen=True)
+class PixelReport:
+    """How many of the media that rows show (those of measured rows) cosmos-rl would show in other frames or another size."""
+
+    compared: int
+    differing: int
+    examples: list[str]
+
+
+@dataclass(frozen=True)
 class PartReport:
     """One part of the data: training, validation, or a test set.
 
@@ -97,6 +106,8 @@ class PartReport:
     several_turns: int
     duplicates: int
     """Rows whose question and media an earlier row has."""
+    pixels: PixelReport | None = None
+    """None without a model."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +232,14 @@ def report(
         with_answer_tag=sum(row.has_answer_tag for row in rows),
         several_turns=sum(row.turns > 1 for row in rows),
         duplicates=len(rows) - len({row_key(row, keys) for row in rows}),
+        pixels=pixel_report(rows) if encoder else None,
     )
+
+
+def pixel_report(rows: Sequence[RowFacts]) -> PixelReport:
+    differences = [text for row in rows for text in row.pixel_differences]
+    compared = sum(len(row.media) for row in rows if row.tokens is not None)
+    return PixelReport(compared, len(differences), list(dict.fromkeys(differences))[:COMMON])
 
 
 def spread(numbers: Iterable[float | None]) -> Spread | None:

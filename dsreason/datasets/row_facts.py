@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
+from dsreason.datasets.pixels import pixel_differences
 from dsreason.errors import DataError
 from dsreason.media.media import local_path, probe_image, probe_video
 
@@ -52,6 +54,8 @@ class RowFacts:
     """Replies of the assistant."""
     has_think: bool
     has_answer_tag: bool
+    pixel_differences: tuple[str, ...] = ()
+    """Of its media, see `pixel_differences`; none without a model."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,14 @@ class MediumFacts:
 
 
 def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> RowFacts:
-    sample, tokens = dataset[row], None
+    sample, tokens, differences = dataset[row], None, list[str]()
     if encoder is not None:
         with suppress(DataError):  # its media are read one by one, and reported there
-            tokens = encoder.measure(sample)
-    return row_facts(dataset.location(row), sample, tokens)
+            tokens, differences = encoder.measure(sample), pixel_differences(encoder, sample)
+    return row_facts(dataset.location(row), sample, tokens, differences)
 
 
-def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
+def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
@@ -103,6 +107,7 @@ def row_facts(where: str, sample: Sample, tokens: int | None) -> RowFacts:
         turns=len(replies),
         has_think=any(THINK.search(text) for text in replies),
         has_answer_tag=any(ANSWER.search(text) for text in replies),
+        pixel_differences=tuple(differences),
     )
 
 

@@ -8,8 +8,19 @@ from dsreason.config.schema import OptimConfig
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """`optim.warmup` in steps; below 1 it is a share of `total_steps`."""
-    return round(optim.warmup * total_steps) if optim.warmup < 1 else int(optim.warmup)
+    """`optim.warmup` in steps, at most `total_steps`; below 1 it is a share of them."""
+    return round(optim.warmup * total_steps) if optim.warmup < 1 else min(int(optim.warmup), total_steps)
+
+
+def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
+    """What a person should know of a warmup that takes the whole run; None for a shorter one."""
+    if warmup_steps(total_steps, optim) < total_steps:
+        return None
+    asked = max(optim.warmup, total_steps)
+    length = (
+        f"longer than the run ({total_steps}) and is clipped to it" if asked > total_steps else "as long as the run"
+    )
+    return f"optim.warmup ({asked:g} steps) is {length}: optim.lr is reached in the last step only; lower it"
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:

@@ -65,6 +65,19 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class TrainedSizes:
+    """Sizes of media in merged patches (tokens) that a model was trained with, and that its published processor does not
+    state: its limits are far wider."""
+
+    image: tuple[int, int]
+    """Smallest and largest image."""
+    frame: tuple[int, int]
+    """Smallest and largest video frame."""
+    video: int
+    """Largest video; the frames of one temporal patch count once."""
+
+
+@dataclass(frozen=True)
 class Vision:
     """How much the model was trained to see of a medium, where neither its row, the configuration nor the processor says."""
 
@@ -78,6 +91,8 @@ class Vision:
     """Largest size of one video frame in merged patches, where the processor bounds all frames together."""
     max_video_tokens: int
     """Largest size of a video in merged patches, where the processor bounds one frame."""
+    trained_sizes: TrainedSizes | None = None
+    """Hold instead of the processor's limits, unless those allow less than the largest of these. None: the processor's."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsreason.families.family import Modules, Tokens, Vision
+from dsreason.families.family import Modules, Tokens, TrainedSizes, Vision
 
 TOKENS = Tokens(
     image="<|image_pad|>",
@@ -41,5 +41,10 @@ def vision_defaults(*, bounds_are_per_video: bool) -> Vision:
         min_frames=4,
         max_frames=768,
         max_frame_tokens=768,  # VIDEO_MAX_TOKEN_NUM
-        max_video_tokens=115_200,  # 0.9 of 128,000
+        max_video_tokens=115_200,  # 0.9 of 128,000, MODEL_SEQ_LEN
+        trained_sizes=TrainedSizes(
+            image=(4, 16_384),  # IMAGE_MIN_TOKEN_NUM, IMAGE_MAX_TOKEN_NUM
+            frame=(128, 768),  # VIDEO_MIN_TOKEN_NUM, VIDEO_MAX_TOKEN_NUM
+            video=115_200,
+        ),
     )

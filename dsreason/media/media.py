@@ -154,14 +154,11 @@ def probe_video(path: str | Path) -> VideoInfo:
 @lru_cache(maxsize=65536)
 def _probed(file: Path, modified: int, size: int) -> VideoInfo:
     with opened_video(file) as (container, stream):
-        average = float(stream.average_rate or 0)
         if _header_is_exact(file, size, stream):
-            num_frames, fps = stream.frames, average
+            num_frames, fps = stream.frames, float(stream.average_rate or 0)
         else:
             num_frames, times = packet_times(container, stream)
-            fps = average
-            if len(times) > 1 and stream.time_base:
-                fps = (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
+            fps = _frame_rate(stream, times)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
@@ -275,6 +272,20 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     if end > size:
         raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
     return shown == stream.frames == len(stream.index_entries)
+
+
+def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
+    """The header's rate where the packets' `times` agree with it, but for their rounding; else what these give.
+
+    Matroska rounds times to milliseconds: 180 frames at 60 a second would be 2.9997 s, and at 2 a second 4 frames, not 6.
+    """
+    rate, unit = stream.average_rate, stream.time_base
+    if len(times) < 2 or not unit:
+        return float(rate or 0)
+    steps, seconds = len(times) - 1, (times[-1] - times[0]) * unit
+    if rate and abs(steps / rate - seconds) <= unit:
+        return float(rate)
+    return float(steps / seconds)
 
 
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:

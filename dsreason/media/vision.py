@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from dsreason.errors import DataError
 from dsreason.families.family import Vision
@@ -49,6 +51,11 @@ class PixelLimits:
     min_pixels: int
     max_pixels: int
 
+    @property
+    def token_pixels(self) -> int:
+        """Pixels behind one token."""
+        return self.factor**2
+
 
 @dataclass(frozen=True)
 class FrameChoice:
@@ -72,8 +79,20 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
         count = _requested_frames(given["nframes"], available, temporal_patch)
     else:
         count = _frames_at_rate(info, given, family, available, temporal_patch)
-    step = (end - start) / (count - 1) if count > 1 else 0.0
-    return FrameChoice(tuple(round(start + i * step) for i in range(count)), available)
+    return FrameChoice(evenly_spaced(start, end, count), available)
+
+
+def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
+    """`count` (2 or more) whole numbers from `start` to `end`: `torch.linspace(start, end, count).round()`.
+
+    In float32 and from either end to the middle, as there (each product and sum rounded once, as by CPUs with fused
+    multiply-add). Exact numbers would choose others now and then: 600 of 18,000 frames have one at 17067.499, which is
+    17067.5 in float32.
+    """
+    step = float(np.float32(end - start) / np.float32(count - 1))
+    numbers = np.arange(count)
+    spaced = np.where(numbers < count // 2, start + step * numbers, end - step * numbers[::-1])
+    return tuple(int(number) for number in spaced.astype(np.float32).round())
 
 
 def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
@@ -82,6 +101,37 @@ def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLi
     min_pixels = given.get("min_pixels", min(limits.min_pixels, given.get("max_pixels", limits.min_pixels)))
     max_pixels = given.get("max_pixels", max(limits.max_pixels, min_pixels))
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
+    """The processor's `own` limits where they allow less than the largest image of the family's `trained_sizes`, else these."""
+    trained, cell = family.trained_sizes, own.token_pixels
+    if trained is None or own.max_pixels < trained.image[1] * cell:
+        return own
+    return PixelLimits(own.factor, *(tokens * cell for tokens in trained.image))
+
+
+class FrameBounds(NamedTuple):
+    """Pixels of the smallest and the largest frame, and of all frames, where those of one temporal patch count once."""
+
+    smallest: float
+    largest: float
+    total: float
+
+
+def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
+    """What holds for a video of `num_frames` sampled frames where nothing is set.
+
+    The processor's `own` limits where they leave no room for the largest frame of the family's `trained_sizes` (where they
+    are of all frames: for those of one temporal patch), else `trained_sizes`.
+    """
+    cell, trained = own.token_pixels, family.trained_sizes
+    frames = temporal_patch if family.bounds_are_per_video else 1
+    if trained is not None and own.max_pixels >= frames * trained.frame[1] * cell:
+        return FrameBounds(trained.frame[0] * cell, trained.frame[1] * cell, trained.video * cell)
+    if family.bounds_are_per_video:
+        return FrameBounds(own.min_pixels / num_frames, family.max_frame_tokens * cell, own.max_pixels / temporal_patch)
+    return FrameBounds(own.min_pixels, own.max_pixels, family.max_video_tokens * cell)
 
 
 def video_size(
@@ -98,18 +148,15 @@ def video_size(
     `total_pixels` bounds the vision tokens of the video: the frames of one temporal patch count once, so that
     `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
+    With a `max_pixels` below the smallest frame by default, no frame is enlarged.
     """
     given = _settings(part)
-    cell = limits.factor**2
-    if family.bounds_are_per_video:
-        smallest, largest = limits.min_pixels / num_frames, family.max_frame_tokens * cell
-        total = limits.max_pixels / temporal_patch
-    else:
-        smallest, largest = limits.min_pixels, limits.max_pixels
-        total = family.max_video_tokens * cell
+    smallest, largest, total = frame_bounds(num_frames, limits, family, temporal_patch)
     min_pixels, total = given.get("min_pixels", smallest), given.get("total_pixels", total)
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
     max_pixels = min(max_pixels, given.get("max_pixels", max_pixels))
+    if max_pixels < min_pixels:
+        min_pixels = 0
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
@@ -157,7 +204,7 @@ def _frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
         raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
         raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
-    # 1e-6 frames of slack: 0.7 s x 10 fps is 7.000000000000001 in binary.
+    # 1e-6 frames of slack: 0.28 s x 25 fps is 7.000000000000001 in binary.
     start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
     end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
     if start > end:
@@ -186,5 +233,4 @@ def _frames_at_rate(
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)
-    # 1e-6 as above: 3 s x 2 fps must not become 5.999… and then 4 frames.
-    return max(temporal_patch, math.floor((count + 1e-6) / temporal_patch) * temporal_patch)
+    return max(temporal_patch, math.floor(count / temporal_patch) * temporal_patch)

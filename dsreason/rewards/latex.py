@@ -81,6 +81,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\b[Aa]n? ", "", text)
     for noise in (r"\$", r"\ ", r"\;", r"\,", r"\!", "{,}", r"^\circ", r"^{\circ}", r"\ldots", r"\dots", '"'):
         text = text.replace(noise, "," if noise == "{,}" else "")
+    text = text.replace(r"\text{.}", "")
     formula = re.search(r"\$+([^$]*)\$+", text)
     text = formula[1] if formula else text.replace("$", "")
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text, flags=re.DOTALL)
@@ -89,6 +90,6 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([^\s{}\\])\s*([^\s{}\\])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*([^\s{}\\\[])", r"\\sqrt{\1}", text)
-    text = "".join(text.split())
+    text = "".join(text.split()).removesuffix(".")  # which ends the sentence, also as `$42.$`
     digits = text.replace(",", "")
     return digits if digits.isdigit() else text

@@ -27,7 +27,7 @@ from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.grpo.check_rewards import row_check
-from dsreason.train.grpo.preflight import check, prompt_encoder, rollout_order
+from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
 
 MIN_SEQUENCES = 64
@@ -76,7 +76,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             state=state,
             scorer=Scorer(config.reward),
             bucket_mb=config.rollout.sync_bucket_mb,
-            total_steps=order.num_steps * config.grpo.optimizer_steps_per_rollout,
+            total_steps=num_steps(order, config),
         )
         asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
         prompts = PromptLoader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -14,11 +15,14 @@ from dsreason.data.order import StepOrder
 from dsreason.data.prompts import PromptEncoder, ask
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
+from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import objective_of
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine
 from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
+
+log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
 """Prompts whose text is looked at."""
@@ -31,7 +35,8 @@ def check(config: GRPOConfig) -> None:
     encoder = check_model(config)
     prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
-    rollout_order(training, config)
+    if note := warmup_note(num_steps(rollout_order(training, config), config), config.optim):
+        log.warning("%s", note)
     first = [read_row(training, index, lambda sample: sample) for index in coarse_to_fine(len(training))[:NUM_PROMPTS]]
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
     check_dataset("training", training, prompts, config, row_check(config))
@@ -84,6 +89,11 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
         shuffle=config.data.shuffle,
         batch_key="grpo.prompts_per_step",
     )
+
+
+def num_steps(order: StepOrder, config: GRPOConfig) -> int:
+    """Optimizer steps of the run; `order` counts rollouts."""
+    return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 
 def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:

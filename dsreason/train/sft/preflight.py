@@ -10,7 +10,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.engine.schedule import warmup_steps
+from dsreason.engine.schedule import warmup_note
 from dsreason.train.common.preflight import check_dataset, check_model
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,8 @@ def notes(order: StepOrder, config: SFTConfig) -> list[str]:
             f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
             f"train.global_batch_size ({order.batch_size}) and are not used"
         )
-    warmup = warmup_steps(order.num_steps, config.optim)
-    if warmup >= order.num_steps:
-        found.append(
-            f"optim.warmup ({warmup} steps) is as long as the run ({order.num_steps}): optim.lr is not reached"
-        )
+    if note := warmup_note(order.num_steps, config.optim):
+        found.append(note)
     return found
 
 

@@ -143,6 +143,15 @@ def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
     assert part["tokens"]["max"] > 4 and part["too_long"] == 0
 
 
+def test_inspect_prints_what_cosmos_rl_would_show_otherwise(tiny_qwen2_5_vl: Path) -> None:
+    write_rows(GOOD)
+    Image.new("RGB", (28, 28)).save("a.png")  # smaller than the 4 tokens that it would be enlarged to
+    result = call("inspect", "--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--workers", "0")
+    printed = " ".join(result.stdout.split())
+    assert "media of other pixels than cosmos-rl's" in printed and "1 of 1" in printed
+    assert "training: other pixels:" in printed and "; qwen-vl-utils:" in printed
+
+
 def test_inspect_compares_with_test_rows() -> None:
     write_rows(GOOD, {**GOOD, "id": "1", "question": "Why?"})
     Path("test.jsonl").write_text(json.dumps({**GOOD, "question": "what"}))

@@ -20,7 +20,7 @@ from dsreason.data.contact_sheet import sheet_of_samples
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.datasets.inspection import Inspection, Letter, Overlap, Spread, inspect_data, spread
+from dsreason.datasets.inspection import Inspection, Letter, Overlap, PixelReport, Spread, inspect_data, spread
 from dsreason.datasets.rendering import render_rows
 from dsreason.datasets.row_facts import UnusableRow, normalised, short_answer
 from dsreason.train.common.preflight import build_encoder
@@ -92,6 +92,38 @@ def test_media_files_are_measured_once_each(folder: Path) -> None:
     assert media["video"].height == Spread(48, 52, pytest.approx(55.6), 56)
     assert media["image"].width == Spread(40, 40, 40, 40)
     assert media["image"].bytes == (folder / "c.png").stat().st_size
+
+
+def test_media_that_cosmos_rl_would_show_otherwise_are_told_with_both_numbers(folder: Path, encoder: Encoder) -> None:
+    """The tiny model's processor allows 1 to 256 tokens; qwen-vl-utils makes 128 to 768 of a frame, 4 and more of an image."""
+    rows = [row(0, video="a.mp4"), row(1, video="b.mp4"), row(2, image="c.png"), row(3)]
+    samples = open_rows(folder, *rows, vision={"min_frames": 6})
+    pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
+    assert pixels is not None and (pixels.compared, pixels.differing) == (3, 3)
+    assert pixels.examples == [
+        f"{folder}/a.mp4: 6 frames of 56x56 pixels, 12 tokens; qwen-vl-utils: 6 frames of 392x280 pixels, 420 tokens",
+        f"{folder}/b.mp4: 6 frames of 84x56 pixels, 18 tokens; qwen-vl-utils: 6 frames of 392x280 pixels, 420 tokens",
+        f"{folder}/c.png: 28x28 pixels, 1 tokens; qwen-vl-utils: 84x56 pixels, 6 tokens",
+    ]
+
+
+def test_media_that_it_would_show_alike_are_only_counted(folder: Path, encoder: Encoder) -> None:
+    large = {"min_pixels": 300 * 784, "max_pixels": 400 * 784}
+    samples = open_rows(folder, row(0, video="a.mp4"), row(1, video="gone.mp4"), row(2), vision=large)
+    pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
+    assert pixels == PixelReport(compared=1, differing=0, examples=[])
+
+
+def test_what_it_would_refuse_and_other_frames_are_told(folder: Path, encoder: Encoder) -> None:
+    same = {"min_pixels": 300 * 784, "max_pixels": 400 * 784}
+    write_video(folder / "film.mp4", range(0, 960, 40), rate=25)
+    samples = open_rows(folder, row(0, video="film.mp4"), vision={**same, "video_start": 0.28, "nframes": 4})
+    pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
+    # 0.28 s x 25 frames a second is 7.000000000000001 in binary, which qwen-vl-utils rounds up.
+    assert pixels is not None and pixels.examples[0].endswith("tokens (frame 7 here, 8 there)")
+    samples = open_rows(folder, row(0, video="a.mp4"), vision={**same, "nframes": 1})
+    pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
+    assert pixels is not None and pixels.examples[0].endswith("; qwen-vl-utils refuses 0 frames of 12")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

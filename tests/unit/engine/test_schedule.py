@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dsreason.config.schema import OptimConfig
-from dsreason.engine.schedule import lr_factor, warmup_steps
+from dsreason.engine.schedule import lr_factor, warmup_note, warmup_steps
 
 
 def factors(total: int, **optim: object) -> list[float]:
@@ -40,7 +42,7 @@ def test_decay_ends_at_the_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 30)]
+    ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 10)]
 )
 def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup: float, total: int, steps: int) -> None:
     assert warmup_steps(total, OptimConfig(warmup=warmup)) == steps
@@ -51,8 +53,23 @@ def test_without_a_ramp_the_first_step_has_the_full_rate(warmup: int) -> None:
     assert factors(4, warmup=warmup, schedule="linear")[0] == 1.0
 
 
-def test_a_run_shorter_than_its_warmup_only_rises() -> None:
-    assert factors(3, warmup=5) == [0, 0.25, 0.5]
+def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
+    assert factors(3, warmup=5) == factors(3, warmup=3) == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "note"),
+    [
+        (9, None),
+        (0.94, None),  # 9.4 steps
+        (10, r"optim.warmup \(10 steps\) is as long as the run: optim.lr is reached in the last step only"),
+        (0.96, r"optim.warmup \(10 steps\) is as long as the run"),
+        (20, r"optim.warmup \(20 steps\) is longer than the run \(10\) and is clipped to it"),
+    ],
+)
+def test_a_warmup_that_takes_all_of_ten_steps_is_told(warmup: float, note: str | None) -> None:
+    found = warmup_note(10, OptimConfig(warmup=warmup))
+    assert found is None if note is None else found is not None and re.match(note, found)
 
 
 def test_a_single_step_trains() -> None:

@@ -138,6 +138,18 @@ def test_variable_frame_rate(tmp_path):
     assert numbers(load_video(path, range(8))) == list(range(8))
 
 
+def test_rounded_times_do_not_change_the_rate(tmp_path):
+    """Matroska has milliseconds: 45 frames at 60 a second end at 733 and not at 733.3."""
+    path = write_video(tmp_path / "a.mkv", [round(number * 1000 / 60) for number in range(45)], rate=60)
+    info = probe_video(path)
+    assert info.fps == 60.0 and info.duration == 0.75
+
+
+def test_a_rate_in_the_header_that_the_times_contradict_is_not_believed(tmp_path):
+    path = write_video(tmp_path / "a.mkv", 45, rate=60)
+    assert probe_video(path).fps == 10.0
+
+
 def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path):
     path = write_video(tmp_path / "a.mp4", 24, gop=24, drop_before=700)
     info = probe_video(path)

@@ -171,6 +171,12 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
     assert tokens > 0.7 * min(3686, num_frames // 2 * 768)
 
 
+@pytest.mark.parametrize(("more", "size"), [({}, (256, 480)), ({"min_pixels": 40_960}, (224, 416))])
+def test_long_clips_keep_to_total_pixels_where_min_pixels_lets_them(more, size):
+    """75 s at 1 frame a second, as in docs/data.md: 120 and 91 tokens for two frames."""
+    assert video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
+
+
 def test_min_pixels_win_over_total_pixels():
     # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
     height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
@@ -182,7 +188,56 @@ def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
     assert video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
 
 
-def test_video_defaults_of_qwen3_are_bounds_of_all_frames():
-    assert video_size(2000, 2000, 8, {}, QWEN3, QWEN3_VISION) == (864, 864)  # one frame: 768 cells at most
-    assert video_size(2000, 2000, 768, {}, QWEN3, QWEN3_VISION) == (160, 160)  # 24576 / 768 = 32 cells: 5 x 5
-    assert video_size(64, 64, 8, {}, QWEN3, QWEN3_VISION) == (64, 64)
+@pytest.mark.parametrize(
+    ("limits", "family"),
+    [
+        (PixelLimits(28, 4 * 784, 16384 * 784), QWEN2_5_VISION),  # published; of one frame
+        (PixelLimits(32, 4 * 1024, 24576 * 1024), QWEN3_VISION),  # published; of all frames
+        (PixelLimits(32, 1, 2 * 768 * 1024), QWEN3_VISION),  # just room for two of the largest frames
+    ],
+)
+def test_limits_that_leave_room_for_every_size_of_the_training_do_not_count(limits, family):
+    side = limits.factor
+    assert video_size(10 * side, 10 * side, 8, {}, limits, family) == (12 * side, 12 * side)  # 144 >= 128
+    assert video_size(99 * side, 99 * side, 8, {}, limits, family) == (27 * side, 27 * side)  # 729 <= 768
+    # 115,200 / 384 pairs = 300 a frame
+    assert video_size(99 * side, 99 * side, 768, {}, limits, family) == (17 * side, 17 * side)
+
+
+def test_images_of_qwen3_have_4_tokens_at_least_as_by_qwen_vl_utils_and_not_64():
+    own = PixelLimits(32, 64 * 1024, 16384 * 1024)  # published
+    assert image_size(32, 32, {}, vision.image_limits(own, QWEN3_VISION)) == (64, 64)
+
+
+def test_narrower_limits_of_one_frame_decide():
+    own = PixelLimits(28, 784, 256 * 784)
+    assert vision.image_limits(own, QWEN2_5_VISION) == own
+    assert video_size(280, 280, 8, {}, own, QWEN2_5_VISION) == (280, 280)
+    assert video_size(2800, 2800, 8, {}, own, QWEN2_5_VISION) == (448, 448)  # 16 x 16 = 256
+
+
+def test_narrower_limits_of_all_frames_decide():
+    own = PixelLimits(32, 2 * 1024, 768 * 1024)
+    assert video_size(320, 320, 4, {}, own, QWEN3_VISION) == (320, 320)
+    assert video_size(3200, 3200, 4, {}, own, QWEN3_VISION) == (416, 416)  # 768 / 4 = 192 a frame: 13 x 13 = 169
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (240, 320, (252, 308)),  # 99 tokens: neither 128, the smallest by default, nor more than 104
+        (56, 56, (56, 56)),
+        (1080, 1920, (196, 364)),
+    ],
+)
+def test_a_max_pixels_below_the_smallest_frame_enlarges_nothing(height, width, expected):
+    assert video_size(height, width, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION) == expected
+
+
+def test_frames_are_rounded_in_float32_as_by_torch():
+    assert frames(18000, 60)[568] == 17068  # 17067.499…, which in float32 is 17067.5
+    assert frames(18000, 60)[567] == 17037 and frames(18000, 60)[-1] == 17999
+
+
+def test_frames_are_counted_in_binary_as_by_qwen_vl_utils():
+    assert len(frames(2000, 12, fps=0.3)) == 48  # 166.67 s x 0.3 is 49.999… in binary

@@ -34,13 +34,14 @@ def write_video(
     options: dict[str, str] | None = None,
     frames: Iterable[np.ndarray] | None = None,
     drop_before: int | None = None,
+    rate: int = 10,
 ) -> Path:
     """Frames shown at `times` (milliseconds; an int: that many, 100 ms apart). `drop_before` writes an edit list that
-    hides the frames before that time, as cutting without re-encoding does."""
+    hides the frames before that time, as cutting without re-encoding does. `rate` is what the header says."""
     times = range(0, 100 * times, 100) if isinstance(times, int) else times
     frames = [number_frame(i) for i in range(len(times))] if frames is None else list(frames)
     with av.open(str(path), "w", options=options or {}) as container:
-        stream = container.add_stream(codec, rate=10)
+        stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.gop_size = gop

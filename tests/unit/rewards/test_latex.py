@@ -55,6 +55,15 @@ DIRECT = [
     ("Answer: left", "left", 1),
     ("Answer: left", "felt", -1),
     ("Answer: 42 apples", "42", -1),
+    ("Answer: $42.$", "42", 1),
+    ("Answer: $42$.", "42", 1),
+    ("Answer: 42.", "42", 1),
+    ("Answer: $1.5.$", "1.5", 1),
+    ("Answer: left.", "left", 1),
+    ("Answer: it is $42.$ as said", "42", 1),
+    (r"Answer: 42\text{.}", "42", 1),
+    (r"Answer: \boxed{42.}", "42", 1),
+    ("Answer: $4.2$", "42", -1),
     ("Answer: 42", None, -1),
 ]
 

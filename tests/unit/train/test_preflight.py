@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import OptimConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.order import StepOrder
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
 from dsreason.train.common.preflight import check_deepspeed, check_upload
 from dsreason.train.grpo.preflight import check as check_grpo
+from dsreason.train.sft.preflight import notes
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
 
@@ -40,6 +42,29 @@ def test_rows_prompts_and_rewards_that_fit_pass(tmp_path, tiny_qwen3_vl):
 def test_a_long_reference_takes_no_room_from_the_prompt(tmp_path, tiny_qwen3_vl):
     rows = [*ROWS[:5], {**ROWS[5], "answer": "<think>" + "well " * 150 + "</think> <answer>B</answer>"}]
     check_grpo(config(tmp_path, tiny_qwen3_vl, rows, reward={"functions": {"single_choice_lenient": 1.0}}))
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(7, True), (6, True), (5, False)])
+def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, caplog, warmup, told):
+    """6 rows, 2 a rollout, 2 optimizer steps each: 6 steps."""
+    settings = config(tmp_path, tiny_qwen3_vl, ROWS)
+    check_grpo(
+        settings.model_copy(
+            update={
+                "optim": settings.optim.model_copy(update={"warmup": warmup}),
+                "grpo": settings.grpo.model_copy(update={"optimizer_steps_per_rollout": 2}),
+            }
+        )
+    )
+    assert (f"optim.warmup ({warmup} steps) is " in caplog.text) == told
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(4, True), (2, False)])
+def test_so_is_that_of_sft(warmup, told):
+    """6 rows, 2 a step: 3 steps."""
+    settings = SFTConfig(optim=OptimConfig(warmup=warmup))
+    found = notes(StepOrder([(6, 1.0)], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings)
+    assert any("longer than the run (3) and is clipped to it" in note for note in found) == told
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

@@ -1,0 +1,217 @@
+"""Frame numbers, sizes and tokens of clips: this package against qwen-vl-utils, as cosmos-rl calls it. No GPU, seconds.
+
+    python benchmarks/pixels.py [--all]
+
+Both families, with the processors' files of published checkpoints (`tests/published/`), clips from 1 s to 5 min and from
+240p to 4K, and settings from none to those of cosmos-reason1's and the cookbook's recipes. The clips exist as headers
+only: the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that returns
+tensors without data, so everything but decoding is its own.
+
+Prints the combinations that differ, with `--all` every one, then how many there are. What differs on purpose is in
+`docs/data.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "tests" / "published"
+PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+
+
+class Clip(NamedTuple):
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.width}x{self.height}, {self.num_frames / self.fps:.4g} s at {self.fps:.4g}/s"
+
+
+NTSC, FILM = 30000 / 1001, 24000 / 1001
+CLIPS = [
+    Clip(30, 30, 240, 426),
+    Clip(45, NTSC, 480, 854),
+    Clip(24, 5, 480, 640),  # BridgeData
+    Clip(80, 10, 256, 320),
+    Clip(250, 25, 720, 1280),
+    Clip(600, 30, 1920, 1080),
+    Clip(719, FILM, 1080, 1920),
+    Clip(1800, 24, 1080, 1920),
+    Clip(3600, 30, 2160, 3840),
+    Clip(4500, 15, 480, 640),
+    Clip(18000, 60, 240, 426),
+    Clip(9000, 30, 2160, 3840),
+]
+SETTINGS: list[dict[str, float]] = [
+    {},
+    {"fps": 1},
+    {"fps": 4},
+    {"fps": 0.3},
+    {"nframes": 8},
+    {"nframes": 16, "max_pixels": 360_000},  # cookbook, driving captions
+    {"fps": 1, "max_pixels": 81_920, "min_pixels": 3136},  # cosmos-reason1, with room for it in 0.0.14
+    {"fps": 2, "max_pixels": 16 * 9 * 28 * 28 + 1},  # cookbook, AV captions
+    {"max_pixels": 200_000},
+    {"total_pixels": 6_422_528, "fps": 4},  # cosmos-reason1's inference
+    {"total_pixels": 3_774_873, "fps": 1},  # cosmos-reason2 at 4,096 tokens
+    {"total_pixels": 8_388_608, "fps": 1},  # cookbook, Cosmos-Reason2
+    {"min_pixels": 300_000},
+    {"min_frames": 12, "max_frames": 40},
+]
+LIMITED: list[dict[str, float]] = [{"fps": 1, "max_pixels": 81_920}, {"fps": 1, "max_pixels": 40_960}]
+"""qwen-vl-utils 0.0.14 refuses a `max_pixels` below its smallest frame, 128 tokens, unless `min_pixels` is lower, too."""
+
+
+class Shown(NamedTuple):
+    """What a model is shown of a clip."""
+
+    indices: list[int]
+    size: tuple[int, int]
+    tokens: int
+
+
+# ---------------------------------------------------------------- theirs
+
+
+class HeaderOnly:
+    """Stands for torchcodec's `VideoDecoder`."""
+
+    def __init__(self, path: str, num_ffmpeg_threads: int) -> None:
+        self.clip = next(clip for clip in CLIPS if clip.path == path)
+        self.metadata = SimpleNamespace(num_frames=self.clip.num_frames, average_fps=self.clip.fps)
+
+    def get_frames_at(self, indices: list[int]) -> Any:
+        import torch
+
+        shape = (len(indices), 3, self.clip.height, self.clip.width)
+        return SimpleNamespace(data=torch.empty(shape, dtype=torch.uint8, device="meta"))
+
+
+@contextmanager
+def without_decoding() -> Iterator[Any]:
+    """qwen-vl-utils, which reads all of `CLIPS` from their headers and says what is wrong with one."""
+    from qwen_vl_utils import vision_process
+
+    decoders = ModuleType("torchcodec.decoders")
+    vars(decoders)["VideoDecoder"] = HeaderOnly
+    modules = {"torchcodec": ModuleType("torchcodec"), "torchcodec.decoders": decoders}
+    read = vision_process._read_video_torchcodec
+    readers = {"torchcodec": read, "torchvision": read}  # the latter would be tried after an error, and hide it
+    with (
+        patch.dict(sys.modules, modules),
+        patch.object(vision_process, "get_video_reader_backend", return_value="torchcodec"),
+        patch.object(vision_process, "VIDEO_READER_BACKENDS", readers),
+    ):
+        yield vision_process
+
+
+def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | str:
+    """By qwen-vl-utils; why not, where it refuses."""
+    part = {"type": "video", "video": clip.path, **settings}
+    try:
+        frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
+    except (AssertionError, ValueError) as error:
+        return str(error)
+    height, width = frames.shape[-2:]
+    return Shown(
+        list(metadata["frames_indices"]), (height, width), len(frames) // 2 * height * width // (2 * patch_size) ** 2
+    )
+
+
+# ---------------------------------------------------------------- ours
+
+
+def published_model(tiny: Path, model_type: str, folder: Path) -> Path:
+    """A copy of the tiny model with the processors' files of the published ones."""
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
+    for file in (PUBLISHED / model_type).iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
+    """The encoder of that model."""
+    import torch
+
+    from dsreason.models.load import open_encoder
+
+    path = published_model(tiny, model_type, folder)
+    return open_encoder(path, dtype=torch.bfloat16, max_length=10**6, max_length_key="model.max_length")
+
+
+def ours(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
+    from dsreason.data.types import Sample
+    from dsreason.media import media
+
+    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    part = {"type": "video", "video": clip.path, **settings}
+    with patch.object(media, "probe_video", return_value=info):
+        (planned,) = encoder.plan_media(Sample("clip", [{"role": "user", "content": [part]}]))
+    return Shown(list(planned.indices), planned.size, planned.grid[0] * planned.grid[1] * planned.grid[2] // 4)
+
+
+# ---------------------------------------------------------------- both
+
+
+def described(shown: Shown | str) -> str:
+    if isinstance(shown, str):
+        return f"refused: {shown}"
+    return f"{len(shown.indices):3} x {shown.size[1]}x{shown.size[0]} = {shown.tokens}"
+
+
+class Comparison(NamedTuple):
+    text: str
+    same: bool
+    refused: bool
+
+
+def compare(encoder: Any, utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Comparison:
+    """Where qwen-vl-utils refuses the clip, it is asked again with `min_pixels` = 1."""
+    one, other = ours(encoder, clip, settings), theirs(utils, clip, settings, patch_size)
+    if refused := isinstance(other, str):
+        other = theirs(utils, clip, {"min_pixels": 1, **settings}, patch_size)
+    given = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    note = "  (with min_pixels 1; refused without)" if refused else ""
+    return Comparison(f"{clip.path:31} {given:46} {described(one):28} {described(other)}{note}", one == other, refused)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="print every combination")
+    arguments = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+    from dsreason.files.cache import cache_dir
+    from dsreason.models.load import tiny_model
+
+    print(f"{'family':11} {'clip':31} {'settings':46} {'ours: frames, size, tokens':28} qwen-vl-utils")
+    for model_type, patch_size in PATCH_SIZES.items():
+        with without_decoding() as utils, tempfile.TemporaryDirectory() as folder:
+            encoder = open_published(tiny_model(model_type, cache_dir() / "models"), model_type, Path(folder, "model"))
+            found = [compare(encoder, utils, *one, patch_size) for one in product(CLIPS, SETTINGS + LIMITED)]
+        for one in found:
+            if arguments.all or not one.same:
+                print(f"{model_type:11} {one.text}")
+        same, refused = sum(one.same for one in found), sum(one.refused for one in found)
+        print(
+            f"{model_type}: {len(found)} combinations, {same} the same, {len(found) - same} others; of the same, "
+            f"{refused} are refused by qwen-vl-utils without min_pixels"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Where the model is shown other frames or sizes than cosmos-rl would show it: both numbers, for `dsreason data inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsreason.data.chat import Encoder, PlannedMedium
+from dsreason.data.messages import media_parts
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+from dsreason.media import qwen_vl_utils
+from dsreason.media.media import probe_image, probe_video
+from dsreason.media.qwen_vl_utils import Shown
+
+
+def pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
+    """A text for each of the sample's media that qwen-vl-utils would show otherwise.
+
+    Raises:
+        DataError: a medium that cannot be used.
+    """
+    parts, planned = media_parts(sample.messages), encoder.plan_media(sample)
+    texts = (difference(encoder, part, medium) for part, medium in zip(parts, planned, strict=True))
+    return [text for text in texts if text]
+
+
+def difference(encoder: Encoder, part: Mapping[str, Any], planned: PlannedMedium) -> str | None:
+    processor = encoder.processor.image_processor
+    factor = processor.patch_size * processor.merge_size
+    frames, height, width = planned.grid
+    ours = Shown(*planned.size, frames * height * width // processor.merge_size**2, planned.indices)
+    try:
+        if planned.kind == "image":
+            theirs = qwen_vl_utils.image(*probe_image(planned.path), part, factor)
+        else:
+            theirs = qwen_vl_utils.video(probe_video(planned.path), part, factor)
+    except DataError as error:
+        return f"{planned.path}: {described(ours)}; qwen-vl-utils {error}"
+    if ours == theirs:
+        return None
+    return f"{planned.path}: {described(ours)}; qwen-vl-utils: {described(theirs)}{other_frame(ours, theirs)}"
+
+
+def described(shown: Shown) -> str:
+    frames = f"{len(shown.indices)} frames of " if shown.indices else ""
+    return f"{frames}{shown.width}x{shown.height} pixels, {shown.tokens} tokens"
+
+
+def other_frame(ours: Shown, theirs: Shown) -> str:
+    """Where as many frames are shown but not the same ones: the first that differs."""
+    if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
+        return ""
+    one, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])
+    return f" (frame {one} here, {other} there)"

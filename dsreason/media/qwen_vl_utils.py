@@ -1,0 +1,103 @@
+"""What qwen-vl-utils makes of a medium, and with it cosmos-rl: to say where we differ, and in which numbers.
+
+The arithmetic of version 0.0.14 (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_image` and
+`fetch_video` in its `vision_process.py`), which knows no processor. Where `max_pixels` is below the smallest frame by
+default, 0.0.14 refuses; then it is that of 0.0.11, which does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsreason.errors import DataError
+from dsreason.media.vision import MAX_ASPECT_RATIO, evenly_spaced
+
+if TYPE_CHECKING:
+    from dsreason.media.media import VideoInfo
+
+IMAGE_TOKENS = 4, 16_384
+FRAME_TOKENS = 128, 768
+VIDEO_TOKENS = 128_000 * 0.9
+FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
+PAIR = 2
+"""Frames that the models take together."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A medium as the model sees it, in pixels. `indices` are the frames of a video."""
+
+    height: int
+    width: int
+    tokens: int
+    indices: tuple[int, ...] = ()
+
+
+def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
+    """An image of this size. `part` has the settings of a message's part, `factor` is patch size x merge size.
+
+    Raises:
+        DataError: qwen-vl-utils refuses it.
+    """
+    given = {key: value for key, value in part.items() if value is not None}
+    low = given.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
+    high = given.get("max_pixels", IMAGE_TOKENS[1] * factor**2)
+    size = smart_resize(height, width, factor, low, high)
+    return Shown(*size, tokens=size[0] * size[1] // factor**2)
+
+
+def video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
+    """As `image`, for a video."""
+    given = {key: value for key, value in part.items() if value is not None}
+    start, end = frame_range(info, given)
+    indices = evenly_spaced(start, end, smart_nframes(given, end - start + 1, info.fps))
+    low = given.get("min_pixels", FRAME_TOKENS[0] * factor**2)
+    share = given.get("total_pixels", VIDEO_TOKENS * factor**2) / len(indices) * PAIR
+    high = max(min(FRAME_TOKENS[1] * factor**2, share), int(low * 1.05))
+    height, width = smart_resize(info.height, info.width, factor, low, min(given.get("max_pixels", high), high))
+    return Shown(height, width, len(indices) // PAIR * height * width // factor**2, indices)
+
+
+def frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
+    """The first and the last frame from `video_start` to `video_end`."""
+    seconds, last = info.num_frames / info.fps, info.num_frames - 1
+    start = math.ceil(min(given.get("video_start", 0.0), seconds) * info.fps)
+    end = last
+    if "video_end" in given:
+        end = min(math.floor(min(given["video_end"], seconds) * info.fps), last)
+    if start >= end and given.keys() & {"video_start", "video_end"}:
+        raise DataError(f"refuses frames {start} to {end}")
+    return start, end
+
+
+def smart_nframes(given: Mapping[str, Any], available: int, fps: float) -> int:
+    """How many of the `available` frames are shown."""
+    if "nframes" in given:
+        count: int = round(given["nframes"] / PAIR) * PAIR
+    else:
+        low = math.ceil(given.get("min_frames", MIN_FRAMES) / PAIR) * PAIR
+        high = math.floor(given.get("max_frames", min(MAX_FRAMES, available)) / PAIR) * PAIR
+        count = available / fps * given.get("fps", FPS)
+        count = math.floor(min(max(count, low), high, available) / PAIR) * PAIR
+    if not PAIR <= count <= available:
+        raise DataError(f"refuses {count} frames of {available}")
+    return count
+
+
+def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
+    """(height, width), multiples of `factor`, with `low` to `high` pixels."""
+    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+        raise DataError(f"refuses the aspect ratio {ratio:.0f}")
+    sides = [max(factor, round(side / factor) * factor) for side in (height, width)]
+    if sides[0] * sides[1] > high:
+        shrink = math.sqrt(height * width / high)
+        sides = [math.floor(side / shrink / factor) * factor for side in (height, width)]
+    elif sides[0] * sides[1] < low:
+        grow = math.sqrt(low / (height * width))
+        sides = [math.ceil(side * grow / factor) * factor for side in (height, width)]
+    if not all(sides):
+        raise DataError(f"refuses to resize {width}x{height} to {sides[1]}x{sides[0]}")
+    return sides[0], sides[1]

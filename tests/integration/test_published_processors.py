@@ -1,0 +1,38 @@
+"""The engine sees what the trainer sees where the processors' files are those of published checkpoints.
+
+Their limits are not those that media are resized to: small images have fewer tokens than Qwen3-VL's processor would make of
+them, and frames other sizes than either would.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pixels import PATCH_SIZES, published_model
+from tests.distributed import run_on_ranks
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+
+def explore(family: str, folder: Path) -> dict[str, Any]:
+    from tests.integration.test_vllm_engine import Explorer, Setup
+
+    explorer = Explorer(Setup(family, 1, 1, tied=False), folder)
+    tokens = {name: len(prompt.encoded.input_ids) for name, prompt in explorer.prompts.items()}
+    return {"differences": explorer.differences(0), "tokens": tokens}
+
+
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_logprobs_are_those_of_the_policy(family: str, tmp_path: Path) -> None:
+    from dsreason.models.tiny import build_tiny
+
+    tiny = build_tiny(family, tmp_path / "tiny", tie_embeddings=False)
+    published_model(tiny, family, tmp_path / "model")
+    (found,) = run_on_ranks(explore, 1, family, tmp_path)
+    assert max(found["differences"].values()) <= 1e-5
+    # Two frames of 384x384 or 336x336 are 144 tokens, the smallest square from 128 on. There are 4 and 6 frames.
+    assert 2 * 144 < found["tokens"]["video at 2 fps"] < 3 * 144 < found["tokens"]["video at 4 fps"] < 4 * 144
+    assert found["tokens"]["image"] - found["tokens"]["text"] < 64

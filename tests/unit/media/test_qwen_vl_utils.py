@@ -1,0 +1,175 @@
+"""The real qwen-vl-utils, on clips of which only the headers exist, with the processors' files of published checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.pixels import CLIPS, LIMITED, PATCH_SIZES, SETTINGS, Clip, Shown, compare, open_published, theirs
+from benchmarks.pixels import without_decoding as qwen_without_decoding
+from dsreason.config.schema import DataConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+from dsreason.media import media, qwen_vl_utils
+
+
+@pytest.fixture(scope="module")
+def utils() -> Iterator[Any]:
+    with qwen_without_decoding() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=PATCH_SIZES)
+def model_type(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def encoder(model_type: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    tiny = request.getfixturevalue(f"tiny_{model_type}")
+    return open_published(tiny, model_type, tmp_path_factory.mktemp("published") / "model")
+
+
+def test_the_published_files_are_read_as_published(encoder: Encoder, model_type: str) -> None:
+    processor = encoder.processor
+    sizes = [dict(part.size) for part in (processor.image_processor, processor.video_processor)]
+    found = [(size["shortest_edge"], size["longest_edge"]) for size in sizes]
+    assert (
+        found
+        == {
+            "qwen2_5_vl": [(4 * 28**2, 16384 * 28**2)] * 2,
+            "qwen3_vl": [(64 * 32**2, 16384 * 32**2), (4 * 32**2, 24576 * 32**2)],
+        }[model_type]
+    )
+    assert processor.video_processor.patch_size == PATCH_SIZES[model_type]
+
+
+def test_clips_have_the_frames_sizes_and_tokens_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
+    found = [compare(encoder, utils, *one, PATCH_SIZES[model_type]) for one in product(CLIPS, SETTINGS + LIMITED)]
+    assert [one.text for one in found if not one.same] == []
+    assert len(found) == 12 * 16
+    assert sum(one.refused for one in found) == 12 * {"qwen2_5_vl": 2, "qwen3_vl": 3}[model_type]
+
+
+@pytest.mark.parametrize("settings", [{}, {"fps": 1, "total_pixels": 3_774_873}, {"nframes": 6, "max_pixels": 200_000}])
+def test_the_settings_of_a_data_set_are_those_of_cosmos_rl(
+    encoder: Encoder, utils: Any, model_type: str, settings: dict[str, float], tmp_path: Path
+) -> None:
+    clip = CLIPS[3]
+    (tmp_path / "clip.mp4").touch()
+    row = {"id": "1", "video": "clip.mp4", "question": "What happens?", "answer": "Nothing."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    dataset, _ = open_datasets(DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), vision=settings))
+    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    with patch.object(media, "probe_video", return_value=info):
+        (planned,) = encoder.plan_media(dataset[0])
+        tokens = encoder.measure(dataset[0])
+    expected = theirs(utils, clip, settings, PATCH_SIZES[model_type])
+    assert isinstance(expected, Shown)
+    assert (list(planned.indices), planned.size) == (expected.indices, expected.size)
+    assert tokens == len(cosmos_rl_ids(encoder, utils, clip, dataset[0], settings))
+
+
+def cosmos_rl_ids(encoder: Encoder, utils: Any, clip: Clip, sample: Sample, settings: dict[str, float]) -> list[int]:
+    """As its data packers make them: frames of qwen-vl-utils through the processor, which resizes those of Qwen2.5-VL again."""
+    patch_size = encoder.processor.video_processor.patch_size
+    part = {"type": "video", "video": clip.path, **settings}
+    frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
+    question, answer = sample.messages
+    question = {**question, "content": [{"type": one["type"]} | part_text(one) for one in question["content"]]}
+    text = encoder.processor.apply_chat_template([question, answer], tokenize=False)
+    inputs = encoder.processor(
+        text=[text],
+        videos=[torch.zeros(frames.shape)],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        do_resize=patch_size == 14,
+        cap_pixels_per_frame=False,
+    )
+    return inputs["input_ids"][0]
+
+
+def part_text(part: dict[str, Any]) -> dict[str, str]:
+    return {"text": part["text"]} if part["type"] == "text" else {}
+
+
+IMAGE_SIZES = [(480, 640), (100, 60), (30, 20), (333, 1000), (4800, 3600)]
+IMAGE_SETTINGS: list[dict[str, float]] = [{}, {"max_pixels": 81_920}, {"min_pixels": 300_000}]
+
+
+def test_images_have_the_sizes_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
+    for (height, width), settings in product(IMAGE_SIZES, IMAGE_SETTINGS):
+        part = {"type": "image", "image": "a.png", **settings}
+        with patch.object(media, "probe_image", return_value=(height, width)):
+            (planned,) = encoder.plan_media(Sample("image", [{"role": "user", "content": [part]}]))
+        image = Image.new("RGB", (width, height))
+        with patch.object(Image.Image, "resize", lambda self, size: Image.new("1", size)):
+            expected = utils.fetch_image({**part, "image": image}, image_patch_size=PATCH_SIZES[model_type])
+        assert planned.size == (expected.height, expected.width), (height, width, settings)
+
+
+# ---------------------------------------------------------------- our account of it, for `data inspect`
+
+MORE_SETTINGS: list[dict[str, float]] = [
+    {"video_start": 0.5},
+    {"video_end": 0.7},
+    {"video_start": 0.1, "video_end": 0.9, "nframes": 4},
+    {"video_start": 0.3, "video_end": 0.3},
+    {"video_end": 1000},
+    {"nframes": 1},
+    {"nframes": 31},
+    {"nframes": 5},
+    {"max_frames": 1},
+    {"max_frames": 2},
+    {"min_frames": 1000},
+]
+
+
+def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: str) -> None:
+    patch_size = PATCH_SIZES[model_type]
+    for clip, settings in product(CLIPS, SETTINGS + MORE_SETTINGS):
+        if (expected := theirs(utils, clip, settings, patch_size)) != told(clip, settings, patch_size):
+            assert isinstance(expected, str), (clip.path, settings)
+            if "max_pixels" not in settings:  # there it is that of version 0.0.11, which does not refuse
+                assert told(clip, settings, patch_size) is None, (clip.path, settings)
+
+
+def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | None:
+    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    try:
+        shown = qwen_vl_utils.video(info, settings, 2 * patch_size)
+    except DataError:
+        return None
+    return Shown(list(shown.indices), (shown.height, shown.width), shown.tokens)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "settings", "expected"),
+    [
+        # 0.0.11: 320x240 is 9 x 11 tokens, fewer than 81,920 pixels but also than 128 tokens, so it grows by 1.143
+        (240, 320, {"max_pixels": 81_920}, (280, 392)),
+        (1080, 1920, {"max_pixels": 81_920}, (196, 364)),
+    ],
+)
+def test_a_low_max_pixels_is_read_as_by_version_0_0_11(
+    height: int, width: int, settings: dict[str, float], expected: tuple[int, int]
+) -> None:
+    shown = qwen_vl_utils.video(media.VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
+    assert (shown.height, shown.width) == expected
+
+
+def test_images_that_qwen_vl_utils_shows_are_known_without_it() -> None:
+    assert qwen_vl_utils.image(30, 20, {}, 28) == qwen_vl_utils.Shown(84, 56, 6)  # 3136 pixels at least: x 2.286
+    assert qwen_vl_utils.image(1080, 1920, {"max_pixels": 81_920}, 32) == qwen_vl_utils.Shown(192, 352, 66)
+    with pytest.raises(DataError, match="refuses the aspect ratio 300"):
+        qwen_vl_utils.image(10, 3000, {}, 28)
