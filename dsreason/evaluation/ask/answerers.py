@@ -213,7 +213,8 @@ def choose_engine(config: EvalConfig, world: World) -> str:
         raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
     if asked == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
-            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1'
+            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1: '
+            "a model that is larger than one GPU is spread over several without it, with --nproc 1 over all"
         )
     if asked != "auto":
         return asked
