@@ -105,6 +105,7 @@ def spread(
     for name, parameter in model.named_parameters():
         if homes[name] != FILES:
             parameter.data = parameter.data.to(homes[name], dtype, copy=True)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would say once more what has been said
     dispatch_model(
         model,
         device_map,
