@@ -249,10 +249,11 @@ def prune_exports(folder: Path, keep: int, spared: Collection[Path | None] = ())
     prune([file.parent for file in found], keep, spared)
 
 
-def prune(oldest_first: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
+def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
+    """`complete`: oldest first."""
     if keep < 0:
         return
-    for path in oldest_first[: max(len(oldest_first) - keep, 0)]:
+    for path in complete[: max(len(complete) - keep, 0)]:
         if path not in spared:
             delete_folder(path)
 
