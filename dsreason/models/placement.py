@@ -31,7 +31,7 @@ WEIGHTS_SHARE = 0.9
 FILES = "disk"
 """accelerate's name for weights that stay in their files, and are read whenever their module is called."""
 DeviceMap = dict[str, int | str]
-"""Name of a module → number of a GPU, "cpu" or `FILES`; those of its parts are not named."""
+"""Name of a module → number of a GPU, "cpu" or `FILES`; the modules in it are not named."""
 
 
 def load_where_it_fits(
@@ -84,7 +84,7 @@ def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) 
     """Which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
     whole = [*model._no_split_modules, type(model.get_submodule(family.modules.vision_tower)).__name__]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=whole)
-    device_map: DeviceMap = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
+    device_map: DeviceMap = infer_auto_device_map(model, balanced, no_split_module_classes=whole, clean_result=False)
     return device_map
 
 
@@ -113,6 +113,7 @@ def spread(
         offload_index=index,
         skip_keys="past_key_values",  # each layer's part lies where the layer does
         preload_module_classes=[type(model.get_submodule(family.modules.vision_tower)).__name__],
+        force_hooks=True,  # all of the model may be on another GPU than its inputs
     )
     share_media(model, family)  # around what accelerate has put around the vision tower
 

@@ -138,6 +138,12 @@ def test_layers_are_spread_over_gpus_and_none_is_cut(
         assert len({home for name, home in homes.items() if name.startswith(part)}) == 1, part
 
 
+def test_inputs_have_to_follow_a_model_that_is_on_another_gpu_as_a_whole(deep: Path) -> None:
+    _, device_map = planned(deep, 0.0, 2.0)  # somebody else has the memory of the first
+    assert set(device_map.values()) == {1}
+    assert "" not in device_map  # which accelerate would take for the place of the inputs
+
+
 @pytest.mark.parametrize(
     ("rank", "ranks", "expected"), [(0, 1, [0, 1, 2, 3]), (0, 2, [0, 2]), (1, 2, [1, 3]), (3, 4, [3])]
 )
