@@ -110,6 +110,11 @@ define lock
 	$(COMPILE) --python-version $(2) --resolution $(3) --extra cuda -c <(echo vllm==$(4)) -o $(1)/cuda.txt
 	$(COMPILE) --python-version $(2) --extra cpu --group dev $(call pins,$(4),$(5)) -c $(1)/cpu.txt -o $(1)/dev.txt \
 		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' $(1)/cpu.txt)
+	@# What each of these extras adds to cuda.txt, for the image, in the versions that are tested.
+	for extra in wandb similarity; do \
+		$(COMPILE) --python-version $(2) --extra $$extra -c $(1)/cuda.txt -c $(1)/dev.txt -o $(1)/$$extra.txt \
+			$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' $(1)/cuda.txt); \
+	done
 	@# The marker that all packages have says what pyproject.toml says, and makes a third of the lines.
 	sed -i "s/ ; python_full_version < '3.14' and platform_machine == 'x86_64' and sys_platform == 'linux'//" $(1)/*.txt
 endef

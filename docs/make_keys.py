@@ -47,7 +47,7 @@ class Section:
 
     @property
     def heading(self) -> str:
-        if self.path.endswith("sources"):
+        if self.path.endswith(("sources", "upload")):
             return f"`[[{self.path}]]`"
         return f"`[{self.path}]`" if self.path else "Outside of all sections"
 
@@ -85,10 +85,8 @@ def _inside(field: dict[str, Any]) -> tuple[str | None, bool]:
     """The section that a field holds, and whether it is a value, too, or a list."""
     if "$ref" in field:
         return field["$ref"].rpartition("/")[2], False
-    for option in [field.get("items", {}), *field.get("anyOf", [])]:
-        if isinstance(option, dict) and "$ref" in option:
-            return option["$ref"].rpartition("/")[2], True
-    return None, True
+    forms = [_inside(form)[0] for form in [field.get("items"), *field.get("anyOf", [])] if isinstance(form, dict)]
+    return next(filter(None, forms), None), True
 
 
 def shown_type(schema: dict[str, Any]) -> str:
@@ -125,7 +123,9 @@ def shown_bounds(schema: dict[str, Any]) -> str:
 
 def row(name: str, schema: dict[str, Any]) -> str:
     """A key's line of the table."""
-    default = "unset" if schema.get("default") is None else f"`{json.dumps(schema['default'])}`"
+    default = "required" if "default" not in schema else "unset"
+    if schema.get("default") is not None:
+        default = f"`{json.dumps(schema['default'])}`"
     meaning = re.sub(r"\s+", " ", schema.get("description", ""))
     cells = (f"`{name}`", shown_type(schema), default, shown_bounds(schema), meaning)
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

@@ -1,11 +1,16 @@
-"""Imports of large libraries without the garbage collector, and without what they load for nothing."""
+"""Imports of large libraries without the garbage collector and what they load for nothing; and of those not installed."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+EXTRAS = {"similarity": "sentence-transformers>=5", "wandb": "wandb>=0.31"}
+"""What pyproject.toml asks for under these names."""
 
 
 @contextmanager
@@ -31,3 +36,15 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def install_command(extra: str) -> str:
+    """What a person types to add an extra to the environment that runs this.
+
+    By its package: ours is on no package index. An environment that uv made has no pip.
+    """
+    pip = importlib.util.find_spec("pip") is not None
+    installer = (
+        [sys.executable, "-m", "pip", "install"] if pip else ["uv", "pip", "install", "--python", sys.executable]
+    )
+    return shlex.join([*installer, EXTRAS[extra]])

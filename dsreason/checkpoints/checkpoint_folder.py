@@ -238,9 +238,21 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
     """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and those `spared`. On rank 0 only."""
+    prune(complete_checkpoints(folder), keep, spared)
+
+
+def prune_exports(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
+    """The same of exports `step_N`, by the time they were written: a run that was resumed at an earlier step may have left
+    some of later steps. One of another name, such as `final`, is not touched. On rank 0 only."""
+    found = [file for file in folder.glob("step_*/config.json") if re.fullmatch(r"step_\d+", file.parent.name)]
+    found.sort(key=lambda file: (file.stat().st_mtime_ns, checkpoint_step(file.parent)))
+    prune([file.parent for file in found], keep, spared)
+
+
+def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
+    """`complete`: oldest first."""
     if keep < 0:
         return
-    complete = complete_checkpoints(folder)
     for path in complete[: max(len(complete) - keep, 0)]:
         if path not in spared:
             delete_folder(path)

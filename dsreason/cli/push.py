@@ -2,52 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 
-from dsreason.errors import CheckpointError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.address import HubAddress
 from dsreason.monitor.progress import track
+
+
+class Kind(StrEnum):
+    """Typer takes no list of literals."""
+
+    export = "export"
+    checkpoint = "checkpoint"
+    logs = "logs"
 
 
 def push(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="An export, a checkpoint, or the folder of a run: its complete checkpoints and exports."
+            metavar="DIR",
+            help="An export, a checkpoint, the logs of a run, or the folder of a run: its complete checkpoints and exports.",
         ),
     ],
     to: Annotated[
         str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name, also hub:user/name/folder@branch.")
     ],
+    include: Annotated[
+        list[Kind] | None,
+        typer.Option(help="Of a run: what to upload; may be repeated. Default: export and checkpoint."),
+    ] = None,
 ) -> None:
     """Upload a checkpoint, an export or a whole run. Files that are there with the same content are not sent again."""
-    from dsreason.storage.package import finished_folders, is_run, open_package, unfinished_folders
+    from dsreason.storage.package import is_run, opened_package
     from dsreason.storage.storage import place_in, read_target, upload
 
     target = read_target(to, "--to")
-    if is_run(folder):
-        packages = [open_package(inside) for inside in finished_folders(folder)]
-        for inside in unfinished_folders(folder):
-            typer.echo(f"left out, not complete: {inside}", err=True)
-        if not packages:
-            raise CheckpointError(f"{folder}: the run has no complete checkpoint and no export yet")
-        places = [(package, place_in(target, package.name)) for package in packages]
-    else:
-        places = [(open_package(folder), target)]
-    for package, place in places:
-        typer.echo(f"{package.folder} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
-        if isinstance(place, HubAddress):
-            sent = upload(package, place)  # the Hub's library draws its own bars
-        else:
-            with track("sent", package.num_bytes, "bytes") as advance:
-                sent = upload(package, place, advance)
-        there = len(package.files) - sent.files
-        typer.echo(
-            f"done: {decimal(sent.num_bytes)} sent"
-            + (f", {there} of {len(package.files)} files were there" if there else ""),
-            err=True,
+    whole = is_run(folder)
+    if include and not whole:
+        raise ConfigError(f"--include {include[0]}: {folder} is not the folder of a run; leave it out")
+    folders = folders_of(folder, include or (Kind.export, Kind.checkpoint)) if whole else [folder]
+    with ExitStack() as stack:
+        packages = [(inside, stack.enter_context(opened_package(inside))) for inside in folders]
+        for inside, package in packages:
+            place = place_in(target, package.name) if whole else target
+            typer.echo(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
+            if isinstance(place, HubAddress):
+                sent = upload(package, place)  # the Hub's library draws its own bars
+            else:
+                with track("sent", package.num_bytes, "bytes") as advance:
+                    sent = upload(package, place, advance)
+            there = len(package.files) - sent.files
+            typer.echo(
+                f"done: {decimal(sent.num_bytes)} sent"
+                + (f", {there} of {len(package.files)} files were there" if there else ""),
+                err=True,
+            )
+
+
+def folders_of(run: Path, include: Sequence[Kind]) -> list[Path]:
+    """What a run has of these kinds, complete, logs last; what is not complete is named."""
+    from dsreason.storage.package import LOGS, finished_folders, is_logs, kind_of, unfinished_folders
+
+    found = [inside for inside in finished_folders(run) if kind_of(inside) in include]
+    if "logs" in include and is_logs(run / LOGS):
+        found.append(run / LOGS)
+    for inside in unfinished_folders(run):
+        typer.echo(f"left out, not complete: {inside}", err=True)
+    if not found:
+        kinds = {Kind.checkpoint: "no complete checkpoint", Kind.export: "no export", Kind.logs: "no logs"}
+        raise CheckpointError(
+            f"{run}: the run has {' and '.join(text for kind, text in kinds.items() if kind in include)} yet"
         )
+    return found

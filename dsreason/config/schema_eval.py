@@ -53,7 +53,8 @@ class EvalModelConfig(Section):
     max_length: int | None = Field(None, ge=8)
     """Longest prompt and answer together, in tokens; unset: what the model can take."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto`: vLLM where it is installed and knows the model."""
+    """`auto`: vLLM where it is installed and knows the model. The transformers engine spreads a model that is larger than one
+    GPU over those of its rank (`--nproc 1`: all of the host), and leaves what fits nowhere in its files, which is slow."""
     gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """Share of a GPU's memory that vLLM may use."""
     enforce_eager: bool = False

@@ -33,7 +33,8 @@ from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.media import probe_image, probe_video
-from dsreason.models.load import fitting_weights, load_model, model_config, open_encoder, resolve_model
+from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
+from dsreason.models.placement import load_where_it_fits
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
@@ -193,7 +194,7 @@ def open_engine(
     on_gpu = device.type == "cuda"
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
         return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
-    model = load_model(folder, dtype=dtype).requires_grad_(False).eval().to(device)
+    model = load_where_it_fits(folder, dtype=dtype, device=device)
     banned_ids = torch.tensor(
         media_token_ids(encoder.processor.tokenizer, encoder.family), dtype=torch.long, device=device
     )
@@ -211,7 +212,7 @@ def open_engine(
 def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
     """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    fitting_weights(folder)
+    checked_model(folder)
     settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else needs it
     with ExitStack() as stack:
         world = init_world()

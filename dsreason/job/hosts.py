@@ -57,8 +57,9 @@ def several_hosts() -> bool:
 
 
 def local_size() -> int:
-    """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
+    """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. A process in no job is one."""
+    given = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
+    return int(next(filter(None, given), "1"))
 
 
 def join() -> dist.Store:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
@@ -220,35 +221,46 @@ def load_model(
     time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
     `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
-    model, weights = fitting_weights(path, dtype, attention, trust_remote_code)
-    map_parameters(model, weights)
-    fill_buffers(model, device)
+    model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
         from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
+        map_parameters(model, weights)
+        fill_buffers(model, device)
         partition(model, dtype, deepspeed)
     else:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(device, dtype, copy=True)
-    if (path / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(path)
-        except Exception as error:  # as in `model_config`
-            raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
+        load_weights(model, weights, dtype, device)
+    read_generation_config(model, path)
     share_media(model, family_of(model.config.model_type))
     return model.train()
 
 
-def fitting_weights(
-    path: Path, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
+def checked_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Weights]:
-    """The model that the folder's config.json describes, empty, and its weights; CheckpointError unless all are there and fit."""
+    """The empty model of a folder, and its files, which hold all of its weights. For the errors see `load_model`."""
     config = model_config(path, trust_remote_code=trust_remote_code)
     weights = find_weights(path, family_of(config.model_type).rename)
     check_depth(config, weights)
     model = empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
     return model, weights
+
+
+def load_weights(model: PreTrainedModel, weights: Weights, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Put all weights of an empty model on one device."""
+    map_parameters(model, weights)
+    fill_buffers(model, device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, dtype, copy=True)
+
+
+def read_generation_config(model: PreTrainedModel, path: Path) -> None:
+    if (path / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        except Exception as error:  # as in `model_config`
+            raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
 def check_depth(config: Any, weights: Weights) -> None:
@@ -268,7 +280,7 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
     """The modules without memory behind their tensors; tied embeddings are one parameter already."""
     implementation = "sdpa" if attention == "auto" else attention
     try:
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=True):
             model = AutoModelForImageTextToText.from_config(
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
             )
@@ -323,8 +335,8 @@ def check_tied(weights: Weights, stored: dict[str, str]) -> None:
             )
 
 
-def map_parameters(model: nn.Module, weights: Weights) -> None:
-    """Put the files' tensors in place of the empty parameters (of both modules where two share one)."""
+def map_parameters(model: nn.Module, weights: Weights, names: list[str] | None = None) -> None:
+    """Put the files' tensors in place of the empty parameters (of both modules where two share one): all, or those named."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -336,7 +348,7 @@ def map_parameters(model: nn.Module, weights: Weights) -> None:
         for module, attribute in owners[id(empty[name])]:
             module.register_parameter(attribute, parameter)
 
-    weights.read(list(empty), place)
+    weights.read(list(empty) if names is None else names, place)
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:

@@ -16,6 +16,7 @@ from string import Template
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -144,7 +145,7 @@ def build_tiny(
     common = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
     common |= {"tie_word_embeddings": tie_embeddings, "dtype": dtype}
     config = family.tiny.config(text, vision, head_size, common)
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=True):
         model = AutoModelForImageTextToText.from_config(deepcopy(config))  # which it changes
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)

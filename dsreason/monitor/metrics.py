@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
+from dsreason.imports import install_command
 
 if TYPE_CHECKING:
     import wandb
@@ -174,11 +177,12 @@ def check_wandb(config: MonitorConfig) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "monitor.wandb is true, and the package wandb is not installed; "
-            "install it with `uv pip install wandb`, or set monitor.wandb = false"
+            f"install it with `{install_command('wandb')}`, or set monitor.wandb = false"
         ) from error
     if wandb.setup().settings.mode != "online":
         return
-    way_out = "run `wandb login`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    login = shlex.join([sys.executable, "-m", "wandb", "login"])
+    way_out = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
     try:
         logged_in = wandb.login(prompt=False)
     except wandb.Error as error:

@@ -15,7 +15,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.families import family_of
-from dsreason.models.load import empty_model, fill_buffers, load_model, model_config
+from dsreason.models.load import empty_model, fill_buffers, model_config
+from dsreason.models.placement import load_where_it_fits
 from dsreason.models.policy import base_output
 from dsreason.models.shared_media import share_media
 from dsreason.rollout.batches import cut_batches
@@ -94,14 +95,13 @@ class TransformersEngine(RolloutEngine):
 
     def load(self, version: int) -> None:
         """Wakes with the weights of the model folder."""
-        model = load_model(
+        self.model = load_where_it_fits(
             self.path,
             dtype=self.dtype,
             attention=self.settings.attention,
             device=self.device,
             trust_remote_code=self.trust_remote_code,
         )
-        self.model = model.requires_grad_(False).eval()
         self.awake, self.version = True, version
 
     def retained(self, names: Collection[str]) -> set[str]:
@@ -192,16 +192,19 @@ def draw_tokens(
     """One step after another: a token for each of the `B` rows and its log-probability, `[B]` both.
 
     It ends when every row has drawn a stop token; one that has goes on being drawn beside the others until then. The
-    positions are ours all the way, so nothing of transformers' own generation state is used.
+    positions are ours all the way, so nothing of transformers' own generation state is used. The model's layers may lie on
+    several devices; inputs, and what is drawn, are where `banned_ids` are.
     """
     prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
     places = {id(prompt): i for i, prompt in enumerate(prompts)}
-    device = next(model.parameters()).device
-    which = torch.tensor([places[id(row)] for row in rows], device=device)  # [B]
+    device = banned_ids.device
+    numbers = torch.tensor([places[id(row)] for row in rows])  # [B]
+    which = numbers.to(device)
     batch = collate(prompts, pad_id=PAD_ID).to(device)
     output = base_output(model, batch, use_cache=True)
-    cache, hidden = output.past_key_values, output.last_hidden_state[which, batch.attention_mask.sum(1)[which] - 1]
-    cache.batch_select_indices(which)
+    hidden = output.last_hidden_state.to(device)[which, batch.attention_mask.sum(1)[which] - 1]
+    cache = output.past_key_values
+    cache.batch_select_indices(numbers)  # on the CPU they serve the layers of every device
     attention = pad(batch.attention_mask[which], (0, sampling.max_completion_length), value=1)
     next_position = batch.position_ids.amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
     uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
@@ -210,7 +213,7 @@ def draw_tokens(
     penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
     finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for step in range(sampling.max_completion_length):
-        logits = head(hidden).float()  # [B, V]
+        logits = head(hidden).to(device).float()  # [B, V]
         if penalties is not None:
             logits = penalties.apply(logits)
         logits[:, banned_ids] = -torch.inf
@@ -221,13 +224,14 @@ def draw_tokens(
             return
         if penalties is not None:
             penalties.count(token)
-        hidden = model.model(
+        output = model.model(
             input_ids=token[:, None],
             position_ids=(next_position + step).expand(3, -1)[:, :, None],
             attention_mask=attention[:, : width + step + 1],
             past_key_values=cache,
             use_cache=True,
-        ).last_hidden_state[:, -1]
+        )
+        hidden = output.last_hidden_state[:, -1].to(device)
 
 
 @torch.no_grad()

@@ -1,19 +1,25 @@
-"""What can be uploaded as a whole: a finished checkpoint or an export, with the marker that is sent last."""
+"""What can be uploaded as a whole: a finished checkpoint, an export or a run's logs, with the marker that is sent last."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, check_complete, check_sizes, complete_checkpoints, read_json
+from dsreason.config.schema import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
-CHECKPOINTS, EXPORTS = "checkpoints", "export"
+CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
+BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
+"""Files and folders of a run that go where its logs go."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,50 @@ class Package:
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
 
 
+def kind_of(folder: Path) -> UploadKind:
+    """By its name in the folder of its run: `logs`, `checkpoints/step_4`, `export/final`."""
+    if folder.name == LOGS:
+        return "logs"
+    return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
+
+
+def run_of(folder: Path) -> Path:
+    """The folder of the run that one of its folders is in."""
+    return folder.parent if kind_of(folder) == "logs" else folder.parent.parent
+
+
 def name_of(folder: Path) -> str:
     """Where it lies in the folder of its run: `checkpoints/step_4`."""
-    return f"{folder.absolute().parent.name}/{folder.absolute().name}"
+    folder = folder.absolute()
+    return folder.name if kind_of(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
+
+
+@contextmanager
+def opened_package(folder: Path) -> Iterator[Package]:
+    """As `open_package`, and of logs a copy that lasts as long as this context: they are still written to."""
+    if not is_logs(folder):
+        yield open_package(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="dsreason-") as place:
+        yield open_export(copy_logs(folder, Path(place)))
+
+
+def is_logs(folder: Path) -> bool:
+    folder = folder.absolute()
+    return folder.name == LOGS and (folder.parent / "metrics.jsonl").is_file()
+
+
+def copy_logs(folder: Path, place: Path) -> Path:
+    """A copy in `place` of what the ranks logged, with `BESIDE_LOGS` in the same folder."""
+    copy = place / LOGS
+    shutil.copytree(folder, copy, symlinks=True)
+    for name in BESIDE_LOGS:
+        beside = folder.parent / name
+        if beside.is_dir():
+            shutil.copytree(beside, copy / name, symlinks=True)
+        elif beside.is_file():
+            shutil.copyfile(beside, copy / name)
+    return copy
 
 
 def open_package(folder: Path) -> Package:
@@ -100,7 +147,7 @@ def check_links(folder: Path) -> None:
 
 
 def written_at(folder: Path) -> int:
-    """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither."""
+    """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither, as logs are."""
     found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return found[0].stat().st_mtime_ns if found else 0
 

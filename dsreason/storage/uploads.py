@@ -1,4 +1,4 @@
-"""Uploads while a run goes on: one folder after the other, in a thread, so that training never waits.
+"""Uploads while a run goes on, in a thread for each target, so that training never waits, nor one target for another.
 
     with uploading(config.checkpoint) as uploads:
         …                                            # train; after a checkpoint or an export is complete:
@@ -14,7 +14,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,58 +23,110 @@ from threading import Lock, Thread
 from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
 
-from dsreason.config.schema import CheckpointConfig
+from dsreason.config.schema import CheckpointConfig, UploadKind, UploadWhat
 from dsreason.errors import DsReasonError, StorageError
-from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.address import HubAddress, S3Address
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import json_object
 from dsreason.job.launch import is_first_rank
 from dsreason.monitor.progress import track_in_lines
 from dsreason.secrets import hide_secrets
-from dsreason.storage.package import CHECKPOINTS, finished_folders, name_of, open_package, written_at
+from dsreason.storage.package import (
+    LOGS,
+    finished_folders,
+    is_logs,
+    kind_of,
+    name_of,
+    opened_package,
+    run_of,
+    written_at,
+)
 from dsreason.storage.storage import place_in, upload
 
 log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
-"""In the folder of a run, by target and folder: when what was uploaded had been written."""
+"""In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
+RECORDING = Lock()
+"""Held while the record is changed: each target has a thread of its own."""
 REPORT_EVERY_S = 30.0
 
 
 @contextmanager
-def uploading(config: CheckpointConfig) -> Iterator[Uploader]:
+def uploading(config: CheckpointConfig) -> Iterator[Uploads]:
     """Uploads of a run, which the first rank does. Leave it after the ranks have parted: then nobody waits for an upload.
 
     Raises:
         StorageError: on the way out, unless the run itself has failed; what is missing in storage then is only logged.
     """
-    target = parse_target(config.upload) if config.upload and is_first_rank() else None
-    if isinstance(target, HubAddress):
+    targets = config.targets if is_first_rank() else ()
+    uploads = Uploads([Uploader(one.address, what=one.what, include=one.include) for one in targets])
+    if any(isinstance(uploader.target, HubAddress) for uploader in uploads.uploaders):
         disable_progress_bars()  # they would draw over the run's own
-    uploader = Uploader(target, what=config.upload_what, include=config.upload_include)
     try:
-        yield uploader
+        yield uploads
     except BaseException:
-        if uploader.in_use():
-            log.warning("%s", uploader.missing())
+        if missing := uploads.missing():
+            log.warning("%s", missing)
         raise
-    uploader.finish()
+    uploads.finish()
+
+
+class Uploads:
+    """The uploads of a run to each of its targets: what fails at one goes on at the others."""
+
+    def __init__(self, uploaders: Sequence[Uploader]) -> None:
+        self.uploaders = uploaders
+
+    def add(self, folder: Path, *, last: bool) -> None:
+        """Upload a complete `<run>/checkpoints/step_N` or `<run>/export/…` to where it goes. Returns at once."""
+        for uploader in self.uploaders:
+            uploader.add(folder, last=last)
+
+    def add_not_uploaded(self, run: Path) -> None:
+        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
+        for uploader in self.uploaders:
+            uploader.add_not_uploaded(run)
+
+    def in_use(self) -> set[Path]:
+        """Folders that must not be deleted: they wait, are being uploaded, or could not be and are tried again."""
+        return {folder for uploader in self.uploaders for folder in uploader.in_use()}
+
+    def finish(self) -> None:
+        """Wait for all uploads, and try once more what has failed. StorageError names what is missing in storage."""
+        missing = []
+        for uploader in self.uploaders:
+            try:
+                uploader.finish()
+            except StorageError as error:
+                missing.append(str(error))
+        if missing:
+            raise StorageError("\n".join(missing))
+
+    def missing(self) -> str:
+        """What is not in storage, by target, why, and the command for each; empty where all is there."""
+        return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.in_use())
 
 
 class Uploader:
-    """Uploads checkpoints and exports of a run to `target` (None: nothing is uploaded).
+    """Uploads checkpoints, exports and logs of a run to one target.
 
     Args:
         what: "final" takes only what was added as the last of the run.
-        include: of "export" and "checkpoint".
+        include: of "export", "checkpoint" and "logs". Logs go with every other folder, and when the run ends.
     """
 
     def __init__(
-        self, target: S3Address | HubAddress | None, *, what: str = "final", include: tuple[str, ...] = ("export",)
+        self,
+        target: S3Address | HubAddress,
+        *,
+        what: UploadWhat = "final",
+        include: Sequence[UploadKind] = ("export",),
     ) -> None:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
+        self._run: Path | None = None
         self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
         self._uploaded: dict[Path, int] = {}  # by this job: when what is in storage had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
@@ -85,9 +137,17 @@ class Uploader:
 
         What could not be uploaded before is tried again after it. What is in storage as it is on disk is left out.
         """
-        kind = "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
-        if self.target is None or kind not in self.include or not (last or self.what == "all"):
-            return
+        self._run = run_of(folder)
+        if last or self.what == "all":
+            for one in (folder, self._run / LOGS):
+                if self._goes(one):
+                    self._enqueue(one)
+
+    def _goes(self, folder: Path) -> bool:
+        kind = kind_of(folder)
+        return kind in self.include and (kind != "logs" or is_logs(folder))
+
+    def _enqueue(self, folder: Path) -> None:
         with self._lock:
             if self._unfinished.get(folder) == WAITING or self._is_uploaded(folder):
                 return
@@ -102,7 +162,7 @@ class Uploader:
 
     def add_not_uploaded(self, run: Path) -> None:
         """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
-        if self.target is not None and self.what == "all":
+        if self.what == "all":
             for folder in finished_folders(run):
                 self.add(folder, last=False)
 
@@ -112,14 +172,19 @@ class Uploader:
             return set(self._unfinished)
 
     def finish(self) -> None:
-        """Wait for all uploads, and try once more what has failed. StorageError names what is missing in storage."""
+        """Wait for all uploads, and try once more what has failed. Logs come last: they say what became of the others.
+
+        StorageError names what is missing in storage.
+        """
         if self._thread is not None:
             if waiting := self.in_use():
-                log.info("waiting for uploads: %s", ", ".join(sorted(map(str, waiting))))
+                log.info("waiting for uploads to %s: %s", self.target, ", ".join(sorted(map(str, waiting))))
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-        for folder in sorted(self.in_use()):
+        left = sorted(folder for folder in self.in_use() if kind_of(folder) != "logs")
+        logs = [] if self._run is None else [self._run / LOGS]
+        for folder in left + [one for one in logs if self._goes(one)]:
             self._upload(folder)
         if self.in_use():
             raise StorageError(self.missing())
@@ -135,7 +200,6 @@ class Uploader:
         return "\n".join(lines)
 
     def _place(self, folder: Path) -> S3Address | HubAddress:
-        assert self.target is not None
         return place_in(self.target, name_of(folder))
 
     def _work(self) -> None:
@@ -143,30 +207,43 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        record = json_object(folder.parent.parent / RECORD).get(str(self.target), {})
+        """Whether it is in storage as it is on disk; logs are never said to be, for they grow."""
+        if kind_of(folder) == "logs":
+            return False
+        record = json_object(run_of(folder) / RECORD).get(str(self.target), {})
         return bool(self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Remember it, also for a later job of the run."""
-        run, target = folder.parent.parent, str(self.target)
-        record = json_object(run / RECORD)
-        present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
-        try:
-            write_file(run / RECORD, json.dumps(record | {target: present | {name_of(folder): when}}, indent=1) + "\n")
-        except OSError as error:
-            log.warning("%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error)
+        if kind_of(folder) != "logs":
+            self._record(folder, when)
         with self._lock:
-            del self._unfinished[folder]
+            self._unfinished.pop(folder, None)
             self._uploaded[folder] = when
+
+    def _record(self, folder: Path, when: int) -> None:
+        run, target = run_of(folder), str(self.target)
+        with RECORDING:
+            record = json_object(run / RECORD)
+            present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
+            record[target] = present | {name_of(folder): when}
+            try:
+                write_file(run / RECORD, json.dumps(record, indent=1) + "\n")
+            except OSError as error:
+                log.warning(
+                    "%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error
+                )
 
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
         try:
             when = written_at(folder)
-            package = open_package(folder)
             begin = time.monotonic()
             name = f"uploading {folder} to {place}"
-            with track_in_lines(name, package.num_bytes, "bytes", log.info, REPORT_EVERY_S) as advance:
+            with (
+                opened_package(folder) as package,
+                track_in_lines(name, package.num_bytes, "bytes", log.info, REPORT_EVERY_S) as advance,
+            ):
                 sent = upload(package, place, advance)
             if written_at(folder) != when:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")

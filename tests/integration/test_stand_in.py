@@ -173,6 +173,12 @@ def test_drawing_does(model: str, devices: Devices) -> None:
     assert close(devices.on_stand_in(scenarios.drawing, model, "sdpa"), expected)
 
 
+@pytest.mark.long
+def test_drawing_does_where_part_of_the_weights_is_in_their_files(model: str, devices: Devices) -> None:
+    expected = devices.on_stand_in(scenarios.drawing, model, "sdpa")
+    assert devices.on_stand_in(scenarios.drawing, model, "sdpa", 0.8) == expected
+
+
 def test_the_update_of_grpo_does(model: str, devices: Devices, rows: Path) -> None:
     expected, found = devices.on_both(scenarios.update, model, "eager", str(rows), ALGORITHMS)
     assert found == expected

@@ -629,6 +629,28 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, tmp_path: Path, monkeyp
         upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
 
 
+def test_a_run_uploads_to_s3_and_to_the_hub_and_a_hub_that_refuses_stops_nothing(
+    server: Any, proxy: Proxy, hub: Hub, tmp_path: Path
+) -> None:
+    config = CheckpointConfig(upload=("s3://bucket/run", "hub:user/name"), upload_what="all")
+    run = tmp_path / "D"
+    first = make_checkpoint(run / "checkpoints" / "step_1")
+    final = make_export(run / "export" / "final")
+    hub.refuse, hub.refused = 403, "preupload"
+    with pytest.raises(StorageError) as caught, uploading(config) as uploads:
+        uploads.add(first, last=False)
+        uploads.add(final, last=True)
+    assert f"dsreason push {final} --to hub:user/name" in str(caught.value)
+    assert "s3://" not in str(caught.value)
+    assert {"run/checkpoints/step_1/COMPLETE", "run/export/final/UPLOADED.json"} <= objects(server).keys()
+    hub.refuse = None
+    proxy.seen.clear()
+    with uploading(config) as uploads:  # the resumed run
+        uploads.add_not_uploaded(run)
+    assert proxy.seen == []
+    assert hub.repositories["user/name@main"].keys() == {"config.json", "model.safetensors", "UPLOADED.json"}
+
+
 # ---------------------------------------------------------------- the command, and secrets
 
 

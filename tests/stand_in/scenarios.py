@@ -175,20 +175,27 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     return seen
 
 
-def drawing(model: str, attention: str) -> list[Any]:
-    """Tokens and log-probabilities drawn with every setting that changes a distribution."""
+def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
+    """Tokens and log-probabilities drawn with every setting that changes a distribution.
+
+    `share` of the weights have room on the device; the others stay in their files.
+    """
     import torch
 
     from dsreason.config.schema import SFTConfig
     from dsreason.job.ranks import init_world
-    from dsreason.models.load import load_model
+    from dsreason.models import placement
     from dsreason.rollout.protocol import Sampling
     from dsreason.rollout.transformers_engine import draw_tokens
     from dsreason.train.common.preflight import build_encoder
 
     device = init_world().device
     encoder = build_encoder(SFTConfig(), Path(model))
-    copy = load_model(Path(model), dtype=torch.float32, attention=attention).eval().to(device)
+    whole, _ = placement.checked_model(Path(model), dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in whole.parameters())
+    placement.budget = lambda device: int(share * size)
+    copy = placement.load_where_it_fits(Path(model), dtype=torch.float32, device=device, attention=attention)
+    assert any(parameter.is_meta for parameter in copy.parameters()) == (share < 1)
     image, video = encoder.dummy("image"), encoder.dummy("video")
     settings = (
         Sampling(temperature=0, max_completion_length=4),

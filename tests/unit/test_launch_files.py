@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -17,6 +20,30 @@ def test_the_image_has_the_libraries_of_rdma_and_compiled_bytecode() -> None:
     calls = re.findall(r"uv pip (?:sync|install) [^&\n]*", text)
     assert len(calls) == 2
     assert all("--compile-bytecode" in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "extras", "expected"),
+    [
+        ("launch/requirements/cuda.txt", "", ["cuda.txt"]),
+        ("launch/requirements/cuda.txt", "wandb", ["cuda.txt", "wandb.txt"]),
+        ("launch/requirements/oldest/cuda.txt", "wandb similarity", ["cuda.txt", "wandb.txt", "similarity.txt"]),
+    ],
+)
+def test_the_image_installs_the_extras_that_it_is_built_with(
+    requirements: str, extras: str, expected: list[str]
+) -> None:
+    text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^RUN /opt/uv/bin/uv pip sync (.*)$", text, re.MULTILINE)
+    environment = {"PATH": os.environ["PATH"], "REQUIREMENTS": requirements, "EXTRAS": extras}
+    shown = subprocess.run(["sh", "-c", f"echo {command}"], env=environment, capture_output=True, text=True, check=True)
+    files = [Path(word) for word in shown.stdout.split() if not word.startswith("--")]
+    assert [file.name for file in files] == expected
+    assert all(file.parent == Path(requirements).parent and (LAUNCH.parent / file).is_file() for file in files)
+
+
+def test_the_advice_to_install_with_uv_finds_it_in_the_image() -> None:
+    assert "ln -s /opt/uv/bin/uv /usr/local/bin/uv" in (LAUNCH / "Dockerfile").read_text()
 
 
 def test_pods_may_lock_memory_for_rdma_and_share_more_than_64_mib() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from dsreason.imports import EXTRAS, install_command
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "launch" / "requirements"
@@ -53,6 +58,30 @@ def test_the_oldest_versions_are_the_lowest_that_are_claimed(extra: str) -> None
         for requirement in claimed(extra)
     }
     assert {name: versions[canonicalize_name(name)] for name in lowest} == lowest
+
+
+@pytest.mark.parametrize("folder", [REQUIREMENTS, REQUIREMENTS / "oldest"], ids=["newest", "oldest"])
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_an_extra_adds_to_the_image_is_locked_as_it_is_tested(folder: Path, extra: str) -> None:
+    added, base, tested = (locked(folder / f"{name}.txt") for name in (extra, "cuda", "dev"))
+    assert not added.keys() & base.keys()
+    assert {name: base.get(name) or tested[name] for name in added} == added
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = map(Requirement, project["optional-dependencies"][extra])
+    assert all(version in wanted.specifier for version in added[canonicalize_name(wanted.name)])
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("pip", [True, False], ids=["pip", "uv"])
+def test_the_advice_to_install_an_extra_is_a_command_for_this_environment(
+    extra: str, pip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if pip else None)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = [sys.executable, "-m", "pip", "install"]
+    uv = ["uv", "pip", "install", "--python", sys.executable]
+    expected = (python if pip else uv) + project["optional-dependencies"][extra]
+    assert shlex.split(install_command(extra)) == expected
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

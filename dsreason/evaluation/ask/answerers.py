@@ -25,7 +25,7 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
-from dsreason.models.load import fitting_weights, model_config, open_encoder, resolve_model
+from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
@@ -150,7 +150,7 @@ def check_folder(config: EvalConfig, path: Path) -> None:
     """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
     prompt_room(config, max_length(config, path))
-    fitting_weights(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
+    checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
 def resolved(config: EvalConfig, own: Path | None) -> Path:
@@ -214,7 +214,8 @@ def choose_engine(config: EvalConfig, world: World) -> str:
         raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
     if asked == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
-            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1'
+            f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1: '
+            "a model that is larger than one GPU is spread over several without it, with --nproc 1 over all"
         )
     if asked != "auto":
         return asked

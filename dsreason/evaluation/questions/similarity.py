@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsreason.errors import ConfigError
+from dsreason.imports import install_command
 
 ADVICE = "give the folder of a sentence-transformers model, one with a modules.json"
 ROUGES = ["rouge1", "rouge2", "rougeL"]
@@ -45,7 +46,7 @@ class Similarity:
         try:
             from sentence_transformers import SentenceTransformer
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{where} needs a package: pip install 'dsreason[similarity]'") from error
+            raise ConfigError(f"{where} needs sentence-transformers: {install_command('similarity')}") from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         except Exception as error:  # whatever somebody's folder may hold

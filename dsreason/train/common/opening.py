@@ -45,7 +45,7 @@ from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
-from dsreason.storage.uploads import Uploader, uploading
+from dsreason.storage.uploads import Uploads, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import DTYPES, build_encoder, check_upload, find_model
 from dsreason.train.common.run_folder import open_output_dir
@@ -71,7 +71,7 @@ class OpenedRun(Generic[C]):
     training: SampleDataset
     validation: SampleDataset
     watchdog: Watchdog
-    uploads: Uploader
+    uploads: Uploads
     stop: StopRequest
 
 

@@ -22,7 +22,7 @@ from dsreason.data.loader import first_fatal, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import open_encoder, parameter_names, resolve_model
@@ -48,12 +48,19 @@ def check_model(config: RunConfig) -> Encoder:
 
 
 def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
-    """ConfigError where nothing can be uploaded. A run that has a checkpoint to go on from does so through an outage.
+    """ConfigError for every target that cannot be uploaded to. A run that has a checkpoint to go on from does so through
+    an outage.
 
     `create`: make a repository that does not exist.
     """
-    if config.checkpoint.upload:
-        check_target(config.checkpoint.upload, create=create, tolerate_outage=checkpoint is not None)
+    problems = []
+    for target in config.checkpoint.targets:
+        try:
+            check_target(str(target.address), create=create, tolerate_outage=checkpoint is not None)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise config_error(problems)
 
 
 def check_resume(config: RunConfig, resume: str | None) -> Path | None:

@@ -55,10 +55,11 @@ def open_output_dir(
             "the same hosts only, with as many ranks; all else is on the first host",
             output_dir,
         )
-    if world.folder_ranks and config.checkpoint.upload and "checkpoint" in config.checkpoint.upload_include:
+    whole = [str(target.address) for target in config.checkpoint.targets if "checkpoint" in target.include]
+    if world.folder_ranks and whole:
         raise ConfigError(
-            f"checkpoint.upload_include: no host has a whole checkpoint to upload in its own {output_dir}; leave "
-            '"checkpoint" out, or give a folder that all hosts share'
+            f"checkpoint.upload_include: no host has a whole checkpoint to upload to {' and '.join(whole)} in its own "
+            f'{output_dir}; leave "checkpoint" out, or give a folder that all hosts share'
         )
     checkpoint = choose_common(checkpoints, resume, world)
     if checkpoint is None and resume is not None and world.is_main:

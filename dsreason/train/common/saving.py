@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, read_state
+from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, prune_exports, read_state
 from dsreason.checkpoints.export import export_engine
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
 from dsreason.train.common.opening import C, Run
+
+log = logging.getLogger(__name__)
 
 
 def poll_checkpoint(run: Run[C]) -> None:
@@ -18,13 +21,17 @@ def poll_checkpoint(run: Run[C]) -> None:
         after_checkpoint(run, run.writer.poll())
 
 
-def save(run: Run[C], *, last: bool) -> None:
-    """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it."""
+def save(run: Run[C], *, last: bool, checkpoint: bool = True) -> None:
+    """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it.
+
+    Without `checkpoint` the last step is exported only.
+    """
     config, step = run.config.checkpoint, run.state.step
     started = time.perf_counter()
     with run.watchdog.phase("checkpoint"), run.progress.phase("saving checkpoint"):
         after_checkpoint(run, run.writer.wait())
-        run.writer.start(step, run.state)
+        if checkpoint:
+            run.writer.start(step, run.state)
         if last:
             after_checkpoint(run, run.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
@@ -37,6 +44,11 @@ def stop_if_asked(run: Run[C]) -> None:
     step, name = run.state.step, run.stop.asked()
     if not name or step == run.total_steps:
         return
+    if not run.config.checkpoint.saves:
+        raise Stopped(
+            f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last and "
+            "checkpoint.keep_best are false"
+        )
     checkpoint = run.checkpoints / f"step_{step}"
     with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
         after_checkpoint(run, run.writer.wait())
@@ -65,7 +77,8 @@ def finish(run: Run[C]) -> None:
         if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
             export(run, final, last=True)
         run.uploads.add(final, last=True)
-    run.uploads.add(checkpoint, last=True)
+    if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+        run.uploads.add(checkpoint, last=True)
     run.progress.say(run.memory.report())
     run.progress.say(f"finished at step {run.state.step}; everything is in {run.output_dir}")
 
@@ -92,6 +105,12 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
             step=run.state.step,
         )
     run.uploads.add(output, last=last)
+    if run.world.is_main:
+        best = {output.parent / f"step_{run.state.best_step}"} if config.keep_best else set()
+        try:
+            prune_exports(output.parent, config.export_keep, best | run.uploads.in_use())
+        except OSError as error:  # no reason to end a run
+            log.warning("old exports could not be deleted: %s", error)
 
 
 def delete_old_export(output: Path) -> None:

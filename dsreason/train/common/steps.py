@@ -26,8 +26,9 @@ def after_steps(run: Run[C], first: int) -> None:
     """Validate and save where one of the steps after `first` is due for it, and stop where a rank got a signal."""
     config, steps, last = run.config, range(first + 1, run.state.step + 1), run.state.step == run.total_steps
     improved = run_validation(run) if last or is_due(steps, config.validation.every) else False
-    if last or improved or is_due(steps, config.checkpoint.every):
-        save(run, last=last)
+    due = improved or is_due(steps, config.checkpoint.every)
+    if last or due:
+        save(run, last=last, checkpoint=due or config.checkpoint.last)
     stop_if_asked(run)
 
 

@@ -60,6 +60,37 @@ def test_of_a_run_everything_complete_is_uploaded_and_the_rest_is_named(
     assert f"left out, not complete: {tmp_path / 'checkpoints' / 'step_3'}" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("include", "expected"),
+    [
+        ((), ["checkpoints/step_2", "export/final"]),
+        (("export",), ["export/final"]),
+        (("logs", "export"), ["export/final", "logs"]),
+    ],
+)
+def test_of_a_run_the_kinds_asked_for_are_uploaded(
+    tmp_path: Path, sent: list[tuple[str, str]], include: tuple[str, ...], expected: list[str]
+) -> None:
+    make_checkpoint(tmp_path / "checkpoints" / "step_2")
+    make_export(tmp_path / "export" / "final")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    ended = call(tmp_path, "--to", "s3://bucket/run", *(f"--include={kind}" for kind in include))
+    assert ended.exit_code == 0, ended.output
+    assert [name for name, _ in sent] == expected
+    assert [target for _, target in sent] == [f"s3://bucket/run/{name}" for name in expected]
+
+
+def test_the_logs_of_a_run_can_be_pushed_alone(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").write_text("step 1")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    ended = call(tmp_path / "logs", "--to", "s3://bucket/run/logs")
+    assert ended.exit_code == 0, ended.output
+    assert sent == [("logs", "s3://bucket/run/logs")]
+    assert f"{tmp_path / 'logs'} (2 files, 8 bytes) → s3://bucket/run/logs" in ended.stderr
+
+
 def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "step_1")
     (make_checkpoint(tmp_path / "checkpoints" / "step_2") / "weights.pt").write_text("half")

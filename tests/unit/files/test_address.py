@@ -130,6 +130,76 @@ def test_the_configuration_checks_where_to_upload() -> None:
         CheckpointConfig(upload="bucket/run/x")
     with pytest.raises(ValueError, match="leaves nothing to upload with export = none"):
         CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")
+    with pytest.raises(ValueError, match="s3://bucket/run twice"):
+        CheckpointConfig(upload=("s3://bucket/run", "s3://bucket/run/"))
+
+
+def targets_of(upload: object, **settings: object) -> list[tuple[str, str, tuple[str, ...]]]:
+    config = CheckpointConfig.model_validate({"upload": upload, **settings})
+    return [(str(target.address), target.what, target.include) for target in config.targets]
+
+
+@pytest.mark.parametrize(
+    ("upload", "settings", "expected"),
+    [
+        ("", {}, []),
+        ("s3://b-1/x", {}, [("s3://b-1/x", "final", ("export", "checkpoint"))]),
+        ("hub:me/m", {"upload_what": "all"}, [("hub:me/m", "all", ("export",))]),
+        ("hub:me/m", {"upload_include": ["checkpoint"]}, [("hub:me/m", "final", ("checkpoint",))]),
+        (
+            ["s3://b-1/x", {"to": "hub:me/m@new", "include": ["export", "logs"]}],
+            {"upload_what": "all"},
+            [("s3://b-1/x", "all", ("export", "checkpoint")), ("hub:me/m@new", "all", ("export", "logs"))],
+        ),
+        (
+            [{"to": "s3://b-1/x", "what": "all"}, {"to": "s3://b-2", "include": ["logs"]}],
+            {"upload_include": ["checkpoint"], "export": "none"},
+            [("s3://b-1/x", "all", ("checkpoint",)), ("s3://b-2", "final", ("logs",))],
+        ),
+    ],
+)
+def test_each_target_has_its_own_settings_else_the_common_ones_else_those_of_its_kind(
+    upload: object, settings: dict[str, object], expected: list[tuple[str, str, tuple[str, ...]]]
+) -> None:
+    assert targets_of(upload, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        ({}, True),
+        ({"every": 0}, True),
+        ({"every": 0, "last": False}, True),  # the best
+        ({"every": 9, "last": False, "keep_best": False}, True),
+        ({"every": 0, "last": False, "keep_best": False}, False),
+    ],
+)
+def test_a_run_without_checkpoints_is_one_that_saves_none_of_them(settings: dict[str, object], saves: bool) -> None:
+    assert CheckpointConfig.model_validate(settings).saves is saves
+
+
+def test_checkpoints_that_are_never_written_are_nothing_to_upload() -> None:
+    none = {"every": 0, "last": False, "keep_best": False, "upload_include": ["checkpoint"]}
+    with pytest.raises(ValueError, match="leaves nothing to upload"):
+        targets_of("s3://bucket", **none)
+    assert targets_of("s3://bucket", **none | {"every": 5, "upload_what": "all"})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not a place to upload to"),
+        ("upload=[{to = 's3://bucket/a', inclde = ['logs']}]", "did you mean checkpoint.upload.0.include?"),
+        ("upload=[{to = 's3://bucket/a', include = ['log']}]", "did you mean logs?"),
+        ("upload=[{what = 'all'}]", "checkpoint.upload.0"),
+        ("upload=[{to = ''}]", "checkpoint.upload.0.to"),
+        ("export_keep=0", "checkpoint.export_keep: 0 would delete each one as it is written"),
+    ],
+)
+def test_a_wrong_target_is_named_by_its_place(option: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(SFTConfig, None, [f"checkpoint.{option}"], default_recipe="builtin_sft.toml")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["s3://AKIAKEY:senti/nel@bucket", "https://me:sentinel@host/x"])

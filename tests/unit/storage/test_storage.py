@@ -19,6 +19,7 @@ from dsreason.config.schema import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.disk import json_object
 from dsreason.files.retries import with_retries
 from dsreason.monitor import progress
 from dsreason.monitor.progress import Advance
@@ -28,6 +29,7 @@ from dsreason.storage.package import (
     Sent,
     finished_folders,
     open_package,
+    opened_package,
     unfinished_folders,
 )
 from dsreason.storage.storage import place_in, read_target
@@ -469,6 +471,137 @@ def test_other_ranks_and_runs_without_a_target_upload_nothing(
         uploader.add(run / "export" / "final", last=True)
         assert uploader.in_use() == set()
     assert storage.sent == []
+
+
+# Several targets
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """By target what arrived there: the name of the folder and its files."""
+    found: dict[str, list[str]] = {"s3": [], "hub": []}
+
+    def upload(package: Package, target: S3Address | HubAddress, advance: Advance) -> Sent:
+        kind = "hub" if isinstance(target, HubAddress) else "s3"
+        if "refuses" in str(target):
+            raise StorageError(f"{target}: the server answers 403")
+        found[kind].append(str(target))
+        return Sent(len(package.files), package.num_bytes)
+
+    monkeypatch.setattr(uploads, "upload", upload)
+    return found
+
+
+def add_all(uploader: uploads.Uploads, run: Path) -> None:
+    uploader.add(run / "checkpoints" / "step_1", last=False)
+    uploader.add(run / "checkpoints" / "step_2", last=True)
+    uploader.add(run / "export" / "final", last=True)
+
+
+def test_s3_gets_checkpoints_and_exports_and_the_hub_the_final_export(run: Path, places: dict[str, list[str]]) -> None:
+    config = CheckpointConfig(upload=("s3://bucket/outputs", "hub:user/name"))
+    with uploading(config) as uploader:
+        add_all(uploader, run)
+    assert places == {
+        "s3": ["s3://bucket/outputs/checkpoints/step_2", "s3://bucket/outputs/export/final"],
+        "hub": ["hub:user/name"],
+    }
+    assert {target: sorted(names) for target, names in json_object(run / uploads.RECORD).items()} == {
+        "s3://bucket/outputs": ["checkpoints/step_2", "export/final"],
+        "hub:user/name": ["export/final"],
+    }
+
+
+def test_a_target_that_refuses_does_not_keep_another_from_its_uploads(run: Path, places: dict[str, list[str]]) -> None:
+    config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/name"), upload_what="all")
+    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+        add_all(uploader, run)
+    assert places["hub"] == ["hub:user/name"]
+    assert "3 of this run's folders are not in s3://refuses/a; they are complete on disk" in str(caught.value)
+    assert "--to s3://refuses/a/checkpoints/step_2" in str(caught.value)
+    assert "hub:user" not in str(caught.value)
+
+
+def test_all_targets_that_refuse_are_named(run: Path, places: dict[str, list[str]]) -> None:
+    config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/refuses"))
+    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+        add_all(uploader, run)
+    heads = [line for line in str(caught.value).splitlines() if not line.startswith(" ")]
+    assert heads == [
+        "2 of this run's folders are not in s3://refuses/a; they are complete on disk",
+        "1 of this run's folders are not in hub:user/refuses; they are complete on disk",
+    ]
+
+
+def test_what_waits_for_any_target_is_in_use(run: Path, places: dict[str, list[str]]) -> None:
+    to_s3, to_hub = Uploader(TARGET, include=EVERYTHING), Uploader(HubAddress("user/refuses"))
+    both = uploads.Uploads([to_s3, to_hub])
+    add_all(both, run)
+    with pytest.raises(StorageError):
+        both.finish()
+    assert both.in_use() == {run / "export" / "final"}
+    assert to_s3.in_use() == set()
+
+
+def test_a_resumed_run_makes_up_for_the_target_that_had_failed_only(run: Path, places: dict[str, list[str]]) -> None:
+    for names in (("s3://bucket/a", "hub:user/refuses"), ("s3://bucket/a", "hub:user/name")):
+        places["s3"].clear()
+        config = CheckpointConfig(upload=names, upload_what="all", upload_include=("export",))
+        try:
+            with uploading(config) as uploader:
+                uploader.add_not_uploaded(run)
+        except StorageError as error:
+            assert "hub:user/refuses" in str(error)
+    assert places == {"s3": [], "hub": ["hub:user/name"]}
+
+
+# Logs
+
+
+@pytest.fixture
+def logged(run: Path) -> Path:
+    (run / "logs").mkdir()
+    (run / "logs" / "rank_0.log").write_text("step 1\n")
+    (run / "tensorboard").mkdir()
+    (run / "tensorboard" / "events").write_text("e")
+    (run / "metrics.jsonl").write_text("{}\n")
+    (run / "config.json").write_text("{}")
+    return run
+
+
+def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
+    logged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, dict[str, int]]] = []
+
+    def upload(package: Package, target: object, advance: Advance) -> Sent:
+        seen.append((str(target), dict(package.files)))
+        with (logged / "logs" / "rank_0.log").open("a") as file:  # as the uploads themselves are logged
+            file.write("uploaded\n")
+        return Sent(1, 1)
+
+    monkeypatch.setattr(uploads, "upload", upload)
+    config = CheckpointConfig(upload="s3://bucket/run", upload_include=("export", "logs"))
+    with uploading(config) as uploader:
+        add_all(uploader, logged)
+    targets = [target for target, _ in seen]
+    assert targets.count("s3://bucket/run/export/final") == 1
+    assert set(targets) == {"s3://bucket/run/export/final", "s3://bucket/run/logs"}
+    assert targets[-1] == "s3://bucket/run/logs"
+    sizes = {"config.json": 2, "metrics.jsonl": 3, "tensorboard/events": 1}
+    assert seen[-1][1] == sizes | {"rank_0.log": len("step 1\n") + len("uploaded\n") * (len(seen) - 1)}
+    assert list(json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
+
+
+def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places: dict[str, list[str]]) -> None:
+    config = CheckpointConfig(upload="s3://refuses/run", upload_include=("logs",))
+    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+        add_all(uploader, logged)
+    assert f"dsreason push {logged / 'logs'} --to s3://refuses/run/logs" in str(caught.value)
+    with opened_package(logged / "logs") as package:
+        assert (package.name, package.marker) == ("logs", "UPLOADED.json")
+        assert set(package.files) == {"config.json", "metrics.jsonl", "rank_0.log", "tensorboard/events"}
+    assert not package.folder.exists()
 
 
 def test_progress_is_logged_by_the_uploader(run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,6 +118,22 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
     assert [(how["create"], how["tolerate_outage"]) for how in asked] == [(False, False), (False, True), (True, False)]
 
 
+def test_every_target_that_cannot_be_uploaded_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(target: str, **how: bool) -> None:
+        if target != "s3://open/run":
+            raise ConfigError(f"checkpoint.upload: {target}: refused")
+
+    monkeypatch.setattr(preflight, "check_target", check)
+    upload = ["s3://closed/run", "s3://open/run", {"to": "hub:user/name"}]
+    with pytest.raises(ConfigError) as caught:
+        check_upload(SFTConfig.model_validate({"checkpoint": {"upload": upload}}), None)
+    assert str(caught.value).splitlines() == [
+        "2 problems in the configuration",
+        "  checkpoint.upload: s3://closed/run: refused",
+        "  checkpoint.upload: hub:user/name: refused",
+    ]
+
+
 @pytest.mark.parametrize(
     ("document", "messages"),
     [

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, write_json
+from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, prune_exports, write_json
 from dsreason.config.schema import SFTConfig
+from dsreason.errors import Stopped
 from dsreason.train.common import run_folder, saving, steps
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.steps import count_skipped
@@ -96,6 +97,108 @@ def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spa
     )
     saving.after_checkpoint(run, written)
     assert pruned == [(3, {"step_1", "step_4", "step_7"})]
+
+
+class Saved:
+    """What a run writes: it notes the steps of its checkpoints and exports."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> None:
+        self.checkpoints: list[int] = []
+        self.uploaded: list[str] = []
+        run = made_run(TrainerState(), checkpoint=checkpoint, validation={"every": 3})
+        run.output_dir, run.checkpoints = folder, folder / "checkpoints"
+        run.stop = SimpleNamespace(asked=lambda: "")
+        run.progress.phase = lambda name: nullcontext()
+        run.uploads = SimpleNamespace(add=lambda path, last: self.uploaded.append(path.name), in_use=set)
+        run.memory = SimpleNamespace(report=str)
+        run.engine, run.model_path, run.world.is_main = None, folder, True
+        run.writer = SimpleNamespace(start=lambda step, state: self.checkpoints.append(step), wait=lambda: None)
+        monkeypatch.setattr(saving, "on_rank_zero", lambda call: call())
+        monkeypatch.setattr(saving, "export_engine", self.export)
+        monkeypatch.setattr(
+            steps, "validate", lambda *_, **__: ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
+        )
+        self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
+        self.run, self.exported = run, 0
+
+    def export(self, engine: Any, source: Path, output: Path, world: Any, **_: Any) -> None:
+        self.exported += 1
+        output.mkdir(parents=True)
+        (output / "config.json").touch()
+        os.utime(output / "config.json", (self.exported, self.exported))
+
+    def train(self) -> Saved:
+        for step in range(1, 11):
+            self.run.state = replace(self.run.state, step=step)
+            steps.after_steps(self.run, step - 1)
+        saving.finish(self.run)
+        return self
+
+    @property
+    def exports(self) -> set[str]:
+        return {path.name for path in self.run.output_dir.glob("export/*")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"every": 4}, [3, 4, 6, 8, 10]),
+        ({"every": 4, "last": False}, [3, 4, 6, 8]),
+        ({"every": 5, "last": False, "keep_best": False}, [5, 10]),
+        ({"every": 0, "last": False}, [3, 6]),
+        ({"every": 0, "last": False, "keep_best": False}, []),
+        ({"every": 0, "keep_best": False}, [10]),
+    ],
+)
+def test_checkpoints_are_written_on_the_way_of_the_best_and_of_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: list[int]
+) -> None:
+    saved = Saved(tmp_path, monkeypatch, **settings).train()
+    assert saved.checkpoints == expected
+    assert saved.exports == {"final"}
+    assert saved.uploaded == ["final", "final"]  # no checkpoint that is not on disk
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"step_2", "step_3", "step_4", "step_6", "step_8", "final"}),
+        ({"export_keep": 2}, {"step_6", "step_8", "final"}),
+        ({"export_keep": 1}, {"step_6", "step_8", "final"}),  # 6 is the best
+        ({"export_keep": 1, "keep_best": False}, {"step_8", "final"}),
+    ],
+)
+def test_the_newest_exports_stay_beside_the_final_one_and_that_of_the_best_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: set[str]
+) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=2, export="all", **settings).train()
+    assert saved.exports == expected
+
+
+def test_an_export_that_waits_for_its_upload_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=2, export="all", export_keep=1, keep_best=False)
+    saved.run.uploads.in_use = lambda: {tmp_path / "export" / "step_2"}
+    assert saved.train().exports == {"step_2", "step_8", "final"}
+
+
+def test_of_exports_those_written_last_stay_whatever_their_step(tmp_path: Path) -> None:
+    for written, step in enumerate((200, 300, 150, 160)):  # resumed from step 100
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "config.json").touch()
+        os.utime(tmp_path / f"step_{step}" / "config.json", (written, written))
+    prune_exports(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_150", "step_160"}
+
+
+@pytest.mark.parametrize(("last", "saved", "text"), [(True, [4], "which is saved"), (False, [], "nothing is saved")])
+def test_a_stop_saves_where_the_run_has_checkpoints_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool, saved: list[int], text: str
+) -> None:
+    run = Saved(tmp_path, monkeypatch, every=0, keep_best=False, last=last)
+    run.run.stop = SimpleNamespace(asked=lambda: "SIGTERM" if run.run.state.step == 4 else "")
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM after step 4.*{text}"):
+        run.train()
+    assert run.checkpoints == saved
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""Where the weights of a model go that only answers: on one device, over several GPUs, or left in their files.
+
+The devices are planned and the inputs moved between them by accelerate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+
+from dsreason.families import Family, family_of
+from dsreason.job.hosts import local_size
+from dsreason.models.load import checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
+from dsreason.models.shared_media import share_media
+from dsreason.models.weights import Weights
+from dsreason.monitor.memory import GIB, available_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_SHARE = 0.9
+"""Of a device's free memory; the rest is for activations and the key-value cache."""
+FILES = "disk"
+"""accelerate's name for weights that stay in their files, and are read whenever their module is called."""
+DeviceMap = dict[str, int | str]
+"""Name of a module → number of a GPU, "cpu" or `FILES`; the modules in it are not named."""
+
+
+def load_where_it_fits(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a folder for answering, without gradients: on `device` where it fits there.
+
+    A larger one has its layers on all the devices of this rank, see `devices_of`. What fits on none of them stays in its
+    files: every token reads it again, from the page cache at best. Inputs go to `device`, and outputs may come from another.
+    """
+    model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    family = family_of(model.config.model_type)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if size <= budget(device):
+        load_weights(model, weights, dtype, device)
+        share_media(model, family)
+    else:
+        devices = devices_of(device)
+        device_map = plan(model, family, {name_of(one): budget(one) for one in devices})
+        log.warning("%s: %s", path, explained(model, device_map, devices))
+        spread(model, weights, device_map, dtype, device)
+    read_generation_config(model, path)
+    return model.requires_grad_(False).eval()
+
+
+def devices_of(device: torch.device) -> list[torch.device]:
+    """`device`, and the GPUs of this host that fall to the same rank: the first of 2 ranks on 4 GPUs has 0 and 2."""
+    if device.type != "cuda":
+        return [device]
+    return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), local_size())]
+
+
+def name_of(device: torch.device) -> int | str:
+    """As accelerate calls it."""
+    return "cpu" if device.type == "cpu" else device.index or 0
+
+
+def budget(device: torch.device) -> int:
+    """Bytes for weights on a device. The ranks of a host share its memory."""
+    free = available_bytes() // local_size() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return int(WEIGHTS_SHARE * free)
+
+
+def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
+    """Which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
+    whole = [*model._no_split_modules, type(model.get_submodule(family.modules.vision_tower)).__name__]
+    balanced = get_balanced_memory(model, budgets, no_split_module_classes=whole)
+    device_map: DeviceMap = infer_auto_device_map(model, balanced, no_split_module_classes=whole, clean_result=False)
+    return device_map
+
+
+def spread(
+    model: PreTrainedModel, weights: Weights, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Load the weights of an empty model to where the map says, and have its inputs follow them."""
+    family = family_of(model.config.model_type)
+    homes = {name: home_of(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    index = {
+        name: index_entry(weights, firsts[id(parameter)], dtype)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if homes[name] == FILES
+    }
+    map_parameters(model, weights, [name for name in firsts.values() if homes[name] != FILES])
+    fill_buffers(model, device)
+    for name, parameter in model.named_parameters():
+        if homes[name] != FILES:
+            parameter.data = parameter.data.to(homes[name], dtype, copy=True)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would say once more what has been said
+    dispatch_model(
+        model,
+        device_map,
+        main_device=name_of(device),
+        offload_index=index,
+        skip_keys="past_key_values",  # each layer's part lies where the layer does
+        preload_module_classes=[type(model.get_submodule(family.modules.vision_tower)).__name__],
+        force_hooks=True,  # all of the model may be on another GPU than its inputs
+    )
+    share_media(model, family)  # around what accelerate has put around the vision tower
+
+
+def home_of(name: str, device_map: DeviceMap) -> int | str:
+    """Where a parameter goes: to where the module goes that it is in."""
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def index_entry(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, str]:
+    file, key = weights.places[name]
+    return {"safetensors_file": str(file), "weight_name": key, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def explained(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
+    """What a person should know of a model that does not fit on the first of these devices."""
+    sizes: dict[int | str, int] = {}
+    for name, parameter in model.named_parameters():
+        home = home_of(name, device_map)
+        sizes[home] = sizes.get(home, 0) + parameter.nbytes
+    parts = [f"{sizes[name_of(one)] / GIB:.1f} GiB go to {one}" for one in devices if name_of(one) in sizes]
+    if FILES in sizes:
+        parts.append(
+            f"{sizes[FILES] / GIB:.1f} GiB stay in their files, from which every token reads them: that is slow"
+        )
+        if devices[0].type == "cuda" and local_size() > 1:
+            parts.append("with --nproc 1 one copy of the model has all GPUs")
+    total = sum(sizes.values())
+    return f"the weights take {total / GIB:.1f} GiB, which do not fit on {devices[0]} alone: {'; '.join(parts)}"

@@ -1,0 +1,176 @@
+"""A model that does not fit on one device answers as it does on one. The rest of its weights stay in the files here: there is
+one CPU. Several GPUs: the plan; a GPU and files: tests/gpu."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.chat import Encoder
+from dsreason.families import family_of
+from dsreason.models import placement
+from dsreason.models.load import checked_model
+from dsreason.models.placement import devices_of, explained, home_of, load_where_it_fits, plan
+from dsreason.models.tiny import build_tiny
+from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.transformers_engine import TransformersEngine, draw_tokens
+from dsreason.train.common.preflight import build_encoder
+
+CPU = torch.device("cpu")
+Limit = Callable[[float], None]
+Draws = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose layers weigh more than its vision tower, as in real ones."""
+    return build_tiny(
+        request.param, tmp_path_factory.mktemp("deep") / request.param, num_layers=4, intermediate_size=2048
+    )
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch, deep: Path) -> Limit:
+    """Give the device room for this share of the model's weights in float32."""
+    size = weight_bytes(deep)
+    return lambda share: monkeypatch.setattr(placement, "budget", lambda device: int(share * size))
+
+
+def weight_bytes(folder: Path) -> int:
+    model, _ = checked_model(folder, dtype=torch.float32)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def drawn(model: Any, encoder: Encoder) -> Draws:
+    """What three rows draw, of which two show the same image."""
+    image, video = encoder.dummy("image"), encoder.dummy("video")
+    steps = draw_tokens(
+        model,
+        [image, video, image],
+        [0, 1, 2],
+        Sampling(max_completion_length=2, seed=1),
+        banned_ids=torch.tensor([5, 6]),
+        stop_ids=torch.tensor([7]),
+    )
+    return [(token.tolist(), logprob.tolist()) for token, logprob in steps]
+
+
+def in_files(model: Any) -> float:
+    """Share of the values of a model whose weights are still in their files."""
+    sizes = [(parameter.numel(), parameter.is_meta) for parameter in model.parameters()]
+    return sum(size for size, meta in sizes if meta) / sum(size for size, _ in sizes)
+
+
+@pytest.fixture(scope="module")
+def whole(deep: Path) -> tuple[Encoder, Draws]:
+    """The encoder, and what the model draws that is on one device."""
+    encoder = build_encoder(SFTConfig(), deep)
+    return encoder, drawn(load_where_it_fits(deep, dtype=torch.float32, device=CPU), encoder)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 1, 1), (0.6, 0.2, 0.95)])
+def test_a_model_answers_the_same_wherever_its_weights_are(
+    deep: Path, whole: tuple[Encoder, Draws], limit: Limit, share: float, least: float, most: float
+) -> None:
+    encoder, expected = whole
+    limit(share)
+    model = load_where_it_fits(deep, dtype=torch.float32, device=CPU)
+    assert least <= in_files(model) <= most
+    assert drawn(model, encoder) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_in_files_are_converted_and_an_output_layer_is_the_embedding_where_it_is_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    folder = build_tiny("qwen3_vl", tmp_path / "model", tie_embeddings=tied)
+    encoder = build_encoder(SFTConfig(), folder)
+    expected = drawn(load_where_it_fits(folder, dtype=torch.bfloat16, device=CPU), encoder)
+    monkeypatch.setattr(placement, "budget", lambda device: 0)
+    model = load_where_it_fits(folder, dtype=torch.bfloat16, device=CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert drawn(model, encoder) == expected
+
+
+def test_the_engine_of_an_evaluation_says_where_a_large_model_goes(
+    deep: Path, limit: Limit, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = build_encoder(SFTConfig(), deep)
+    engine = TransformersEngine(deep, encoder.processor.tokenizer, dtype=torch.float32, device=CPU)
+    engine.load(1)
+    assert caplog.text == ""
+    limit(0.5)
+    with caplog.at_level(logging.WARNING, "dsreason"):
+        engine.load(1)
+    assert engine.model is not None and in_files(engine.model) > 0
+    assert "which do not fit on cpu alone: " in caplog.text and " stay in their files" in caplog.text
+
+
+# ---------------------------------------------------------------- several GPUs
+
+
+def planned(folder: Path, *shares: float) -> tuple[Any, dict[str, int | str]]:
+    """An empty model, and where its parts go with GPUs that have room for these shares of it."""
+    model, _ = checked_model(folder, dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    family = family_of(model.config.model_type)
+    budgets: dict[int | str, int] = {number: int(share * size) for number, share in enumerate(shares)}
+    return model, plan(model, family, budgets)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"), [((0.9, 0.9), {0, 1}), ((0.6, 0.5, 0.5), {0, 1, 2}), ((0.7,), {0, "disk"})]
+)
+def test_layers_are_spread_over_gpus_and_none_is_cut(
+    deep: Path, shares: tuple[float, ...], expected: set[int | str]
+) -> None:
+    model, device_map = planned(deep, *shares)
+    homes = {name: home_of(name, device_map) for name, _ in model.named_parameters()}
+    assert set(homes.values()) == expected
+    layers = [f"model.language_model.layers.{i}." for i in range(model.config.text_config.num_hidden_layers)]
+    for part in ("model.visual.", *layers):
+        assert len({home for name, home in homes.items() if name.startswith(part)}) == 1, part
+
+
+def test_inputs_have_to_follow_a_model_that_is_on_another_gpu_as_a_whole(deep: Path) -> None:
+    _, device_map = planned(deep, 0.0, 2.0)  # somebody else has the memory of the first
+    assert set(device_map.values()) == {1}
+    assert "" not in device_map  # which accelerate would take for the place of the inputs
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "expected"), [(0, 1, [0, 1, 2, 3]), (0, 2, [0, 2]), (1, 2, [1, 3]), (3, 4, [3])]
+)
+def test_the_gpus_of_a_host_are_shared_among_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, expected: list[int]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert devices_of(torch.device("cuda", rank)) == [torch.device("cuda", i) for i in expected]
+    assert devices_of(CPU) == [CPU]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares", "expected"),
+    [
+        (1, (0.9, 0.9), ["GiB go to cuda:0", "GiB go to cuda:1"]),
+        (1, (0.7,), ["GiB go to cuda:0", "GiB stay in their files, from which every token reads them: that is slow"]),
+        (4, (0.7,), ["GiB go to cuda:0", "GiB stay in", "with --nproc 1 one copy of the model has all GPUs"]),
+    ],
+)
+def test_a_person_is_told_where_the_weights_go(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, shares: tuple[float, ...], expected: list[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    model, device_map = planned(deep, *shares)
+    text = explained(model, device_map, [torch.device("cuda", i) for i in range(len(shares))])
+    head, *parts = text.replace("alone: ", "alone; ").split("; ")
+    assert head == "the weights take 0.0 GiB, which do not fit on cuda:0 alone"
+    assert len(parts) == len(expected)
+    assert all(text in part for text, part in zip(expected, parts, strict=True))
