@@ -60,7 +60,7 @@ class Source:
     def sample(self, index: int) -> Sample:
         """Row `index`, with all its media there."""
         sample = self.read(index)
-        if missing := missing_medium(sample.messages):
+        if missing := missing_medium(sample.messages, self.media_root):
             raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {missing}")
         return sample
 
@@ -162,14 +162,13 @@ def num_held_out(validation: float | int, num_rows: int) -> int:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
-    An answer without an assistant message becomes that message; a sample without an id gets the path of its first file.
+    An answer without an assistant message becomes that message; where there is neither, the row can be asked, but not
+    trained on as it stands. A sample without an id gets the path of its first file.
     """
     check_messages(sample.messages)
     check_options(sample.options)
     given = list(sample.messages)
-    if not any(message["role"] == "assistant" for message in given):
-        if not sample.answer:
-            raise DataError("messages: no assistant message and no answer, so there is nothing to train on")
+    if sample.answer and not any(message["role"] == "assistant" for message in given):
         given.append({"role": "assistant", "content": sample.answer})
     messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
@@ -272,13 +271,26 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
     return path
 
 
-def missing_medium(messages: Sequence[Message]) -> str | None:
+def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
     """Which medium is not there. Whether an object in S3 exists is seen when it is read."""
     for part in media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
-            return f"{part['type']}: no file {path[:300]}"
+            return f"{part['type']}: no file {path[:300]}{joined_twice(path, media_root)}"
     return None
+
+
+def joined_twice(path: str, media_root: Path | S3Address) -> str:
+    """Advice where a relative path exists, but from the working folder: an adapter has joined `data.path` to it already."""
+    if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
+        return ""
+    given = os.path.relpath(path, media_root)
+    if not os.path.isfile(given):
+        return ""
+    return (
+        f"; there is a file {given[:300]} in the working folder, but relative paths are joined to {media_root}: "
+        'set data.media_path = ".", or let the adapter return absolute paths'
+    )
 
 
 def absolute_paths_allowed(config: SourceConfig) -> bool:

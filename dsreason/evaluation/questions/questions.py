@@ -174,7 +174,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
     seen: Counter[str] = Counter()
     for index in range(len(source.rows)):
         sample = source.read(index)
-        problem = missing_medium(sample.messages)
+        problem = missing_medium(sample.messages, source.media_root)
         try:
             sample = with_checked_answer(replace(sample, answer=reference_answer(sample)))
             kind = config.kind or checked_kind(sample)
