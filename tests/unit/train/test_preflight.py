@@ -15,6 +15,7 @@ from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
 from dsreason.train.common.preflight import check_deepspeed, check_upload
 from dsreason.train.grpo.preflight import check as check_grpo
+from dsreason.train.sft.preflight import check as check_sft
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
 
@@ -29,6 +30,7 @@ def config(folder: Path, model: Path, rows: list[dict[str, Any]], **sections: An
             "grpo": {"prompts_per_step": 2},
             "rollout": {"max_completion_length": 200, **sections.get("rollout", {})},
             "reward": {"functions": {"single_choice": 1.0, "format": 0.5}, **sections.get("reward", {})},
+            "checkpoint": sections.get("checkpoint", {}),
         }
     )
 
@@ -40,6 +42,51 @@ def test_rows_prompts_and_rewards_that_fit_pass(tmp_path, tiny_qwen3_vl):
 def test_a_long_reference_takes_no_room_from_the_prompt(tmp_path, tiny_qwen3_vl):
     rows = [*ROWS[:5], {**ROWS[5], "answer": "<think>" + "well " * 150 + "</think> <answer>B</answer>"}]
     check_grpo(config(tmp_path, tiny_qwen3_vl, rows, reward={"functions": {"single_choice_lenient": 1.0}}))
+
+
+ASKED = [{"id": str(i), "question": f"{i}?"} for i in range(6)]
+OWN = """
+def short(completion, sample):
+    assert sample.answer is None
+    return float(len(completion) < 99)
+"""
+
+
+@pytest.mark.parametrize("reward", ["format", "overlong", "own"])
+def test_rows_need_no_answer_where_the_rewards_compare_with_none(tmp_path, tiny_qwen3_vl, reward):
+    (tmp_path / "own.py").write_text(OWN)
+    functions = {str(tmp_path / "own.py") if reward == "own" else reward: 1.0}
+    check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": functions}))
+
+
+def test_rows_without_an_answer_are_refused_by_a_reward_that_compares_with_one(tmp_path, tiny_qwen3_vl):
+    with pytest.raises(DataError, match="row 1: sample '0': field 'answer' is None; the reward exact_match compares"):
+        check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"exact_match": 1.0}}))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "fits"), [({}, False), ({"best_metric": "val/reward/mean"}, True), ({"keep_best": False}, True)]
+)
+def test_held_out_rows_without_an_answer_have_a_reward_but_no_loss(tmp_path, tiny_qwen3_vl, checkpoint, fits):
+    settings = config(
+        tmp_path,
+        tiny_qwen3_vl,
+        ASKED,
+        data={"validation": 2},
+        reward={"functions": {"format": 1.0}},
+        checkpoint=checkpoint,
+    )
+    if fits:
+        check_grpo(settings)
+    else:
+        with pytest.raises(ConfigError, match='best_metric = "val/reward/mean"'):
+            check_grpo(settings)
+
+
+def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
+    settings = config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"format": 1.0}})
+    with pytest.raises(DataError, match="row 1: sample '0': no assistant message and no answer"):
+        check_sft(SFTConfig(model=settings.model, data=settings.data, train={"global_batch_size": 2}))
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import Sample
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import MetricsWriter
-from dsreason.train.common.answers import Answer, ValidationResult, accuracies, modality_of
+from dsreason.train.common.answers import Answer, ValidationResult, accuracies, mean_rewards, modality_of
 from dsreason.train.common.validate import HeldOut
 
 
@@ -60,6 +61,15 @@ def test_the_summary_is_one_line_for_a_person() -> None:
     result = ValidationResult({"val/loss": 0.25} | accuracies(answers), answers, {})
     assert result.summary(60) == "validation at step 60: loss 0.2500, accuracy 66.7 % (text 50.0 %, video 100.0 %)"
     assert ValidationResult({"val/loss": 0.25}, [], {}).summary(0) == "validation at step 0: loss 0.2500"
+
+
+def test_answers_without_a_reference_count_for_no_accuracy_but_for_the_reward() -> None:
+    unknown = Answer(9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0})
+    known = replace(answer(0, True, "video"), rewards={"": 1.5, "short": 0.0})
+    assert accuracies([known, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
+    assert mean_rewards([known, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
+    result = ValidationResult(mean_rewards([unknown]) | accuracies([unknown]), [unknown], {})
+    assert result.summary(5) == "validation at step 5: reward 0.5000"
 
 
 def test_no_answers_give_no_accuracy() -> None:
