@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -152,6 +152,9 @@ def inspect(
     subset: Annotated[str | None, typer.Option(help="Such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens.")] = None,
+    balance: Annotated[
+        str | None, typer.Option(help="Without --config: data.balance, whose labels are counted, such as answer.")
+    ] = None,
     test: Annotated[str | None, typer.Option(help="Test rows, read as the others, to find duplicates in.")] = None,
     benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder, to find duplicates in.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
@@ -165,11 +168,14 @@ def inspect(
     if config is not None:
         run = load_run(choose_trainer(config, overrides, None), config, overrides)
     else:
+        if overrides:
+            raise ConfigError(f"--set {overrides[0]}: goes with --config; without it give the data by options")
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
-        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split))
+        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split, balance=balance))
     launch.prepare_environment()
     with quick_imports():
         from dsreason.cli.inspection_tables import show_inspection
+        from dsreason.data.labels import labels_per_epoch
         from dsreason.data.sources import open_datasets
         from dsreason.datasets.inspection import inspect_data
 
@@ -182,8 +188,9 @@ def inspect(
             from dsreason.train.common.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
-        encoder = build_encoder(measured, find_model(measured))
+        encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
+    found = replace(found, balance=labels_per_epoch(training, run.data))
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:

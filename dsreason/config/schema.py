@@ -155,6 +155,16 @@ class DataConfig(SourceConfig):
     """Steps that are decoded ahead."""
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
+    balance: str | None = Field(None, min_length=1)
+    """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
+    one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def check_named(cls, balance: object) -> object:
+        if isinstance(balance, bool):
+            raise ValueError(f"{balance} says not what to balance; name answer, or a field of the rows")
+        return balance
 
     @model_validator(mode="after")
     def check_sources(self) -> DataConfig:

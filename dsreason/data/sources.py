@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.messages import media_parts
+from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError, StorageError
@@ -66,6 +68,14 @@ class Source:
 
     def read(self, index: int) -> Sample:
         """Row `index`, whether or not its media exist."""
+        sample = self.adapted(index)
+        try:
+            return finish_sample(sample, self.config, self.media_root)
+        except DataError as error:
+            raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {error}") from error
+
+    def adapted(self, index: int) -> Sample:
+        """Row `index` as the adapter returns it."""
         where = self.rows.location(index)
         try:
             sample = self.adapter.to_sample(self.rows[index], self.config)
@@ -81,10 +91,7 @@ class Source:
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(f"{where}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}")
-        try:
-            return finish_sample(sample, self.config, self.media_root)
-        except DataError as error:
-            raise DataError(f"{where} (sample {sample.id!r}): {error}") from error
+        return sample
 
 
 class SampleDataset(Sequence[Sample]):
@@ -105,16 +112,22 @@ class SampleDataset(Sequence[Sample]):
         source, row = self._find(index)
         return source.sample(row)
 
+    def adapted(self, index: int) -> Sample:
+        """As its adapter returns it, whether or not its media exist."""
+        source, row = self._find(index)
+        return source.adapted(row)
+
     def location(self, index: int) -> str:
         """Where a sample comes from, for messages: `train.jsonl, row 3`."""
         source, row = self._find(index)
         return source.rows.location(row)
 
     @property
-    def weighted_lengths(self) -> list[tuple[int, float]]:
-        """(number of rows, weight) of each source, as `StepOrder` takes them."""
-        counts = np.diff(np.searchsorted(self.rows, self.starts)).tolist()
-        return [(count, source.weight) for count, source in zip(counts, self.sources, strict=True) if count]
+    def weighted_parts(self) -> list[Part]:
+        """The samples of each source that has any, as `StepOrder` takes them."""
+        bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
+        parts = [Part(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)]
+        return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""

@@ -10,6 +10,7 @@ from dsreason.answers.correct import reference_of
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.labels import order_parts
 from dsreason.data.loader import read_row
 from dsreason.data.order import StepOrder
 from dsreason.data.prompts import PromptEncoder, ask
@@ -94,7 +95,7 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
     """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
-        training.weighted_lengths,
+        order_parts(training, config.data),
         batch_size=config.grpo.prompts_per_step,
         epochs=train.epochs,
         max_steps=None if train.max_steps is None else -(-train.max_steps // steps),

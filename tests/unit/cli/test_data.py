@@ -1,6 +1,7 @@
 """`dsreason data …` as it is typed: files, texts, exit codes."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,30 @@ def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
     arguments = ["--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--json", "--workers", "0"]
     part = json.loads(call("inspect", *arguments).stdout)["parts"]["training"]
     assert part["tokens"]["max"] > 4 and part["too_long"] == 0
+
+
+def test_inspect_counts_the_labels_that_are_balanced() -> None:
+    write_rows(*[{**GOOD, "id": str(i), "answer": "no" if i else "yes"} for i in range(4)])
+    by_option = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
+    assert json.loads(by_option.stdout)["balance"] == {
+        "no": {"rows": 3, "per_epoch": 2},
+        "yes": {"rows": 1, "per_epoch": 2},
+    }
+    by_key = call("inspect", "--config", "run.toml", "--set", "data.balance=answer", "--workers=0")
+    assert re.search(r"training: data\.balance", by_key.output)
+    assert re.search(r"yes\s+│\s+1\s+│\s+2\s+│\s+2\.00 times", by_key.output)
+
+
+def test_set_goes_with_a_configuration() -> None:
+    write_rows(GOOD)
+    result = call("inspect", "--path", "rows.jsonl", "--set", "data.balance=answer")
+    assert "--set data.balance=answer: goes with --config" in error_of(result, ConfigError)
+
+
+def test_inspect_measures_rows_that_are_only_asked(tiny_qwen2_5_vl: Path) -> None:
+    write_rows({key: GOOD[key] for key in ("id", "question")})
+    arguments = ["--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--json", "--workers", "0"]
+    assert json.loads(call("inspect", *arguments).stdout)["parts"]["training"]["tokens"]["max"] > 4
 
 
 def test_inspect_compares_with_test_rows() -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
-from dsreason.data.sources import open_datasets
+from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import ConfigError, DataError
 
 
@@ -59,15 +59,19 @@ def test_split_ranges_choose_rows(folder, split, expected):
     assert ids(open_datasets(config(folder, split=split))[0]) == expected
 
 
+def weights(dataset: SampleDataset) -> list[tuple[list[int], float]]:
+    return [(part.rows.tolist(), part.weight) for part in dataset.weighted_parts]
+
+
 def test_several_sources_follow_each_other_with_their_weights(folder):
     one = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
     training, _ = open_datasets(DataConfig(sources=[{**one, "limit": 2}, {**one, "limit": 1, "weight": 3.0}]))
     assert ids(training) == ["0", "1", "0"]
-    assert training.weighted_lengths == [(2, 1.0), (1, 3.0)]
+    assert weights(training) == [([0, 1], 1.0), ([2], 3.0)]
     chosen = training.select(np.array([1, 2]))
-    assert (ids(chosen), chosen.weighted_lengths) == (["1", "0"], [(1, 1.0), (1, 3.0)])
+    assert (ids(chosen), weights(chosen)) == (["1", "0"], [([0], 1.0), ([1], 3.0)])
     last = chosen.select(np.array([1]))
-    assert (ids(last), last.weighted_lengths) == (["0"], [(1, 3.0)])  # nothing of the first source
+    assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # nothing of the first source
 
 
 @pytest.mark.parametrize("index", [-1, 10])
