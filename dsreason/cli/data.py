@@ -51,13 +51,24 @@ def fetch(
     repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     file: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only such paths, as '*.json'.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Also the raw videos of agibot, bridgev2 and holoassist, for `data clip`.")
+    ] = False,
+    raw_from: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or address of a folder."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and stop.")] = False,
 ) -> None:
     """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
 
-    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked.
+    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked. With --raw the raw
+    videos of clips that the Hub does not have come from where their publishers offer them, as far as clips need them;
+    what they do not offer is listed, and the exit code is 1.
     """
     tasks = task or [Task.benchmark]
+    if raw_from and (not raw or len(dataset or []) != 1):
+        raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
     launch.prepare_environment()
@@ -74,9 +85,36 @@ def fetch(
         if not dry_run:
             fetching.fetch(plan)
             typer.echo(f"{plan.repo}: complete in {plan.folder}")
+    missing: list[str] = []
     for one, plan in zip(tasks, plans, strict=True):
         for name in plan.without_clips:
-            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
+            if raw and name in get_args(CutDataset):
+                missing += fetch_raw_videos(name, one, data_dir, raw_from, dry_run)
+            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir, raw)}")
+    for text in missing:
+        typer.echo(text)
+    if missing:
+        raise typer.Exit(1)
+
+
+def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
+    """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
+    from dsreason.datasets.clip import needed_clips
+    from dsreason.datasets.raw import fetch_raw, plan_raw
+
+    folder = data_dir / task / name
+    if dry_run and not folder.is_dir():
+        typer.echo(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
+        return []
+    plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
+    clips = sum(map(len, plan.videos.values()))
+    typer.echo(
+        f"{name}: {len(plan.videos)} raw videos to fetch from {plan.origin} → {plan.folder}, for {clips} of {plan.clips} clips"
+    )
+    if dry_run:
+        typer.echo(f"  by hand: {plan.by_hand}")
+        return []
+    return fetch_raw(plan)
 
 
 def show_plan(plan: Plan, with_files: bool) -> None:
@@ -93,19 +131,22 @@ def show_plan(plan: Plan, with_files: bool) -> None:
             typer.echo(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
 
 
-def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
+def advice_on_clips(name: str, task: Task, data_dir: Path, has_raw: bool) -> str:
     if name not in get_args(CutDataset):
         return "the repository has no clips of it"
-    return (
-        "its clips are not on the Hub; get the raw videos and cut them: "
-        f"dsreason data clip --dataset {name} --task {task} --data-dir {data_dir} --raw DIR"
-    )
+    options = f"--dataset {name} --task {task} --data-dir {data_dir}"
+    cut = f"dsreason data clip {options}"
+    if has_raw:
+        return f"cut its clips: {cut}"
+    return f"its clips are not on the Hub; get the raw videos and cut them: dsreason data fetch --raw {options}, then {cut}"
 
 
 @app.command()
 def clip(
     dataset: Annotated[CutDataset, typer.Option(help="Whose clips to cut.")],
-    raw: Annotated[Path, typer.Option(help="Folder with its raw videos.")],
+    raw: Annotated[
+        Path | None, typer.Option(help="Folder with its raw videos; default: <data-dir>/raw/<dataset>.")
+    ] = None,
     data_dir: DataDirOption = Path("data"),
     task: Annotated[Task, typer.Option(help="Which annotations say what clips are needed.")] = Task.benchmark,
     annotations: Annotated[
@@ -129,7 +170,7 @@ def clip(
 
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
-    rule = rule_for(dataset, raw, events=events)
+    rule = rule_for(dataset, raw or data_dir / "raw" / dataset, events=events)
     clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers))
     for text in [*clips.missing, *clips.failed]:
         typer.echo(text)

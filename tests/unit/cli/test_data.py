@@ -13,6 +13,7 @@ from dsreason.cli.data import app
 from dsreason.errors import ConfigError, DataError
 from dsreason.monitor import work
 from tests.unit.datasets.hub import Hub
+from tests.unit.datasets.test_raw import tar_of
 from tests.unit.media.videos import write_video
 
 CLIP = "327-648642-head-3-8"
@@ -63,7 +64,8 @@ def test_fetch_says_what_it_does_and_what_is_to_be_cut(hub: Hub) -> None:
     assert result.exit_code == 0, result.output
     assert "nvidia/Cosmos-Reason1-Benchmark at aaaaaaaaaaaa → data/benchmark: 2 of 2 files to fetch" in result.output
     assert "agibot: its clips are not on the Hub" in result.output
-    assert "dsreason data clip --dataset agibot --task benchmark --data-dir data --raw DIR" in result.output
+    options = "--dataset agibot --task benchmark --data-dir data"
+    assert f"dsreason data fetch --raw {options}, then dsreason data clip {options}" in result.output
     assert "av: the repository has no clips of it" in result.output
     assert "hf_secret" not in result.output
     assert Path("data/benchmark/av/av_benchmark_qa_pairs.json").is_file()
@@ -105,6 +107,54 @@ def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
     assert found["parts"]["training"]["media"]["video"]["seconds"]["max"] == pytest.approx(0.5)
     assert found["parts"]["training"]["letters"]["B"] == {"count": 1, "expected": 0.5}
     assert found["overlaps"] == [{"part": "agibot", "other": "training", "same_rows": 1, "same_media": 1}]
+
+
+RECORDING = "R1_coarse_0_fine_4"
+
+
+@pytest.fixture
+def holoassist(hub: Hub, folder: Path) -> str:
+    """Annotations on the Hub, and the address of a server that offers the recording R1 alone."""
+    rows = [
+        {"video": f"clips/{name}.mp4", "qa_pairs": {"question": "?", "answer": "a"}}
+        for name in (RECORDING, "R2" + RECORDING[2:])
+    ]
+    hub.files["holoassist/holoassist_benchmark_qa_pairs.json"] = json.dumps(rows[:1]).encode()
+    hub.files["holoassist/more.json"] = json.dumps(rows).encode()
+    video = write_video(folder / "made.mp4", 20).read_bytes()
+    events = [{"label": "Fine grained action", "id": 4, "start": 0.2, "end": 1.0}]
+    hub.plain = {
+        "/holo/video_pitch_shifted.tar": tar_of(("R1/Export_py/Video_pitchshift.mp4", video)),
+        "/holo/data-annotation-trainval-v1_1.json": json.dumps([{"video_name": "R1", "events": events}]).encode(),
+    }
+    return f"{hub.address}/holo"
+
+
+def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
+    options = ["--dataset", "holoassist", "--file", "*_qa_pairs.json"]
+    asked = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "fetch them first, without --raw" in asked.stdout
+    fetched = call("fetch", *options, "--raw", "--raw-from", holoassist)
+    assert fetched.exit_code == 0, fetched.output
+    assert f"1 raw videos to fetch from {holoassist} → data/raw/holoassist, for 1 of 1 clips" in fetched.stdout
+    assert "holoassist: cut its clips: dsreason data clip --dataset holoassist --task benchmark" in fetched.stdout
+    cut = call("clip", "--dataset", "holoassist", "--workers", "0")
+    assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
+    again = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "0 raw videos to fetch" in again.stdout and "by hand: get video_pitch_shifted.tar" in again.stdout
+
+
+def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:
+    result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", holoassist)
+    assert result.exit_code == 1
+    assert f"R2_coarse_0_fine_4: its raw video R2 is not in {holoassist}" in result.stdout
+    assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
+
+
+@pytest.mark.parametrize("arguments", [["--dataset", "agibot"], ["--raw"]])
+def test_another_place_of_raw_videos_goes_with_one_data_set(arguments: list[str]) -> None:
+    result = call("fetch", "--raw-from", "a/b", *arguments)
+    assert "--raw-from a/b: goes with --raw and one --dataset" in error_of(result, ConfigError)
 
 
 def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowed(hub: Hub) -> None:
