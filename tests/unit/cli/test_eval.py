@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from dsreason.cli import eval as cli
 from dsreason.cli.eval import RECIPE, load, names_datasets, question_overrides
 from dsreason.config.load import load_config
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
+from dsreason.job import lifeline
 
 ROWS = '[[sources]]\npath = "rows.jsonl"\n'
 
@@ -86,3 +90,21 @@ def test_a_tp_size_that_is_none_is_named(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TP_SIZE", given)
     with pytest.raises(ConfigError, match=rf"TP_SIZE \('{given}' in the environment\): must be a whole number"):
         load(None, ["datasets=['robovqa']", "model.path=m"])
+
+
+def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    @contextmanager
+    def joined(activity: str) -> Iterator[None]:
+        monkeypatch.setenv("TP_SIZE", "2")  # as the first host gives it
+        yield
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(lifeline, "from_the_start", joined)
+    monkeypatch.setattr(cli, "run", lambda config: found.append(config.model.tensor_parallel_size))
+    cli.evaluate(model="m", dataset=["robovqa"])
+    assert found == [2]

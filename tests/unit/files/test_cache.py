@@ -15,10 +15,10 @@ VARIABLES = ("DSREASON_CACHE", "COSMOS_CACHE", "XDG_CACHE_HOME")
 @pytest.mark.parametrize(
     ("environment", "caches", "media"),
     [
-        ({}, "/home/me/.cache/dsreason", "/home/me/.cache/dsreason"),
+        ({}, "/me/.cache/dsreason", "/me/.cache/dsreason"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/dsreason", "/x/dsreason"),
         ({"COSMOS_CACHE": "/large/cosmos", "XDG_CACHE_HOME": "/x"}, "/large/cosmos", "/large/cosmos"),
-        ({"COSMOS_CACHE": "~/cosmos"}, "/home/me/cosmos", "/home/me/cosmos"),
+        ({"COSMOS_CACHE": "~/cosmos"}, "/me/cosmos", "/me/cosmos"),
         ({"DSREASON_CACHE": "/own", "COSMOS_CACHE": "/large/cosmos"}, "/own", "/large/cosmos"),
         ({"DSREASON_CACHE": "/own"}, "/own", "/own"),
     ],
@@ -28,7 +28,7 @@ def test_cosmos_cache_names_the_folder_of_all_caches_and_dsreason_cache_another_
 ) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/me")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (cache_dir(), media_cache()) == (Path(caches), Path(media))
