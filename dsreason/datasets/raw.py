@@ -309,8 +309,10 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
 
 def bridge_video(path: bytes | int, episode: bytes | int) -> str:
     """`/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`, as in the names of clips."""
-    folder = str(path, "utf-8").rpartition(BRIDGE_ROOT)[2].removesuffix("/out.npy") if isinstance(path, bytes) else ""
-    number = str(episode, "utf-8") if isinstance(episode, bytes) else str(episode)
+    text, number = (str(one, "utf-8", "replace") if isinstance(one, bytes) else str(one) for one in (path, episode))
+    if BRIDGE_ROOT not in text:
+        raise DataError(f"an episode's file_path is {text:.200}, in which no {BRIDGE_ROOT} leads to its folder")
+    folder = text.rpartition(BRIDGE_ROOT)[2].removesuffix("/out.npy")
     return f"{folder.replace('/', '-')}.{number}"
 
 

@@ -79,6 +79,11 @@ def test_llava_tags_become_media_where_they_stand(text, expected):
     assert sample.messages[0]["content"] == parts(*expected)
 
 
+def test_a_llava_row_without_a_reply_can_be_asked():
+    sample = llava.to_sample({"id": "1", "image": "a", "conversations": turns("<image>\nWhat?")})
+    assert ([message["role"] for message in sample.messages], sample.answer) == (["user"], None)
+
+
 def test_llava_keeps_every_turn_and_media_of_later_turns():
     row = {
         "id": "1",

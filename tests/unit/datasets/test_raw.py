@@ -226,6 +226,13 @@ def test_a_damaged_shard_is_told_and_fetched_again(hub: Hub, tmp_path: Path) -> 
     assert fetch(tmp_path, "bridgev2", name) == []
 
 
+def test_episodes_that_lie_elsewhere_are_told_instead_of_fetching_every_shard(hub: Hub, tmp_path: Path) -> None:
+    other = record(episode_metadata__file_path=[b"/data/a/out.npy"], episode_metadata__episode_id=[1])
+    hub.plain["/bridge/bridge_dataset-train.tfrecord-00000-of-00002"] = other
+    with pytest.raises(DataError, match=r"file_path is /data/a/out\.npy, in which no bridge_data_all/"):
+        fetch(tmp_path, "bridgev2", "c-train.1.totalframe001.clipframe001")
+
+
 # ---------------------------------------------------------------- all
 
 
