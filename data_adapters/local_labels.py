@@ -84,9 +84,8 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
             f'data.video_pattern = "*{names[0].removeprefix(row["id"])}"'
         )
     content = read_label(label)
-    answer = json.dumps(
-        content, ensure_ascii=False
-    )  # not in Python's notation: any program can read what the model answers
+    # Not in Python's notation, so that any program can read what the model answers.
+    answer = json.dumps(content, ensure_ascii=False)
     shown = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
     messages: list[Message] = [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]
     return Sample(id=row["id"], messages=messages, answer=answer, meta={"label": content})

@@ -90,7 +90,8 @@ def fetch(
         for name in plan.without_clips:
             if raw and name in get_args(CutDataset):
                 missing += fetch_raw_videos(name, one, data_dir, raw_from, dry_run)
-            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir, raw)}")
+            else:
+                typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
     for text in missing:
         typer.echo(text)
     if missing:
@@ -114,7 +115,9 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
     if dry_run:
         typer.echo(f"  by hand: {plan.by_hand}")
         return []
-    return fetch_raw(plan)
+    missing = fetch_raw(plan)
+    typer.echo(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    return missing
 
 
 def show_plan(plan: Plan, with_files: bool) -> None:
@@ -131,14 +134,18 @@ def show_plan(plan: Plan, with_files: bool) -> None:
             typer.echo(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
 
 
-def advice_on_clips(name: str, task: Task, data_dir: Path, has_raw: bool) -> str:
+def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
     if name not in get_args(CutDataset):
         return "the repository has no clips of it"
-    options = f"--dataset {name} --task {task} --data-dir {data_dir}"
-    cut = f"dsreason data clip {options}"
-    if has_raw:
-        return f"cut its clips: {cut}"
-    return f"its clips are not on the Hub; get the raw videos and cut them: dsreason data fetch --raw {options}, then {cut}"
+    options = clip_options(name, task, data_dir)
+    return (
+        "its clips are not on the Hub; get the raw videos and cut them: "
+        f"dsreason data fetch --raw {options}, then dsreason data clip {options}"
+    )
+
+
+def clip_options(name: str, task: Task, data_dir: Path) -> str:
+    return f"--dataset {name} --task {task} --data-dir {data_dir}"
 
 
 @app.command()
@@ -206,6 +213,8 @@ def inspect(
     """Report what is in the data (lengths, media, labels, missing and duplicate rows), and show some of it."""
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
+    if config is not None and balance is not None:
+        raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
     if config is not None:
         run = load_run(choose_trainer(config, overrides, None), config, overrides)
     else:
@@ -231,7 +240,8 @@ def inspect(
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
-    found = replace(found, balance=labels_per_epoch(training, run.data))
+    labelled = run.data.model_copy(update={"on_bad_row": "skip"})  # rows without a label are told, not refused
+    found = replace(found, balance=labels_per_epoch(training, labelled))
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:

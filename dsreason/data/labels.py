@@ -55,16 +55,15 @@ def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
     if data.balance is None:
         return dataset.weighted_parts
     by_label = balance(dataset.weighted_parts, labels_of(dataset, data))
-    for name, label in count_labels(by_label).items():
-        log.info("data.balance: an epoch shows %d rows labelled %r, of %d", label.per_epoch, name, label.rows)
-        if label.per_epoch > MANY_TIMES * label.rows:
-            times = label.per_epoch / label.rows
-            log.warning(
-                "data.balance: the rows labelled %r (%d) come %.0f times in an epoch; more of them would teach more",
-                name,
-                label.rows,
-                times,
-            )
+    labels = count_labels(by_label)
+    log.info("data.balance: %d labels, of each %d rows an epoch", len(labels), next(iter(labels.values())).per_epoch)
+    rare = [
+        f"{name!r} ({label.rows} rows, each {label.per_epoch / label.rows:.0f} times)"
+        for name, label in labels.items()
+        if label.per_epoch > MANY_TIMES * label.rows
+    ]
+    if rare:
+        log.warning("data.balance: few rows come often in an epoch; more of these would teach more: %s", listed(rare))
     return [part for parts in by_label.values() for part in parts]
 
 
@@ -86,8 +85,9 @@ def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, li
     """
     names = sorted({label for label in labels if label is not None})
     per_label = math.ceil(sum(part.per_epoch for part in parts) / max(1, len(names)))
-    column = np.array(labels, dtype=object)
-    return {name: share(parts, column == name, per_label) for name in names}
+    numbers = {name: number for number, name in enumerate(names)}
+    column = np.array([-1 if label is None else numbers[label] for label in labels])
+    return {name: share(parts, column == number, per_label) for name, number in numbers.items()}
 
 
 def share(parts: Sequence[Part], chosen: NDArray[np.bool_], count: int) -> list[Part]:

@@ -201,11 +201,7 @@ def tars_of_episode(tars: Sequence[str], episode: int) -> list[str]:
 
 
 def fetch_holoassist(plan: RawPlan) -> set[str]:
-    actions = plan.folder / HOLOASSIST_ACTIONS
-    if not actions.is_file():
-        source = Source(f"{plan.origin}/{HOLOASSIST_ACTIONS}")
-        with server_errors(source):
-            write_file(actions, source.read())
+    fetch_file(plan, Source(f"{plan.origin}/{HOLOASSIST_ACTIONS}"), plan.folder / HOLOASSIST_ACTIONS)
     wanted = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
     source = Source(f"{plan.origin}/{HOLOASSIST_TAR}")
     with server_errors(source):
@@ -227,6 +223,19 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
             (folder / ending).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial, folder / ending)
     return set(members)
+
+
+def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
+    """A whole file, unless it is there."""
+    if file.is_file():
+        return
+    partial = partial_of(plan, source.url)
+    with server_errors(source):
+        size = source.size()
+        check_room(plan.folder, size)
+        with track(f"fetching {file.name}", size, "bytes") as advance:
+            fetch_part(source, 0, size, partial, advance)
+    os.replace(partial, file)
 
 
 def partial_of(plan: RawPlan, what: str) -> Path:
@@ -284,17 +293,12 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
 
 def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
     """The episodes in a shard, and those of them whose frames are now on the disk. The shard itself is not kept."""
-    source = Source(f"{plan.origin}/{shard}")
-    partial = partial_of(plan, source.url)
-    with server_errors(source):
-        size = source.size()
-        check_room(plan.folder, size)
-        with track(f"fetching {shard}", size, "bytes") as advance:
-            fetch_part(source, 0, size, partial, advance)
+    source, file = Source(f"{plan.origin}/{shard}"), plan.folder / shard
+    fetch_file(plan, source, file)
     inside: list[str] = []
     taken: set[str] = set()
     try:
-        for example in read_examples(partial, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
+        for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
             video = bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
             inside.append(video)
             if video in wanted:
@@ -303,7 +307,7 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
     except (KeyError, IndexError) as error:
         raise DataError(f"{source.url}: an episode has no {error}; it is not the data set bridge_dataset") from error
     finally:
-        partial.unlink()  # a damaged one is fetched again
+        file.unlink()  # a damaged one is fetched again
     return inside, taken
 
 

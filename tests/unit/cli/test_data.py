@@ -206,6 +206,18 @@ def test_inspect_counts_the_labels_that_are_balanced() -> None:
     assert re.search(r"yes\s+│\s+1\s+│\s+2\s+│\s+2\.00 times", by_key.output)
 
 
+def test_inspect_goes_on_where_a_row_has_no_label() -> None:
+    write_rows(GOOD, {key: GOOD[key] for key in ("id", "question")})
+    found = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
+    assert json.loads(found.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 2}}
+
+
+def test_what_is_balanced_is_said_in_one_place() -> None:
+    write_rows(GOOD)
+    result = call("inspect", "--config", "run.toml", "--balance", "answer")
+    assert "with --config give --set data.balance=answer" in error_of(result, ConfigError)
+
+
 def test_set_goes_with_a_configuration() -> None:
     write_rows(GOOD)
     result = call("inspect", "--path", "rows.jsonl", "--set", "data.balance=answer")

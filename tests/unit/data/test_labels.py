@@ -151,7 +151,7 @@ def test_a_field_that_no_row_has_stops_the_run(tmp_path):
 def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
     data = config(tmp_path, ["no"] * 29 + ["yes"])
     order_parts(opened(data), data)
-    assert "rows labelled 'yes' (1) come 15 times in an epoch" in caplog.text
+    assert "more of these would teach more: 'yes' (1 rows, each 15 times)" in caplog.text
 
 
 @pytest.mark.parametrize("balance", [True, ""])
