@@ -6,7 +6,8 @@
 `data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`) or `nvidia/Cosmos-Reason1-Benchmark`
 ("benchmark"), a folder of the same layout (`<subset>/<subset>_rl_qa_pairs.json`) or one such file; `data.subset` is robovqa,
 agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found as by `cosmos_reason1`. A row may have an `image`
-instead, and a list of questions, each of which counts as a row.
+instead, and a list of questions, each of which counts as a row. A question without `answer` can be asked, which is enough for
+rewards that compare with none.
 
 The user's text is cosmos-rl's, but for its last line, which asks for a format: that is for `data.system_prompt` to do, so
 that it can be changed together with `reward.options.format.pattern`.
@@ -38,17 +39,25 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if not isinstance(choice, dict):
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
-    answer = text_field(choice, "correct_answer" if choice.get("correct_answer") else "answer").strip()
+    given = "correct_answer" if choice.get("correct_answer") else "answer"
+    answer = None if choice.get(given) is None else text_field(choice, given).strip()
     lines = [text_field(choice, "question"), *option_lines(options)]
     if options is not None:
-        letter = own_letter(answer, options)
-        if letter is None:
-            raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
-        answer = letter
+        if answer is not None:
+            answer = letter_of(answer, options)
         lines.append(REQUEST)
     content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
-    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": content}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
     return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
+
+
+def letter_of(answer: str, options: dict[str, str]) -> str:
+    letter = own_letter(answer, options)
+    if letter is None:
+        raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
+    return letter
 
 
 class Questions(Rows):

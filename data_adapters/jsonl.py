@@ -4,7 +4,8 @@
      "answer": "A", "system": "Answer with a letter."}
 
 `image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
-be absent, and options may also be a list, which is lettered from A.
+be absent, and options may also be a list, which is lettered from A. Without `answer` a row can be asked, which is enough for
+GRPO with rewards that compare with none.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from dsreason.data.types import Message, Sample
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    answer = text_field(row, "answer")
+    answer = None if row.get("answer") is None else text_field(row, "answer")
     media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
     content = [*media, {"type": "text", "text": question}]
-    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": content}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     known = {"id", "image", "video", "question", "options", "answer", "system"}

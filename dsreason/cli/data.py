@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -51,13 +51,24 @@ def fetch(
     repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     file: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only such paths, as '*.json'.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Also the raw videos of agibot, bridgev2 and holoassist, for `data clip`.")
+    ] = False,
+    raw_from: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or address of a folder."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and stop.")] = False,
 ) -> None:
     """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
 
-    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked.
+    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked. With --raw the raw
+    videos of clips that the Hub does not have come from where their publishers offer them, as far as clips need them;
+    what they do not offer is listed, and the exit code is 1.
     """
     tasks = task or [Task.benchmark]
+    if raw_from and (not raw or len(dataset or []) != 1):
+        raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
     launch.prepare_environment()
@@ -74,9 +85,39 @@ def fetch(
         if not dry_run:
             fetching.fetch(plan)
             typer.echo(f"{plan.repo}: complete in {plan.folder}")
+    missing: list[str] = []
     for one, plan in zip(tasks, plans, strict=True):
         for name in plan.without_clips:
-            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
+            if raw and name in get_args(CutDataset):
+                missing += fetch_raw_videos(name, one, data_dir, raw_from, dry_run)
+            else:
+                typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
+    for text in missing:
+        typer.echo(text)
+    if missing:
+        raise typer.Exit(1)
+
+
+def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
+    """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
+    from dsreason.datasets.clip import needed_clips
+    from dsreason.datasets.raw import fetch_raw, plan_raw
+
+    folder = data_dir / task / name
+    if dry_run and not folder.is_dir():
+        typer.echo(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
+        return []
+    plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
+    clips = sum(map(len, plan.videos.values()))
+    typer.echo(
+        f"{name}: {len(plan.videos)} raw videos to fetch from {plan.origin} → {plan.folder}, for {clips} of {plan.clips} clips"
+    )
+    if dry_run:
+        typer.echo(f"  by hand: {plan.by_hand}")
+        return []
+    missing = fetch_raw(plan)
+    typer.echo(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    return missing
 
 
 def show_plan(plan: Plan, with_files: bool) -> None:
@@ -96,16 +137,23 @@ def show_plan(plan: Plan, with_files: bool) -> None:
 def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
     if name not in get_args(CutDataset):
         return "the repository has no clips of it"
+    options = clip_options(name, task, data_dir)
     return (
         "its clips are not on the Hub; get the raw videos and cut them: "
-        f"dsreason data clip --dataset {name} --task {task} --data-dir {data_dir} --raw DIR"
+        f"dsreason data fetch --raw {options}, then dsreason data clip {options}"
     )
+
+
+def clip_options(name: str, task: Task, data_dir: Path) -> str:
+    return f"--dataset {name} --task {task} --data-dir {data_dir}"
 
 
 @app.command()
 def clip(
     dataset: Annotated[CutDataset, typer.Option(help="Whose clips to cut.")],
-    raw: Annotated[Path, typer.Option(help="Folder with its raw videos.")],
+    raw: Annotated[
+        Path | None, typer.Option(help="Folder with its raw videos; default: <data-dir>/raw/<dataset>.")
+    ] = None,
     data_dir: DataDirOption = Path("data"),
     task: Annotated[Task, typer.Option(help="Which annotations say what clips are needed.")] = Task.benchmark,
     annotations: Annotated[
@@ -129,7 +177,7 @@ def clip(
 
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
-    rule = rule_for(dataset, raw, events=events)
+    rule = rule_for(dataset, raw or data_dir / "raw" / dataset, events=events)
     clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers))
     for text in [*clips.missing, *clips.failed]:
         typer.echo(text)
@@ -152,6 +200,9 @@ def inspect(
     subset: Annotated[str | None, typer.Option(help="Such as robovqa.")] = None,
     split: Annotated[str, typer.Option(help="Such as train or train[:100].")] = "train",
     model: Annotated[str | None, typer.Option(help="Model folder, or tiny:qwen2_5_vl: also count tokens.")] = None,
+    balance: Annotated[
+        str | None, typer.Option(help="Without --config: data.balance, whose labels are counted, such as answer.")
+    ] = None,
     test: Annotated[str | None, typer.Option(help="Test rows, read as the others, to find duplicates in.")] = None,
     benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder, to find duplicates in.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
@@ -162,14 +213,19 @@ def inspect(
     """Report what is in the data (lengths, media, labels, missing and duplicate rows), and show some of it."""
     if (config is None) == (adapter is None and path is None):
         raise ConfigError("give the data either with --config, or with --path and --adapter")
+    if config is not None and balance is not None:
+        raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
     if config is not None:
         run = load_run(choose_trainer(config, overrides, None), config, overrides)
     else:
+        if overrides:
+            raise ConfigError(f"--set {overrides[0]}: goes with --config; without it give the data by options")
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
-        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split))
+        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split, balance=balance))
     launch.prepare_environment()
     with quick_imports():
         from dsreason.cli.inspection_tables import show_inspection
+        from dsreason.data.labels import labels_per_epoch
         from dsreason.data.sources import open_datasets
         from dsreason.datasets.inspection import inspect_data
 
@@ -182,8 +238,10 @@ def inspect(
             from dsreason.train.common.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
-        encoder = build_encoder(measured, find_model(measured))
+        encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
+    labelled = run.data.model_copy(update={"on_bad_row": "skip"})  # rows without a label are told, not refused
+    found = replace(found, balance=labels_per_epoch(training, labelled))
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:

@@ -18,6 +18,8 @@ from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
 
 RECIPE = "eval.toml"
+TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
+"""The variable by which cosmos-reason1's guides set the key."""
 
 
 def evaluate(
@@ -71,18 +73,19 @@ def evaluate(
     changes = [*asked, *model_overrides(model, server)]
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
-    loaded = load_config(EvalConfig, config, changes, default_recipe=RECIPE)
     if launch.is_rank():
-        if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
-            raise ConfigError(
-                f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
-            )
         with quick_imports():
             from dsreason.job import lifeline  # it needs torch
 
         with lifeline.from_the_start("in the evaluation"):
+            loaded = load(config, changes)  # now, because TP_SIZE may come from the first host
+            if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
+                raise ConfigError(
+                    f"server.url ({loaded.server.url}): one process asks a server; start dsreason eval plainly"
+                )
             run(loaded)
         return
+    loaded = load(config, changes)
     launch.prepare_environment()
     for note in loaded.notes(len(os.sched_getaffinity(0))):
         typer.echo(f"note: {note}", err=True)
@@ -98,6 +101,22 @@ def evaluate(
     command = ["-m", "dsreason", "eval", *([] if config is None else [f"--config={config}"])]
     command += [f"--set={change}" for change in changes]
     launch.start_ranks(lambda attempt: command, ranks=ranks, log_dir=Path(loaded.results_dir) / "logs")
+
+
+def load(config: Path | None, changes: list[str]) -> EvalConfig:
+    """The configuration. TP_SIZE of the environment wins over the file, and what the command line says over both."""
+    given = os.environ.get(TP_SIZE)
+    if not given:
+        return load_config(EvalConfig, config, changes, default_recipe=RECIPE)
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(
+            f"{TP_SIZE} ({given!r} in the environment): must be a whole number from 1 on; correct or unset it"
+        )
+    loaded = load_config(EvalConfig, config, [f"{TP_KEY}={given}", *changes], default_recipe=RECIPE)
+    asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(given)
+    if asks_model and launch.is_first_rank():
+        typer.echo(f"note: {TP_KEY} is {given}, as {TP_SIZE} in the environment says", err=True)
+    return loaded
 
 
 def check_complete(who: object, what: object) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
+from dsreason.config.schema import SourceConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
@@ -35,7 +36,9 @@ def infer(
     video: Annotated[
         list[str] | None, typer.Option(help="Video file; may be repeated. Videos follow images, then the prompt.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="What to ask.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help='What to ask; default: "Describe what you see in this video." (or image).')
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help='File with the prompt, or a .jsonl with one {"prompt": …} a line.')
     ] = None,
@@ -87,6 +90,9 @@ def infer(
             from dsreason.evaluation.infer import infer as run
             from dsreason.rollout.protocol import Sampling
 
+        if prompt is None and prompt_file is None:
+            prompt = default_prompt(bool(video))
+            say(f'no --prompt: asking "{prompt}"')
         prompts = read_prompts(prompt, prompt_file)
         settings = InferSettings(
             model=model,
@@ -114,6 +120,12 @@ def infer(
                 typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
             else:
                 write_text(answering, stdout, heading=len(prompts) > 1)
+
+
+def default_prompt(video: bool) -> str:
+    """The question that adapters ask about a video, or the same about an image."""
+    question = str(SourceConfig.model_fields["question"].default)
+    return question if video else question.replace("video", "image")
 
 
 def frame_settings(

@@ -24,6 +24,8 @@ def show_inspection(found: Inspection) -> None:
             console.print(counts_table(f"{name}: answers", "answer", part.answers, part.inspected))
         if part.system_prompts:
             console.print(counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
+    if found.balance:
+        console.print(balance_table(found))
     if found.overlaps:
         console.print(overlaps_table(found))
     for name, part in found.parts.items():
@@ -90,6 +92,15 @@ def counts_table(title: str, what: str, counts: dict[str, int], total: int) -> T
     table = Table(what, "rows", "share", title=title)
     for text, count in counts.items():
         table.add_row(text.replace("\n", " ")[:80].replace("[", r"\["), str(count), f"{count / total:.1%}")
+    return table
+
+
+def balance_table(found: Inspection) -> Table:
+    table = Table("label", "rows", "an epoch shows", "each row", title="training: data.balance")
+    for name, label in found.balance.items():
+        table.add_row(
+            name.replace("[", r"\["), str(label.rows), str(label.per_epoch), f"{label.per_epoch / label.rows:.2f} times"
+        )
     return table
 
 

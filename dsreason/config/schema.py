@@ -124,7 +124,17 @@ class SourceConfig(Section):
     """System message for samples that have none."""
     question: str = "Describe what you see in this video."
     """Question for data sets that have only labels (adapter `local_labels`)."""
+    video_pattern: str | None = None
+    """Which videos belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`: `*` is the id of
+    the label. Unset: the only one whose name begins with the id."""
     vision: VisionConfig = VisionConfig()
+
+    @field_validator("video_pattern")
+    @classmethod
+    def check_one_star(cls, pattern: str | None) -> str | None:
+        if pattern is not None and pattern.count("*") != 1:
+            raise ValueError(f"{pattern!r} must have one *, for the id, such as *.camera_front_wide_120fov.mp4")
+        return pattern
 
 
 class WeightedSourceConfig(SourceConfig):
@@ -147,6 +157,16 @@ class DataConfig(SourceConfig):
     """Steps that are decoded ahead."""
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
+    balance: str | None = Field(None, min_length=1)
+    """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
+    one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def check_named(cls, balance: object) -> object:
+        if isinstance(balance, bool):
+            raise ValueError(f"{balance} says not what to balance; name answer, or a field of the rows")
+        return balance
 
     @model_validator(mode="after")
     def check_sources(self) -> DataConfig:
@@ -380,6 +400,8 @@ class RunConfig(Section):
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("model", "data", "optim")
     """Sections that decide what a run computes: a resumed run must have the same."""
+    rows_need_answers: ClassVar[bool] = True
+    """Whether a row that has nothing to train on is an error."""
 
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""

@@ -181,6 +181,7 @@ class GRPOConfig(RunConfig):
     """Everything of one `dsreason grpo` run."""
 
     deciding_sections = (*RunConfig.deciding_sections, "grpo")
+    rows_need_answers = False
 
     train: UpdateConfig = UpdateConfig()
     grpo: AlgorithmConfig = AlgorithmConfig()

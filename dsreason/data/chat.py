@@ -82,6 +82,8 @@ class Encoder:
     max_length: int
     max_length_key: str = "model.max_length"
     """Which setting `max_length` comes from, for messages."""
+    needs_reply: bool = True
+    """Whether a sample without an assistant turn is an error; else it is encoded as a prompt, of which nothing is trained."""
 
     @property
     def pad_id(self) -> int:
@@ -92,7 +94,7 @@ class Encoder:
 
         DataError names the sample; SampleTooLong when it has more than `max_length` tokens.
         """
-        encoded, _ = self._encode(sample, render_training(self.processor, self.family.tokens, sample))
+        encoded, _ = self._encode(sample, self._render(sample))
         return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
@@ -103,7 +105,12 @@ class Encoder:
 
     def measure(self, sample: Sample) -> int:
         """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
-        return self._count(sample, render_training(self.processor, self.family.tokens, sample))
+        return self._count(sample, self._render(sample))
+
+    def _render(self, sample: Sample) -> list[Segment]:
+        has_reply = any(message["role"] == "assistant" for message in sample.messages)
+        render = render_training if has_reply or self.needs_reply else render_prompt
+        return render(self.processor, self.family.tokens, sample)
 
     def _prompt(self, sample: Sample) -> tuple[Sample, list[Segment]]:
         prompt = replace(sample, messages=prompt_messages(sample))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,12 +12,33 @@ from numpy.typing import NDArray
 from dsreason.errors import DataError
 
 
+@dataclass(frozen=True)
+class Part:
+    """Numbers of rows, and how often an epoch shows them.
+
+    Of weight 2 each comes twice, of weight 0.5 in one epoch out of two on average (a seeded choice).
+    """
+
+    rows: NDArray[np.int64]
+    weight: float = 1.0
+
+    @property
+    def copies(self) -> tuple[int, int]:
+        """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
+        whole = int(self.weight)
+        return whole, round((self.weight - whole) * len(self.rows))
+
+    @property
+    def per_epoch(self) -> int:
+        whole, extra = self.copies
+        return whole * len(self.rows) + extra
+
+
 class StepOrder:
     """Epoch after epoch of (shuffled) rows, cut into global batches.
 
     Args:
-        parts: (number of rows, weight) of each source; rows are numbered through all of them. In every epoch a row of
-            weight 2 comes twice, of weight 0.5 in one epoch out of two on average (a seeded choice).
+        parts: the rows, such as those of each source.
         batch_size: rows per step, over all ranks.
         batch_key: the setting that it comes from, for messages.
 
@@ -28,7 +50,7 @@ class StepOrder:
 
     def __init__(
         self,
-        parts: Sequence[tuple[int, float]],
+        parts: Sequence[Part],
         *,
         batch_size: int,
         epochs: int = 1,
@@ -38,9 +60,7 @@ class StepOrder:
         batch_key: str = "train.global_batch_size",
     ) -> None:
         self.parts, self.batch_size, self.seed, self.shuffle = list(parts), batch_size, seed, shuffle
-        self.rows_per_epoch = sum(
-            _copies(count, weight)[0] * count + _copies(count, weight)[1] for count, weight in parts
-        )
+        self.rows_per_epoch = sum(part.per_epoch for part in parts)
         if self.rows_per_epoch < batch_size:
             raise DataError(
                 f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "
@@ -57,14 +77,12 @@ class StepOrder:
 
     def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
         random = np.random.default_rng((self.seed, epoch))
-        rows, first = [], 0
-        for count, weight in self.parts:
-            whole, extra = _copies(count, weight)
-            numbers = np.arange(first, first + count)
-            rows += [numbers] * whole
+        rows = []
+        for part in self.parts:
+            whole, extra = part.copies
+            rows += [part.rows] * whole
             if extra:
-                rows.append(np.sort(random.choice(numbers, size=extra, replace=False)))
-            first += count
+                rows.append(np.sort(random.choice(part.rows, size=extra, replace=False)))
         order: NDArray[np.int64] = np.concatenate(rows)
         if self.shuffle:
             random.shuffle(order)
@@ -75,9 +93,3 @@ def evenly(count: int, limit: int | None) -> list[int]:
     """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
     chosen = count if limit is None else min(count, limit)
     return [i * count // chosen for i in range(chosen)]
-
-
-def _copies(count: int, weight: float) -> tuple[int, int]:
-    """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
-    whole = int(weight)
-    return whole, round((weight - whole) * count)

@@ -40,7 +40,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
     messages = clean_messages(processor, tokens, sample)
     turns = _assistant_turns(messages)
     if not turns:
-        raise DataError(f"sample {sample.id!r}: no assistant message, so there is nothing to train on")
+        raise DataError(f"sample {sample.id!r}: no assistant message and no answer, so there is nothing to train on")
     rendered = _render(processor, sample, messages, generate=False)
     spans = []
     for number in turns:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.messages import media_parts
+from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError, StorageError
@@ -60,12 +62,20 @@ class Source:
     def sample(self, index: int) -> Sample:
         """Row `index`, with all its media there."""
         sample = self.read(index)
-        if missing := missing_medium(sample.messages):
+        if missing := missing_medium(sample.messages, self.media_root):
             raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {missing}")
         return sample
 
     def read(self, index: int) -> Sample:
         """Row `index`, whether or not its media exist."""
+        sample = self.adapted(index)
+        try:
+            return finish_sample(sample, self.config, self.media_root)
+        except DataError as error:
+            raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {error}") from error
+
+    def adapted(self, index: int) -> Sample:
+        """Row `index` as the adapter returns it."""
         where = self.rows.location(index)
         try:
             sample = self.adapter.to_sample(self.rows[index], self.config)
@@ -81,10 +91,7 @@ class Source:
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(f"{where}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}")
-        try:
-            return finish_sample(sample, self.config, self.media_root)
-        except DataError as error:
-            raise DataError(f"{where} (sample {sample.id!r}): {error}") from error
+        return sample
 
 
 class SampleDataset(Sequence[Sample]):
@@ -105,16 +112,22 @@ class SampleDataset(Sequence[Sample]):
         source, row = self._find(index)
         return source.sample(row)
 
+    def adapted(self, index: int) -> Sample:
+        """As its adapter returns it, whether or not its media exist."""
+        source, row = self._find(index)
+        return source.adapted(row)
+
     def location(self, index: int) -> str:
         """Where a sample comes from, for messages: `train.jsonl, row 3`."""
         source, row = self._find(index)
         return source.rows.location(row)
 
     @property
-    def weighted_lengths(self) -> list[tuple[int, float]]:
-        """(number of rows, weight) of each source, as `StepOrder` takes them."""
-        counts = np.diff(np.searchsorted(self.rows, self.starts)).tolist()
-        return [(count, source.weight) for count, source in zip(counts, self.sources, strict=True) if count]
+    def weighted_parts(self) -> list[Part]:
+        """The samples of each source that has any, as `StepOrder` takes them."""
+        bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
+        parts = [Part(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)]
+        return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """The samples of these (sorted) numbers."""
@@ -157,14 +170,13 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
-    An answer without an assistant message becomes that message; a sample without an id gets the path of its first file.
+    An answer without an assistant message becomes that message; where there is neither, the row can be asked, but not
+    trained on as it stands. A sample without an id gets the path of its first file.
     """
     check_messages(sample.messages)
     check_options(sample.options)
     given = list(sample.messages)
-    if not any(message["role"] == "assistant" for message in given):
-        if not sample.answer:
-            raise DataError("messages: no assistant message and no answer, so there is nothing to train on")
+    if sample.answer and not any(message["role"] == "assistant" for message in given):
         given.append({"role": "assistant", "content": sample.answer})
     messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
@@ -267,13 +279,26 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
     return path
 
 
-def missing_medium(messages: Sequence[Message]) -> str | None:
+def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
     """Which medium is not there. Whether an object in S3 exists is seen when it is read."""
     for part in media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
-            return f"{part['type']}: no file {path[:300]}"
+            return f"{part['type']}: no file {path[:300]}{joined_twice(path, media_root)}"
     return None
+
+
+def joined_twice(path: str, media_root: Path | S3Address) -> str:
+    """Advice where a relative path exists, but from the working folder: an adapter has joined `data.path` to it already."""
+    if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
+        return ""
+    given = os.path.relpath(path, media_root)
+    if not os.path.isfile(given):
+        return ""
+    return (
+        f"; there is a file {given[:300]} in the working folder, but relative paths are joined to {media_root}: "
+        'set data.media_path = ".", or let the adapter return absolute paths'
+    )
 
 
 def absolute_paths_allowed(config: SourceConfig) -> bool:

@@ -88,7 +88,10 @@ def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
     ConfigError, DataError: no raw folder, or no usable file of actions (holoassist).
     """
     if not raw.is_dir():
-        raise ConfigError(f"--raw {raw}: no such folder; give the folder with the raw videos of {dataset}")
+        raise ConfigError(
+            f"--raw {raw}: no such folder; give the folder with the raw videos of {dataset}, or get them with "
+            f"dsreason data fetch --raw --dataset {dataset}"
+        )
     if dataset == "holoassist":
         actions = read_actions(events or find_actions(raw))
         return lambda name: holoassist_cut(check_name(name, dataset), raw, actions)
@@ -130,13 +133,18 @@ def bridge_cut(match: re.Match[str], raw: Path) -> Cut:
 
 def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
     recording, fine = match["recording"], int(match["fine"])
-    places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
-    source = first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
+    source = holoassist_video(recording, raw)
     if recording not in actions:
         raise DataError(f"the recording {recording} has no annotated actions")
     if fine not in actions[recording]:
         raise DataError(f"{recording} has {len(actions[recording])} fine actions, none with the id {fine}")
     return Cut(source, *actions[recording][fine], "seconds")
+
+
+def holoassist_video(recording: str, raw: Path) -> Path:
+    """MissingRaw where there is none."""
+    places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
+    return first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
 
 
 def videos(places: Iterable[Path]) -> list[Path]:

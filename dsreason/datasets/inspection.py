@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.chat import Encoder
+from dsreason.data.labels import Label
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.datasets.processes import tracked
@@ -127,6 +128,8 @@ class Inspection:
     max_length: int | None
     problems: list[dict[str, Any]] = field(default_factory=list)
     """Every unusable row and unreadable file: part, where, kind, reason."""
+    balance: dict[str, Label] = field(default_factory=dict)
+    """By label the training rows, and how many of them an epoch shows; empty without `data.balance`."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
     """Every row that repeats another one: part, where, of (where that one is)."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsreason.data.chat import Encoder
+from dsreason.data.labels import ANSWER, THINK, short_answer
 from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
@@ -17,12 +18,8 @@ from dsreason.datasets.pixels import pixel_differences
 from dsreason.errors import DataError
 from dsreason.media.media import local_path, probe_image, probe_video
 
-THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
 """Matches the DataErrors about a missing file, whichever adapter looked for it."""
-SHORT_ANSWER = 40
-"""Longest answer in characters that is counted among the frequent answers."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,6 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
 def normalised(text: str) -> str:
     """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
-
-
-def short_answer(text: str) -> str | None:
-    """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
-    tagged = ANSWER.findall(text)
-    answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
-    return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def medium_facts(use: MediumUse) -> MediumFacts:

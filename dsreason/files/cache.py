@@ -11,10 +11,10 @@ from dsreason.errors import StorageError
 
 
 def cache_dir() -> Path:
-    """`$DSREASON_CACHE`, or `dsreason` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
-    own = os.environ.get("DSREASON_CACHE")
+    """`$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    own = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     if own:
-        return Path(own)
+        return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
 
 

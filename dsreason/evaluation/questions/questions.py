@@ -169,7 +169,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
     seen: Counter[str] = Counter()
     for index in range(len(source.rows)):
         sample = source.read(index)
-        problem = missing_medium(sample.messages)
+        problem = missing_medium(sample.messages, source.media_root)
         try:
             answer = split_response(reference_of(sample) or "").answer  # what is inside `<answer>`, or all without tags
             if not answer:

@@ -36,8 +36,9 @@ class Answer:
     """`meta["kind"]` of the sample."""
     prompt: str
     completion: str
-    reference: str
-    correct: bool
+    reference: str | None
+    correct: bool | None
+    """None, as the reference, where the row has no answer."""
     finish_reason: str
     media: list[str]
     rewards: dict[str, float] = field(default_factory=dict)
@@ -54,14 +55,13 @@ class ValidationResult:
 
     def summary(self, step: int) -> str:
         """`validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`."""
-        text = f"validation at step {step}: loss {self.metrics['val/loss']:.4f}"
-        if "val/reward/mean" in self.metrics:
-            text += f", reward {self.metrics['val/reward/mean']:.4f}"
-        if not self.answers:
-            return text
-        modalities = sorted({answer.modality for answer in self.answers})
-        parts = ", ".join(f"{name} {self.metrics[f'val/accuracy/{name}']:.1%}" for name in modalities)
-        return f"{text}, accuracy {self.metrics['val/accuracy']:.1%} ({parts})".replace("%", " %")
+        shown = {"loss": "val/loss", "reward": "val/reward/mean"}
+        texts = [f"{name} {self.metrics[key]:.4f}" for name, key in shown.items() if key in self.metrics]
+        if "val/accuracy" in self.metrics:
+            modalities = sorted({answer.modality for answer in self.answers if answer.correct is not None})
+            parts = ", ".join(f"{name} {self.metrics[f'val/accuracy/{name}']:.1%}" for name in modalities)
+            texts.append(f"accuracy {self.metrics['val/accuracy']:.1%} ({parts})".replace("%", " %"))
+        return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
         """`validation/step_N.jsonl` with every answer, and the shown ones in TensorBoard; rank 0 does it."""
@@ -84,15 +84,19 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def describe(prompt: str, completion: str, reference: str, correct: bool) -> str:
+def describe(prompt: str, completion: str, reference: str | None, correct: bool | None) -> str:
+    if reference is None:
+        return f"{prompt}\nanswer: {completion}"
     mark = "right" if correct else "wrong"
     return f"{prompt}\nanswer ({mark}): {completion}\nreference: {reference}"
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
-    """`val/accuracy`, and `val/accuracy/<name>` of each modality and kind."""
+    """`val/accuracy`, and `val/accuracy/<name>` of each modality and kind; of the answers that have a reference."""
     found: dict[str, list[bool]] = {}
     for answer in answers:
+        if answer.correct is None:
+            continue
         names = ["val/accuracy", f"val/accuracy/{answer.modality}"]
         if answer.kind is not None:
             names.append(f"val/accuracy/{answer.kind}")

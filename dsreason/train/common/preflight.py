@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,14 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
     longest, key, budget = config.model.max_length, "model.max_length", config.train.max_tokens_per_micro_batch
     if budget is not None and budget < longest:
         longest, key = budget, "train.max_tokens_per_micro_batch"
-    return open_encoder(
+    encoder = open_encoder(
         model_path,
         dtype=DTYPES[config.train.precision],
         max_length=longest,
         max_length_key=key,
         trust_remote_code=config.model.trust_remote_code,
     )
+    return replace(encoder, needs_reply=config.rows_need_answers)
 
 
 def check_dataset(

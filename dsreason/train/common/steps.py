@@ -99,7 +99,9 @@ def run_validation(run: Run[C]) -> bool:
     run.metrics.scalars(step, result.metrics)
     run.progress.say(result.summary(step))
     result.write(run.output_dir, step, run.metrics, run.world)
-    value, best = result.metrics[config.checkpoint.best_metric], run.state.best_metric
+    value, best = result.metrics.get(config.checkpoint.best_metric), run.state.best_metric
+    if value is None:  # rows without answers have no loss
+        return False
     better = best is None or (value < best if config.checkpoint.best_metric == "val/loss" else value > best)
     if better and step > 0:
         run.state = replace(run.state, best_metric=value, best_name=config.checkpoint.best_metric, best_step=step)

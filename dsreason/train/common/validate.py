@@ -53,10 +53,12 @@ def validate(
     `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
     negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
     `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
-    `val/reward/mean` and `val/reward/<function>/mean`. Raises DataError for a bad row, unless the config says to skip it.
+    `val/reward/mean` and `val/reward/<function>/mean`, of rows without a reference answer too. What no row can give is left
+    out. Raises DataError for a bad row, unless the config says to skip it.
     """
     with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
-        metrics = {"val/loss": held_out_loss(sampler.policy, held_out, advance)}
+        loss = held_out_loss(sampler.policy, held_out, advance)
+    metrics = {} if loss is None else {"val/loss": loss}
     if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
     with (
@@ -117,25 +119,30 @@ class HeldOut:
 
 
 @torch.no_grad()
-def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Advance) -> float:
-    """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped."""
+def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Advance) -> float | None:
+    """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped.
+
+    None where the rows have none: they are only asked.
+    """
     encoder = held_out.encoder
     was_training = policy_engine.training
     policy_engine.eval()
-    total, num_tokens = 0.0, 0
+    total, num_tokens, num_rows = 0.0, 0, 0
     for found in held_out.read(encoder.encode):
         samples = [sample for _, sample in found]
         for batch in align_micro_batches([samples] if samples else [], encoder, gather_objects):
             logprobs = policy_engine(batch.to(policy_engine.device))
             total -= float(logprobs.double().sum())
             num_tokens += logprobs.shape[0]
+        num_rows += len(samples)
         advance(len(samples) * held_out.world.size)
     policy_engine.train(was_training)
     policy_engine.empty_partition_cache()
-    num_tokens = int(all_sum(num_tokens))
-    if num_tokens == 0:
+    num_tokens, num_rows = int(all_sum(num_tokens)), int(all_sum(num_rows))
+    if num_rows == 0:
         raise DataError(f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for why")
-    return all_sum(total) / num_tokens
+    total = all_sum(total)
+    return total / num_tokens if num_tokens else None
 
 
 def generate_answers(
@@ -153,7 +160,7 @@ def generate_answers(
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
     for asked in merged(
-        read_prompts(held_out, advance, with_pixels=rollout.reads_pixels),
+        read_prompts(held_out, advance, with_pixels=rollout.reads_pixels, need_reference=scorer is None),
         lambda item: item[1].media_bytes,
         memory_gib=settings.media_memory_gib,
         least=rollout.max_num_seqs,
@@ -173,12 +180,12 @@ def generate_answers(
 
 
 def read_prompts(
-    held_out: HeldOut, advance: Advance, *, with_pixels: bool
+    held_out: HeldOut, advance: Advance, *, with_pixels: bool, need_reference: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
-    """Each group's rows that have a reference answer; the others are done with."""
+    """Each group's rows; where they need a reference answer, those that have none are done with."""
     encoder = held_out.encoder
     for found in held_out.read(encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)):
-        asked = [(row, prompt) for row, prompt in found if reference_of(prompt.sample) is not None]
+        asked = [item for item in found if not need_reference or reference_of(item[1].sample) is not None]
         advance((len(found) - len(asked)) * held_out.world.size)
         yield asked
 
@@ -202,7 +209,7 @@ def to_answer(
     row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any, rewards: dict[str, float]
 ) -> Answer:
     sample = prompt.sample
-    reference = reference_of(sample) or ""
+    reference = reference_of(sample)
     kind = sample.meta.get("kind")
     return Answer(
         row=row,
@@ -212,7 +219,7 @@ def to_answer(
         prompt=tokenizer.decode(prompt.prompt_ids),
         completion=completion.text,
         reference=reference,
-        correct=is_correct(completion.text, sample),
+        correct=None if reference is None else is_correct(completion.text, sample),
         finish_reason=completion.finish_reason,
         media=media_paths(sample.messages),
         rewards=rewards,

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from dsreason.answers.correct import reference_of
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.labels import order_parts
 from dsreason.data.loader import read_row
 from dsreason.data.order import StepOrder
 from dsreason.data.prompts import PromptEncoder, ask
@@ -41,6 +43,23 @@ def check(config: GRPOConfig) -> None:
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
     check_dataset("training", training, prompts, config, row_check(config))
     check_dataset("validation", validation, encoder, config)
+    check_best_metric(config, validation)
+
+
+def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
+    """ConfigError where held-out rows have no answer, and the best checkpoint is found by what needs one."""
+    best = config.checkpoint.best_metric
+    if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
+        return
+    first = [
+        read_row(validation, index, lambda sample: sample) for index in coarse_to_fine(len(validation))[:NUM_PROMPTS]
+    ]
+    samples = [sample for sample in first if isinstance(sample, Sample)]
+    if samples and all(reference_of(sample) is None for sample in samples):
+        raise ConfigError(
+            f'checkpoint.best_metric ("{best}") needs reference answers, and the held-out rows have none; set '
+            'checkpoint.best_metric = "val/reward/mean", or checkpoint.keep_best = false'
+        )
 
 
 def check_engine_choice(config: GRPOConfig) -> None:
@@ -81,7 +100,7 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
     """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
-        training.weighted_lengths,
+        order_parts(training, config.data),
         batch_size=config.grpo.prompts_per_step,
         epochs=train.epochs,
         max_steps=None if train.max_steps is None else -(-train.max_steps // steps),

@@ -95,8 +95,9 @@ def sheets(rollouts: Sequence[Rollout], grpo: GRPORun, count: int) -> list[tuple
     for rollout in rollouts[:: grpo.config.grpo.num_generations][:own]:
         sample = rollout.prompt.sample
         rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
+        reference = "" if sample.answer is None else f"reference: {sample.answer}\n"
         text = (
-            f"{question_of(sample)}\ncompletion: {rollout.completion.text}\nreference: {sample.answer}\n"
+            f"{question_of(sample)}\ncompletion: {rollout.completion.text}\n{reference}"
             f"reward {rollout.reward:g} ({rewards}), advantage {rollout.advantage:+.2f}"
         )
         found.append((text, contact_sheet(rollout.prompt.media, text)))

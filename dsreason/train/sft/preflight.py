@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.labels import order_parts
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
@@ -47,7 +48,7 @@ def notes(order: StepOrder, config: SFTConfig) -> list[str]:
 def step_order(training: SampleDataset, config: SFTConfig) -> StepOrder:
     train = config.train
     return StepOrder(
-        training.weighted_lengths,
+        order_parts(training, config.data),
         batch_size=train.global_batch_size,
         epochs=train.epochs,
         max_steps=train.max_steps,

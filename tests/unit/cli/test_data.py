@@ -1,6 +1,7 @@
 """`dsreason data …` as it is typed: files, texts, exit codes."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dsreason.cli.data import app
 from dsreason.errors import ConfigError, DataError
 from dsreason.monitor import progress
 from tests.unit.datasets.hub import Hub
+from tests.unit.datasets.test_raw import tar_of
 from tests.unit.media.videos import write_video
 
 CLIP = "327-648642-head-3-8"
@@ -62,7 +64,8 @@ def test_fetch_says_what_it_does_and_what_is_to_be_cut(hub: Hub) -> None:
     assert result.exit_code == 0, result.output
     assert "nvidia/Cosmos-Reason1-Benchmark at aaaaaaaaaaaa → data/benchmark: 2 of 2 files to fetch" in result.output
     assert "agibot: its clips are not on the Hub" in result.output
-    assert "dsreason data clip --dataset agibot --task benchmark --data-dir data --raw DIR" in result.output
+    options = "--dataset agibot --task benchmark --data-dir data"
+    assert f"dsreason data fetch --raw {options}, then dsreason data clip {options}" in result.output
     assert "av: the repository has no clips of it" in result.output
     assert "hf_secret" not in result.output
     assert Path("data/benchmark/av/av_benchmark_qa_pairs.json").is_file()
@@ -104,6 +107,54 @@ def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
     assert found["parts"]["training"]["media"]["video"]["seconds"]["max"] == pytest.approx(0.5)
     assert found["parts"]["training"]["letters"]["B"] == {"count": 1, "expected": 0.5}
     assert found["overlaps"] == [{"part": "agibot", "other": "training", "same_rows": 1, "same_media": 1}]
+
+
+RECORDING = "R1_coarse_0_fine_4"
+
+
+@pytest.fixture
+def holoassist(hub: Hub, folder: Path) -> str:
+    """Annotations on the Hub, and the address of a server that offers the recording R1 alone."""
+    rows = [
+        {"video": f"clips/{name}.mp4", "qa_pairs": {"question": "?", "answer": "a"}}
+        for name in (RECORDING, "R2" + RECORDING[2:])
+    ]
+    hub.files["holoassist/holoassist_benchmark_qa_pairs.json"] = json.dumps(rows[:1]).encode()
+    hub.files["holoassist/more.json"] = json.dumps(rows).encode()
+    video = write_video(folder / "made.mp4", 20).read_bytes()
+    events = [{"label": "Fine grained action", "id": 4, "start": 0.2, "end": 1.0}]
+    hub.plain = {
+        "/holo/video_pitch_shifted.tar": tar_of(("R1/Export_py/Video_pitchshift.mp4", video)),
+        "/holo/data-annotation-trainval-v1_1.json": json.dumps([{"video_name": "R1", "events": events}]).encode(),
+    }
+    return f"{hub.address}/holo"
+
+
+def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
+    options = ["--dataset", "holoassist", "--file", "*_qa_pairs.json"]
+    asked = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "fetch them first, without --raw" in asked.stdout
+    fetched = call("fetch", *options, "--raw", "--raw-from", holoassist)
+    assert fetched.exit_code == 0, fetched.output
+    assert f"1 raw videos to fetch from {holoassist} → data/raw/holoassist, for 1 of 1 clips" in fetched.stdout
+    assert "holoassist: cut its clips: dsreason data clip --dataset holoassist --task benchmark" in fetched.stdout
+    cut = call("clip", "--dataset", "holoassist", "--workers", "0")
+    assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
+    again = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "0 raw videos to fetch" in again.stdout and "by hand: get video_pitch_shifted.tar" in again.stdout
+
+
+def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:
+    result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", holoassist)
+    assert result.exit_code == 1
+    assert f"R2_coarse_0_fine_4: its raw video R2 is not in {holoassist}" in result.stdout
+    assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
+
+
+@pytest.mark.parametrize("arguments", [["--dataset", "agibot"], ["--raw"]])
+def test_another_place_of_raw_videos_goes_with_one_data_set(arguments: list[str]) -> None:
+    result = call("fetch", "--raw-from", "a/b", *arguments)
+    assert "--raw-from a/b: goes with --raw and one --dataset" in error_of(result, ConfigError)
 
 
 def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowed(hub: Hub) -> None:
@@ -150,6 +201,42 @@ def test_inspect_prints_what_cosmos_rl_would_show_otherwise(tiny_qwen2_5_vl: Pat
     printed = " ".join(result.stdout.split())
     assert "media of other pixels than cosmos-rl's" in printed and "1 of 1" in printed
     assert "training: other pixels:" in printed and "; qwen-vl-utils:" in printed
+
+
+def test_inspect_counts_the_labels_that_are_balanced() -> None:
+    write_rows(*[{**GOOD, "id": str(i), "answer": "no" if i else "yes"} for i in range(4)])
+    by_option = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
+    assert json.loads(by_option.stdout)["balance"] == {
+        "no": {"rows": 3, "per_epoch": 2},
+        "yes": {"rows": 1, "per_epoch": 2},
+    }
+    by_key = call("inspect", "--config", "run.toml", "--set", "data.balance=answer", "--workers=0")
+    assert re.search(r"training: data\.balance", by_key.output)
+    assert re.search(r"yes\s+│\s+1\s+│\s+2\s+│\s+2\.00 times", by_key.output)
+
+
+def test_inspect_goes_on_where_a_row_has_no_label() -> None:
+    write_rows(GOOD, {key: GOOD[key] for key in ("id", "question")})
+    found = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
+    assert json.loads(found.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 2}}
+
+
+def test_what_is_balanced_is_said_in_one_place() -> None:
+    write_rows(GOOD)
+    result = call("inspect", "--config", "run.toml", "--balance", "answer")
+    assert "with --config give --set data.balance=answer" in error_of(result, ConfigError)
+
+
+def test_set_goes_with_a_configuration() -> None:
+    write_rows(GOOD)
+    result = call("inspect", "--path", "rows.jsonl", "--set", "data.balance=answer")
+    assert "--set data.balance=answer: goes with --config" in error_of(result, ConfigError)
+
+
+def test_inspect_measures_rows_that_are_only_asked(tiny_qwen2_5_vl: Path) -> None:
+    write_rows({key: GOOD[key] for key in ("id", "question")})
+    arguments = ["--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--json", "--workers", "0"]
+    assert json.loads(call("inspect", *arguments).stdout)["parts"]["training"]["tokens"]["max"] > 4
 
 
 def test_inspect_compares_with_test_rows() -> None:

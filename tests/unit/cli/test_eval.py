@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dsreason.cli.eval import RECIPE, names_datasets, question_overrides
+from dsreason.cli import eval as cli
+from dsreason.cli.eval import RECIPE, load, names_datasets, question_overrides
 from dsreason.config.load import load_config
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.errors import ConfigError
+from dsreason.job import lifeline
 
 ROWS = '[[sources]]\npath = "rows.jsonl"\n'
 
@@ -46,3 +51,60 @@ def test_the_command_line_says_what_is_asked_or_where_the_file_s_benchmarks_lie(
     changes = question_overrides(*options, None, named=names_datasets(file))
     config = load_config(EvalConfig, file, [*changes, "model.path=m"], default_recipe=RECIPE)
     assert (list(config.names), config.data_dir) == (asked, data_dir)
+
+
+SEEDS_YAML = """
+datasets: [robovqa]
+model: {model_name: nvidia/Cosmos-Reason1-7B, tp_size: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "size"),
+    [
+        (None, [], 4),
+        ("", [], 4),
+        ("2", [], 2),
+        ("2", ["model.tensor_parallel_size=8"], 8),
+        ("2", ["model.tp_size=8"], 8),
+    ],
+)
+def test_tp_size_in_the_environment_wins_over_the_file_and_the_command_line_over_it(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str | None,
+    changes: list[str],
+    size: int,
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("TP_SIZE", given)
+    (folder / "robovqa.yaml").write_text(SEEDS_YAML)
+    assert load(folder / "robovqa.yaml", changes).model.tensor_parallel_size == size
+    told = "model.tensor_parallel_size is 2, as TP_SIZE in the environment says" in capsys.readouterr().err
+    assert told == (size == 2)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "four", "2.0"])
+def test_a_tp_size_that_is_none_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("TP_SIZE", given)
+    with pytest.raises(ConfigError, match=rf"TP_SIZE \('{given}' in the environment\): must be a whole number"):
+        load(None, ["datasets=['robovqa']", "model.path=m"])
+
+
+def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    @contextmanager
+    def joined(activity: str) -> Iterator[None]:
+        monkeypatch.setenv("TP_SIZE", "2")  # as the first host gives it
+        yield
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(lifeline, "from_the_start", joined)
+    monkeypatch.setattr(cli, "run", lambda config: found.append(config.model.tensor_parallel_size))
+    cli.evaluate(model="m", dataset=["robovqa"])
+    assert found == [2]

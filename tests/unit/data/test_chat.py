@@ -43,6 +43,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
+def test_a_sample_that_is_only_asked_is_its_prompt_where_no_reply_is_needed(encoder, files):
+    sample = Sample("1", [user(image(files["small"]), "Which way?")])
+    with pytest.raises(DataError, match="no assistant message and no answer"):
+        encoder.encode(sample)
+    asking = replace(encoder, needs_reply=False)
+    encoded, prompt = asking.encode(sample), encoder.encode_prompt(sample).encoded
+    assert encoded.input_ids.tolist() == prompt.input_ids.tolist()
+    assert asking.measure(sample) == len(encoded)
+    assert not encoded.loss_mask.any()
+    answered = replace(sample, messages=[*sample.messages, assistant("left")])
+    assert asking.encode(answered).loss_mask.tolist() == encoder.encode(answered).loss_mask.tolist()
+
+
 def user(*parts: dict | str) -> dict:
     return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
 

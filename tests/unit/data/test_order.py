@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from dsreason.data.order import StepOrder
+from dsreason.data.order import Part, StepOrder
 from dsreason.errors import DataError
 
 
+def parts(*given: int | tuple[int, float]) -> list[Part]:
+    """So many rows each, of weight 1 where none is given, numbered one after the other."""
+    found, first = [], 0
+    for count, weight in (one if isinstance(one, tuple) else (one, 1.0) for one in given):
+        found.append(Part(np.arange(first, first + count), weight))
+        first += count
+    return found
+
+
 def test_rows_follow_each_other_through_the_epochs():
-    order = StepOrder([(20, 1.0)], batch_size=2, epochs=2, shuffle=False)
+    order = StepOrder(parts(20), batch_size=2, epochs=2, shuffle=False)
     assert order.num_steps == 20
     assert order.indices(3) == [6, 7]
     assert order.indices(12) == [4, 5]
 
 
 def test_a_batch_may_span_two_epochs():
-    order = StepOrder([(5, 1.0)], batch_size=3, epochs=2, shuffle=False)
+    order = StepOrder(parts(5), batch_size=3, epochs=2, shuffle=False)
     assert order.num_steps == 3
     assert [order.indices(step) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
 def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
-    first, again, other = (StepOrder([(50, 1.0)], batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (StepOrder(parts(50), batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
     assert sorted(first.indices(0)) == sorted(first.indices(1)) == list(range(50))
     assert first.indices(0) != first.indices(1)
     assert first.indices(1) == again.indices(1)
@@ -32,7 +42,7 @@ def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
 
 
 def test_weights_say_how_often_an_epoch_sees_a_row():
-    order = StepOrder([(10, 1.0), (10, 2.5), (10, 0.5)], batch_size=40)
+    order = StepOrder(parts(10, (10, 2.5), (10, 0.5)), batch_size=40)
     counts = Counter(order.indices(0))
     assert order.rows_per_epoch == 40
     assert all(counts[row] == 1 for row in range(10))
@@ -41,17 +51,17 @@ def test_weights_say_how_often_an_epoch_sees_a_row():
 
 
 def test_a_weight_below_one_chooses_other_rows_in_every_epoch_and_none_twice():
-    order = StepOrder([(100, 0.5)], batch_size=50, epochs=2)
+    order = StepOrder(parts((100, 0.5)), batch_size=50, epochs=2)
     first, second = order.indices(0), order.indices(1)
     assert len(set(first)) == len(set(second)) == 50
     assert set(first) != set(second)
 
 
 def test_max_steps_stops_earlier_but_adds_nothing():
-    assert StepOrder([(20, 1.0)], batch_size=2, max_steps=3).num_steps == 3
-    assert StepOrder([(20, 1.0)], batch_size=2, max_steps=99).num_steps == 10
+    assert StepOrder(parts(20), batch_size=2, max_steps=3).num_steps == 3
+    assert StepOrder(parts(20), batch_size=2, max_steps=99).num_steps == 10
 
 
 def test_fewer_rows_than_a_batch_are_refused_with_both_numbers():
     with pytest.raises(DataError, match=r"3 rows.*4"):
-        StepOrder([(3, 1.0)], batch_size=4, epochs=10)
+        StepOrder(parts(3), batch_size=4, epochs=10)

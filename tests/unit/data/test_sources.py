@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
-from dsreason.data.sources import open_datasets
+from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import ConfigError, DataError
 
 
@@ -59,15 +59,19 @@ def test_split_ranges_choose_rows(folder, split, expected):
     assert ids(open_datasets(config(folder, split=split))[0]) == expected
 
 
+def weights(dataset: SampleDataset) -> list[tuple[list[int], float]]:
+    return [(part.rows.tolist(), part.weight) for part in dataset.weighted_parts]
+
+
 def test_several_sources_follow_each_other_with_their_weights(folder):
     one = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
     training, _ = open_datasets(DataConfig(sources=[{**one, "limit": 2}, {**one, "limit": 1, "weight": 3.0}]))
     assert ids(training) == ["0", "1", "0"]
-    assert training.weighted_lengths == [(2, 1.0), (1, 3.0)]
+    assert weights(training) == [([0, 1], 1.0), ([2], 3.0)]
     chosen = training.select(np.array([1, 2]))
-    assert (ids(chosen), chosen.weighted_lengths) == (["1", "0"], [(1, 1.0), (1, 3.0)])
+    assert (ids(chosen), weights(chosen)) == (["1", "0"], [([0], 1.0), ([1], 3.0)])
     last = chosen.select(np.array([1]))
-    assert (ids(last), last.weighted_lengths) == (["0"], [(1, 3.0)])  # nothing of the first source
+    assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # nothing of the first source
 
 
 @pytest.mark.parametrize("index", [-1, 10])
@@ -220,8 +224,41 @@ def test_an_answer_without_a_message_becomes_the_assistants(folder, answer):
     (folder / "mine.py").write_text(ASKING)
     write(folder, [{"id": "0", "question": "q", "answer": answer}])
     samples, _ = open_datasets(DataConfig(adapter=str(folder / "mine.py"), path=str(folder / "rows.jsonl")))
-    if answer:
-        assert samples[0].messages[-1] == {"role": "assistant", "content": "left"}
-    else:
-        with pytest.raises(DataError, match=r"row 1 .*no assistant message and no answer"):
-            samples[0]
+    added = [{"role": "assistant", "content": "left"}] if answer else []
+    assert samples[0].messages == [{"role": "user", "content": "q"}, *added]
+
+
+JOINING = """
+import json
+from pathlib import Path
+
+from data_adapters import jsonl
+
+def rows(data):
+    folder = Path(data.path)
+    found = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return [{**row, "image": str(folder / row["image"])} for row in found]
+
+to_sample = jsonl.to_sample
+"""
+"""As the loaders of cosmos-reason1's guides do, which join the folder of the data to the paths themselves."""
+
+
+def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(folder, monkeypatch):
+    (folder / "mine.py").write_text(JOINING)
+    monkeypatch.chdir(folder.parent)
+    keys = {"adapter": str(folder / "mine.py"), "path": folder.name}
+    with pytest.raises(DataError) as error:
+        open_datasets(DataConfig(**keys))[0][0]
+    given = f"{folder.name}/a.png"
+    assert f"image: no file {folder / given}; there is a file {given} in the working folder" in str(error.value)
+    assert 'set data.media_path = "."' in str(error.value)
+    sample = open_datasets(DataConfig(**keys, media_path="."))[0][0]  # as advised
+    assert sample.messages[0]["content"][0]["image"] == str(folder / "a.png")
+    assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"
+
+
+def test_a_path_that_leads_nowhere_gets_no_such_advice(folder):
+    (folder / "a.png").unlink()
+    with pytest.raises(DataError, match=r"image: no file .*/a\.png$"):
+        open_datasets(config(folder))[0][0]

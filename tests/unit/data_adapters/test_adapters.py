@@ -54,6 +54,12 @@ def test_jsonl_row_becomes_media_question_and_lettered_options():
     ]
 
 
+def test_a_jsonl_row_without_an_answer_can_be_asked():
+    sample = jsonl.to_sample({"question": "q", "options": ["left", "right"], "answer": None})
+    assert sample.messages == [{"role": "user", "content": parts("q\n(A) left\n(B) right")}]
+    assert sample.answer is None
+
+
 def test_jsonl_rows_need_no_id():
     assert jsonl.to_sample({"question": "q", "answer": "a"}).id == ""
 
@@ -71,6 +77,11 @@ def test_llava_tags_become_media_where_they_stand(text, expected):
     images = ["a", "b"][: text.count("<image>")]
     sample = llava.to_sample({"id": "1", "images": images, "conversations": turns(text, "yes")})
     assert sample.messages[0]["content"] == parts(*expected)
+
+
+def test_a_llava_row_without_a_reply_can_be_asked():
+    sample = llava.to_sample({"id": "1", "image": "a", "conversations": turns("<image>\nWhat?")})
+    assert ([message["role"] for message in sample.messages], sample.answer) == (["user"], None)
 
 
 def test_llava_keeps_every_turn_and_media_of_later_turns():
@@ -165,19 +176,84 @@ def test_local_labels_match_a_video_with_its_label_by_id(tmp_path):
     assert sample.id == "01a6"
     assert sample.messages[0]["content"] == parts(f"video:{video}", "Describe.")
     assert sample.answer == '{"weather": "räiny", "n": null}'
+    assert sample.meta == {"label": {"weather": "räiny", "n": None}}
+
+
+def label_folder(folder: Path, *files: str) -> SourceConfig:
+    for name in ("videos", "metas"):
+        (folder / name).mkdir()
+    for name in files:
+        (folder / name).write_text("{}")
+    return SourceConfig(adapter="local_labels", path=str(folder))
+
+
+def shown(data: SourceConfig) -> dict[str, str]:
+    """Id → name of the video that is shown."""
+    samples = [local_labels.to_sample(row, data) for row in local_labels.rows(data)]
+    return {sample.id: Path(sample.messages[0]["content"][0]["video"]).name for sample in samples}
+
+
+@pytest.mark.parametrize("pattern", [None, "*.camera_front_wide_120fov.mp4"])
+def test_ids_of_local_labels_may_have_dots(tmp_path, pattern):
+    ids = ("2023.05.01_a", "2023.05.01_a.b", "2023.05.02_a")
+    files = [f"videos/{name}.camera_front_wide_120fov.mp4" for name in ids] + [f"metas/{i}.label.json" for i in ids]
+    data = label_folder(tmp_path, *files).model_copy(update={"video_pattern": pattern})
+    assert shown(data) == {name: f"{name}.camera_front_wide_120fov.mp4" for name in ids}
+
+
+CAMERAS = ("rear.30fov.mp4", "front_wide.mp4", "left.mkv")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*.front_wide.mp4", "x.1.front_wide.mp4"),
+        ("*.rear.30fov.mp4", "x.1.rear.30fov.mp4"),
+        ("x.*.mkv", "x.1.left.mkv"),
+    ],
+)
+def test_a_pattern_chooses_the_camera_of_local_labels(tmp_path, pattern, name):
+    label = {"x.*.mkv": "1.left"}.get(pattern, "x.1")
+    data = label_folder(tmp_path, f"metas/{label}.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS))
+    assert shown(data.model_copy(update={"video_pattern": pattern})) == {label: name}
+
+
+def test_several_cameras_without_a_pattern_are_told_with_one_that_chooses(tmp_path):
+    data = label_folder(tmp_path, "metas/x.1.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS))
+    with pytest.raises(DataError) as error:
+        shown(data)
+    text = "x.1.label.json has 3 videos (x.1.front_wide.mp4, x.1.left.mkv, x.1.rear.30fov.mp4)"
+    assert text in str(error.value)
+    assert 'data.video_pattern = "*.front_wide.mp4"' in str(error.value)
+    assert shown(data.model_copy(update={"video_pattern": "*.front_wide.mp4"})) == {"x.1": "x.1.front_wide.mp4"}
+
+
+def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
+    data = label_folder(tmp_path, "metas/1.label.json", "videos/1.left.mp4")
+    with pytest.raises(DataError, match=r"video_pattern \('\*\.right\.mp4'\) takes none of the 1 videos.*1\.left\.mp4"):
+        shown(data.model_copy(update={"video_pattern": "*.right.mp4"}))
+
+
+@pytest.mark.parametrize("pattern", [".left.mp4", "*.*"])
+def test_a_pattern_has_one_place_for_the_id(pattern):
+    with pytest.raises(ValueError, match=r"must have one \*, for the id"):
+        SourceConfig(video_pattern=pattern)
 
 
 def test_a_real_label_file_becomes_json_text_that_parses_again():
     label = Path(__file__).parents[4] / "shared" / "data" / "01a6de83.label.json"
     if not label.is_file():
         pytest.skip("../shared/data is not on this machine")
-    assert json.loads(local_labels.label_text(label)) == json.loads(label.read_text())
+    row = {"id": "01a6de83", "label": str(label), "videos": ["v.mp4"]}
+    sample = local_labels.to_sample(row, SourceConfig())
+    assert json.loads(sample.answer) == json.loads(label.read_text()) == sample.meta["label"]
 
 
 @pytest.mark.parametrize(
     ("present", "text"),
     [
         ("videos/1.mp4", r"videos/1\.mp4 has no label metas/1\.label\.json"),
+        ("videos/a.1.left.mp4", r"videos/a\.1\.left\.mp4 has no label metas/a\.1\.label\.json"),
         ("metas/1.label.json", r"row 1 \(sample '1'\): video: no file .*/videos/1\.\*"),
     ],
 )

@@ -50,6 +50,12 @@ def test_a_row_becomes_the_question_that_cosmos_rl_asks(folder):
     assert (sample.id, sample.answer, sample.options) == ("clips/7.mp4", "B", CHOICE["index2ans"])
 
 
+def test_a_question_without_an_answer_can_be_asked(folder):
+    [sample] = open_rows(folder, [{**ROW, "qa_pairs": {key: CHOICE[key] for key in ("question", "index2ans")}}])
+    assert [message["role"] for message in sample.messages] == ["user"]
+    assert (sample.answer, sample.options) == (None, CHOICE["index2ans"])
+
+
 @pytest.mark.parametrize("pattern", [FORMAT, COSMOS_FORMAT])
 def test_the_request_for_a_format_is_one_that_is_rewarded(pattern):
     assert format_problem(f"{REQUEST}\n{TEXT}", pattern) is None
@@ -119,7 +125,7 @@ def test_a_row_may_show_an_image(folder):
         ({**ROW, "qa_pairs": {**CHOICE, "index2ans": ["x", "y"]}}, r"field 'qa_pairs.index2ans' is \['x', 'y'\]"),
         ({**ROW, "qa_pairs": {**CHOICE, "index2ans": {"A": [1]}}}, r"field 'qa_pairs.index2ans' is \{'A': \[1\]\}"),
         ({**ROW, "qa_pairs": {**CHOICE, "answer": "E"}}, "field 'qa_pairs.answer' is 'E'; it must be one of A, B"),
-        ({**ROW, "qa_pairs": {"question": "?", "index2ans": {"A": "x"}}}, "field 'answer' is missing"),
+        ({**ROW, "qa_pairs": {"question": "?", "answer": 3}}, "field 'answer' is 3; it must be a string"),
     ],
 )
 def test_a_bad_row_is_named_with_its_field(folder, row, text):

@@ -22,11 +22,15 @@ class Hub:
     token: str | None = None
     """Which a request must have to get a gated file."""
     cut_at: int | None = None
-    """The next answer with a file's content ends after so many bytes."""
+    """The next answer with more of a file's content than this ends after so many bytes."""
     refuse: int | None = None
     """The status that every request for a file's content gets from now on, once an answer was cut."""
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Range header of every request for a file's content."""
+    plain: dict[str, bytes] = field(default_factory=dict)
+    """Files of another server: by their path in its address."""
+    tokens: list[tuple[str, str | None]] = field(default_factory=list)
+    """Path and Authorization header of the same requests."""
 
     def __enter__(self) -> "Hub":
         hub = self
@@ -58,7 +62,9 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler) -> None:
     if path == f"/api/datasets/{hub.repo}/tree/{COMMIT}":
         return reply(request, [entry(hub, name, content) for name, content in hub.files.items()])
     if match := re.fullmatch(f"/datasets/{hub.repo}/resolve/{COMMIT}/(.+)", path):
-        return send_file(hub, request, match[1])
+        return send_file(hub, request, match[1], hub.files[match[1]], gated=hub.gated)
+    if path in hub.plain:
+        return send_file(hub, request, path, hub.plain[path], gated=False)
     return fail(request, 404, "RepoNotFound")
 
 
@@ -70,22 +76,25 @@ def entry(hub: Hub, name: str, content: bytes) -> dict[str, Any]:
     return found
 
 
-def send_file(hub: Hub, request: BaseHTTPRequestHandler, name: str) -> None:
+def send_file(hub: Hub, request: BaseHTTPRequestHandler, name: str, content: bytes, *, gated: bool) -> None:
     hub.ranges.append((name, request.headers["Range"]))
-    if hub.gated and request.headers["Authorization"] != f"Bearer {hub.token}":
+    hub.tokens.append((name, request.headers["Authorization"]))
+    if gated and request.headers["Authorization"] != f"Bearer {hub.token}":
         return fail(request, 403 if request.headers["Authorization"] else 401, "GatedRepo")
     if hub.refuse and hub.cut_at is None:
         return fail(request, hub.refuse, "")
-    content = hub.files[name]
-    start = int(re.findall(r"\d+", request.headers["Range"])[0]) if request.headers["Range"] else 0
-    request.send_response(206 if start else 200)
-    if start:
-        request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+    whole, start = len(content), 0
+    if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers["Range"] or ""):
+        start = int(asked[1])
+        content = content[: int(asked[2]) + 1] if asked[2] else content
+    request.send_response(206 if asked else 200)
+    if asked:
+        request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{whole}")
     request.send_header("Content-Length", str(len(content) - start))
     request.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
     request.send_header("X-Repo-Commit", COMMIT)
     request.end_headers()
-    if hub.cut_at is None:
+    if hub.cut_at is None or len(content) - start <= hub.cut_at:
         request.wfile.write(content[start:])
     else:
         request.wfile.write(content[start : start + hub.cut_at])

@@ -17,12 +17,13 @@ from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
 from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder
 from dsreason.data.contact_sheet import sheet_of_samples
+from dsreason.data.labels import short_answer
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.datasets.inspection import Inspection, Letter, Overlap, PixelReport, Spread, inspect_data, spread
 from dsreason.datasets.rendering import render_rows
-from dsreason.datasets.row_facts import UnusableRow, normalised, short_answer
+from dsreason.datasets.row_facts import UnusableRow, normalised
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
 
@@ -317,7 +318,7 @@ def test_every_row_that_training_would_refuse_is_named(folder: Path, encoder: En
     )
     count, bad = render_rows("training", samples, encoder.encode, workers=workers)
     assert count == 5
-    words = [r"row 2: .*broken\.mp4", r"row 3 .*gone\.mp4", r"row 4: .*tokens", "row 5: field 'answer'"]
+    words = [r"row 2: .*broken\.mp4", r"row 3 .*gone\.mp4", r"row 4: .*tokens", "row 5: .*no answer"]
     assert len(bad) == len(words)
     assert all(re.search(pattern, text) for pattern, text in zip(words, bad, strict=True))
 

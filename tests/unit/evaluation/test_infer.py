@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from dsreason.cli import infer as cli
 from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.evaluation import infer as evaluation_infer
 from dsreason.evaluation.infer import (
     InferSettings,
     check_length,
@@ -50,7 +51,6 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "text"),
     [
         (("--prompt=?",), "no image or video given; give --image FILE or --video FILE"),
-        (("--image=a.png",), "neither --prompt nor --prompt-file given; give one of them"),
         (("--image=a.png", "--prompt=?", "--prompt-file=p.txt"), "--prompt and --prompt-file given; give one of them"),
         (("--image=a.png", "--prompt= "), "--prompt: the prompt is empty"),
         (("--image=a.png", "--prompt-file=no.txt"), r"--prompt-file no\.txt: cannot be read \(.*No such file"),
@@ -87,6 +87,22 @@ def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
 
 
 # ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("media", "prompt"),
+    [
+        (["--video=a.mp4"], "Describe what you see in this video."),
+        (["--image=a.png"], "Describe what you see in this image."),
+        (["--image=a.png", "--video=a.mp4"], "Describe what you see in this video."),
+    ],
+)
+def test_without_a_prompt_the_model_is_asked_what_it_sees(media, prompt, monkeypatch, capsys) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(evaluation_infer, "infer", lambda settings, prompts, say: asked.append(prompts) or iter(()))
+    call("--model=tiny:qwen2_5_vl", *media)
+    assert asked == [[prompt]]
+    assert f'no --prompt: asking "{prompt}"' in capsys.readouterr().err
 
 
 def test_prompts_of_a_file(tmp_path) -> None:

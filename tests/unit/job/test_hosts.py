@@ -51,6 +51,7 @@ def test_code_facts_without_code_of_ones_own() -> None:
     ("name", "given"),
     [
         *[(name, True) for name in ("HF_TOKEN", "HF_HOME", "AWS_ENDPOINT_URL", "DSREASON_CACHE", "WANDB_API_KEY")],
+        *[(name, True) for name in ("COSMOS_CACHE", "TP_SIZE")],
         *[(name, True) for name in ("REMOTE_REWARD_URL", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING")],
         *[(name, False) for name in ("CUDA_VISIBLE_DEVICES", "RANK", "MASTER_ADDR", "PATH", "VLLM_HOST_IP")],
         *[(name, False) for name in ("DSREASON_ERROR_DIR", "DSREASON_LAUNCHER_PID", "MY_HF_TOKEN")],

@@ -16,6 +16,7 @@ from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
 from dsreason.train.common.preflight import check_deepspeed, check_upload
 from dsreason.train.grpo.preflight import check as check_grpo
+from dsreason.train.sft.preflight import check as check_sft
 from dsreason.train.sft.preflight import notes
 
 ROWS = [{"id": str(i), "question": "Which?", "options": ["left", "right"], "answer": "A"} for i in range(6)]
@@ -31,6 +32,7 @@ def config(folder: Path, model: Path, rows: list[dict[str, Any]], **sections: An
             "grpo": {"prompts_per_step": 2},
             "rollout": {"max_completion_length": 200, **sections.get("rollout", {})},
             "reward": {"functions": {"single_choice": 1.0, "format": 0.5}, **sections.get("reward", {})},
+            "checkpoint": sections.get("checkpoint", {}),
         }
     )
 
@@ -65,6 +67,51 @@ def test_so_is_that_of_sft(warmup, told):
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
     found = notes(StepOrder([(6, 1.0)], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings)
     assert any("longer than the run (3) and is clipped to it" in note for note in found) == told
+
+
+ASKED = [{"id": str(i), "question": f"{i}?"} for i in range(6)]
+OWN = """
+def short(completion, sample):
+    assert sample.answer is None
+    return float(len(completion) < 99)
+"""
+
+
+@pytest.mark.parametrize("reward", ["format", "overlong", "own"])
+def test_rows_need_no_answer_where_the_rewards_compare_with_none(tmp_path, tiny_qwen3_vl, reward):
+    (tmp_path / "own.py").write_text(OWN)
+    functions = {str(tmp_path / "own.py") if reward == "own" else reward: 1.0}
+    check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": functions}))
+
+
+def test_rows_without_an_answer_are_refused_by_a_reward_that_compares_with_one(tmp_path, tiny_qwen3_vl):
+    with pytest.raises(DataError, match="row 1: sample '0': field 'answer' is None; the reward exact_match compares"):
+        check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"exact_match": 1.0}}))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "fits"), [({}, False), ({"best_metric": "val/reward/mean"}, True), ({"keep_best": False}, True)]
+)
+def test_held_out_rows_without_an_answer_have_a_reward_but_no_loss(tmp_path, tiny_qwen3_vl, checkpoint, fits):
+    settings = config(
+        tmp_path,
+        tiny_qwen3_vl,
+        ASKED,
+        data={"validation": 2},
+        reward={"functions": {"format": 1.0}},
+        checkpoint=checkpoint,
+    )
+    if fits:
+        check_grpo(settings)
+    else:
+        with pytest.raises(ConfigError, match='best_metric = "val/reward/mean"'):
+            check_grpo(settings)
+
+
+def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
+    settings = config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"format": 1.0}})
+    with pytest.raises(DataError, match="row 1: sample '0': no assistant message and no answer"):
+        check_sft(SFTConfig(model=settings.model, data=settings.data, train={"global_batch_size": 2}))
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

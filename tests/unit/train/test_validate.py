@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import Sample
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import MetricsWriter
-from dsreason.train.common.answers import Answer, ValidationResult, accuracies, modality_of
+from dsreason.train.common import validate as validation
+from dsreason.train.common.answers import Answer, ValidationResult, accuracies, mean_rewards, modality_of
 from dsreason.train.common.validate import HeldOut
 
 
@@ -62,6 +65,15 @@ def test_the_summary_is_one_line_for_a_person() -> None:
     assert ValidationResult({"val/loss": 0.25}, [], {}).summary(0) == "validation at step 0: loss 0.2500"
 
 
+def test_answers_without_a_reference_count_for_no_accuracy_but_for_the_reward() -> None:
+    unknown = Answer(9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0})
+    known = replace(answer(0, True, "video"), rewards={"": 1.5, "short": 0.0})
+    assert accuracies([known, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
+    assert mean_rewards([known, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
+    result = ValidationResult(mean_rewards([unknown]) | accuracies([unknown]), [unknown], {})
+    assert result.summary(5) == "validation at step 5: reward 0.5000"
+
+
 def test_no_answers_give_no_accuracy() -> None:
     assert accuracies([]) == {}
 
@@ -105,3 +117,49 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     result = ValidationResult({}, [answer(0, True)], {})
     result.write(tmp_path, 3, metrics=None, world=World(1, 1, 2, torch.device("cpu")))
     assert list(tmp_path.iterdir()) == []
+
+
+class Rows(HeldOut):
+    """Held-out rows that are read already."""
+
+    def read(self, use):
+        return iter([[(0, self.dataset[0]), (1, self.dataset[1])]])
+
+
+@pytest.mark.parametrize(("need_reference", "rows"), [(True, [1]), (False, [0, 1])])
+def test_rows_without_an_answer_are_asked_where_there_are_rewards(need_reference: bool, rows: list[int]) -> None:
+    prompts = [SimpleNamespace(sample=sample("text", reply=reply)) for reply in (None, "left")]
+    held_out = Rows(prompts, SimpleNamespace(encode_prompt=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
+    done: list[int] = []
+    [asked] = validation.read_prompts(held_out, done.append, with_pixels=True, need_reference=need_reference)
+    assert [row for row, _ in asked] == rows
+    assert sum(done) == 2 - len(rows)
+
+
+class Policy:
+    """Gives every trained token the log-probability -0.5."""
+
+    training, device = True, None
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def __call__(self, batch: None) -> torch.Tensor:
+        return torch.full((self.num_tokens,), -0.5)
+
+    def eval(self) -> None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def empty_partition_cache(self) -> None: ...
+
+
+@pytest.mark.parametrize(("num_tokens", "loss"), [(0, None), (3, 0.5)])
+def test_rows_of_which_nothing_is_trained_have_no_loss(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, loss: float | None
+) -> None:
+    batch = SimpleNamespace(to=lambda device: None)
+    monkeypatch.setattr(validation, "align_micro_batches", lambda samples, encoder, exchange: [batch])
+    monkeypatch.setattr(validation, "all_sum", lambda value: value)
+    held_out = Rows([None, None], SimpleNamespace(encode=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
+    assert validation.held_out_loss(Policy(num_tokens), held_out, lambda count: None) == loss

@@ -1,0 +1,167 @@
+"""The labels of rows, and an order that shows each of them equally often."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.messages import text_of
+from dsreason.data.order import Part
+from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+from dsreason.problems import listed
+
+log = logging.getLogger(__name__)
+
+THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SHORT_ANSWER = 40
+"""Longest answer in characters that counts as a label."""
+MANY_TIMES = 10
+"""A row that an epoch shows more often than this is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """Example: of 10 rows 8 are "no" and 2 "yes"; then `Label(rows=2, per_epoch=5)` is of "yes"."""
+
+    rows: int
+    per_epoch: int
+    """Rows of this label that an epoch shows."""
+
+
+def short_answer(text: str) -> str | None:
+    """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
+    tagged = ANSWER.findall(text)
+    answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
+    return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
+
+
+def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
+    """What `StepOrder` takes: the sources with their weights, or their rows by label where `data.balance` asks for it.
+
+    Raises:
+        DataError: a row without a label, unless `data.on_bad_row` leaves it out.
+    """
+    if data.balance is None:
+        return dataset.weighted_parts
+    by_label = balance(dataset.weighted_parts, labels_of(dataset, data))
+    labels = count_labels(by_label)
+    log.info("data.balance: %d labels, of each %d rows an epoch", len(labels), next(iter(labels.values())).per_epoch)
+    rare = [
+        f"{name!r} ({label.rows} rows, each {label.per_epoch / label.rows:.0f} times)"
+        for name, label in labels.items()
+        if label.per_epoch > MANY_TIMES * label.rows
+    ]
+    if rare:
+        log.warning("data.balance: few rows come often in an epoch; more of these would teach more: %s", listed(rare))
+    return [part for parts in by_label.values() for part in parts]
+
+
+def labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
+    """By label, where `data.balance` asks for one. Errors: as `order_parts`."""
+    if data.balance is None:
+        return {}
+    return count_labels(balance(dataset.weighted_parts, labels_of(dataset, data)))
+
+
+def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, list[Part]]:
+    """By label the rows of each part, with weights that give every label the same number of rows in an epoch.
+
+    An epoch has as many rows as without labels, rounded up to a multiple of theirs. Within a label the weights of the parts
+    keep their proportion. Rows whose label is None are left out.
+
+    Args:
+        labels: of every row, by its number.
+    """
+    names = sorted({label for label in labels if label is not None})
+    per_label = math.ceil(sum(part.per_epoch for part in parts) / max(1, len(names)))
+    numbers = {name: number for number, name in enumerate(names)}
+    column = np.array([-1 if label is None else numbers[label] for label in labels])
+    return {name: share(parts, column == number, per_label) for name, number in numbers.items()}
+
+
+def share(parts: Sequence[Part], chosen: NDArray[np.bool_], count: int) -> list[Part]:
+    """The chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
+    rows = [part.rows[chosen[part.rows]] for part in parts]
+    shown = np.cumsum([part.weight * len(own) for part, own in zip(parts, rows, strict=True)])
+    counts = np.diff(np.rint(shown / shown[-1] * count), prepend=0.0)
+    return [Part(own, float(number) / len(own)) for own, number in zip(rows, counts, strict=True) if len(own)]
+
+
+def count_labels(by_label: dict[str, list[Part]]) -> dict[str, Label]:
+    return {
+        name: Label(sum(len(part.rows) for part in parts), sum(part.per_epoch for part in parts))
+        for name, parts in by_label.items()
+    }
+
+
+def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
+    """The label of every row; None where `data.on_bad_row` leaves out a row that has none. Media are not looked at.
+
+    What differs in case or a last full stop only is one label, written as in its first row.
+    """
+    found: list[str | None] = []
+    bad: list[str] = []
+    first: dict[str, str] = {}
+    for index in range(len(dataset)):
+        try:
+            label = row_label(dataset, index, str(data.balance))
+        except DataError as error:
+            if data.on_bad_row == "error":
+                raise
+            bad.append(str(error))
+            found.append(None)
+        else:
+            found.append(first.setdefault(label.rstrip(".").casefold(), label))
+    if len(bad) == len(found):
+        raise DataError(f"data.balance ({data.balance}): no row has such a label; the first: {bad[0]}")
+    if bad:
+        log.warning(
+            "data.balance: %d rows have no label and are left out:\n  %s", len(bad), listed(bad, separator="\n  ")
+        )
+    return found
+
+
+def row_label(dataset: SampleDataset, index: int, field: str) -> str:
+    sample = dataset.adapted(index)
+    try:
+        return label_of(sample, field)
+    except DataError as error:
+        raise DataError(f"{dataset.location(index)}: {error}") from error
+
+
+def label_of(sample: Sample, field: str) -> str:
+    """`answer`: the sample's short answer; else a value of `sample.meta`, `label.weather` one inside another.
+
+    Raises:
+        DataError: it has none.
+    """
+    if field == "answer":
+        last = sample.messages[-1] if sample.messages else {}
+        reply = text_of(last) if last.get("role") == "assistant" else ""
+        answer = short_answer(sample.answer or reply)
+        if answer is None:
+            raise DataError(
+                f"data.balance (answer): the row has no answer of at most {SHORT_ANSWER} characters, which could be a label; "
+                "name another field of the rows"
+            )
+        return answer
+    value: Any = sample.meta
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, str | int | float) or value == "":
+        raise DataError(
+            f"data.balance ({field}): sample.meta has {value!r:.80} there, which is no label; name a field with a text or a "
+            f"number (there are {', '.join(sample.meta) or 'none'}), or answer"
+        )
+    return str(value)

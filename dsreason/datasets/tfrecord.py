@@ -1,0 +1,112 @@
+"""TFRecord files of `tf.train.Example`, read without TensorFlow.
+
+A record is its length (8 bytes), a checksum (4), the content, and a checksum (4). The content is a protocol buffer:
+`Example {features = 1: {feature = 1: map of name = 1 to Feature = 2 {bytes_list = 1 | float_list = 2 | int64_list = 3}}}`, see
+tensorflow/core/example/example.proto. Checksums are not compared: a damaged record gives other names than those asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsreason.errors import DataError
+
+MAX_RECORD = 4 * 1024**3
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types of protocol buffers."""
+
+Feature = list[bytes] | list[int]
+
+
+def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Feature]]:
+    """Of each record the features of these names: lists of bytes or of integers. Those that a record lacks are left out.
+
+    Raises:
+        DataError: it is no such file, or it is damaged.
+    """
+    wanted = {name.encode(): name for name in names}
+    with file.open("rb") as records:
+        number = 0
+        while header := records.read(12):
+            number += 1
+            try:
+                (length,) = struct.unpack("<Q", header[:8])
+                if length > MAX_RECORD:
+                    raise ValueError(f"a record of {length} bytes")
+                content = records.read(length)
+                if len(content) < length or len(records.read(4)) < 4:
+                    raise ValueError("the file ends inside it")
+                yield {wanted[name]: values for name, values in features(content) if name in wanted}
+            except (ValueError, IndexError, struct.error) as error:
+                raise DataError(f"{file}, record {number}: is no TFRecord of examples ({error})") from error
+
+
+def features(example: bytes) -> Iterator[tuple[bytes, Feature]]:
+    for number, content in fields(example):
+        for inner, entry in fields(content) if number == 1 and isinstance(content, bytes) else ():
+            if inner == 1 and isinstance(entry, bytes):
+                pair = dict(fields(entry))
+                name, feature = pair.get(1), pair.get(2, b"")
+                if isinstance(name, bytes) and isinstance(feature, bytes):
+                    yield name, values_of(feature)
+
+
+def values_of(feature: bytes) -> Feature:
+    for kind, values in fields(feature):
+        if kind == 1 and isinstance(values, bytes):
+            return [value for _, value in fields(values) if isinstance(value, bytes)]
+        if kind == 3 and isinstance(values, bytes):
+            return integers(values)
+    return []
+
+
+def integers(values: bytes) -> list[int]:
+    found: list[int] = []
+    for _, value in fields(values):
+        packed = value if isinstance(value, bytes) else None
+        if packed is None:
+            found.append(int(value))
+            continue
+        place = 0
+        while place < len(packed):
+            number, place = varint(packed, place)
+            found.append(number)
+    return found
+
+
+def fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Number and content of each field; fixed ones as their bytes."""
+    place = 0
+    while place < len(message):
+        key, place = varint(message, place)
+        kind = key & 7
+        if kind == VARINT:
+            value, place = varint(message, place)
+            yield key >> 3, value
+            continue
+        if kind == BYTES:
+            size, place = varint(message, place)
+        elif kind in (FIXED64, FIXED32):
+            size = 8 if kind == FIXED64 else 4
+        else:
+            raise ValueError(f"a field of the unknown kind {kind}")
+        if place + size > len(message):
+            raise ValueError("a field that is longer than its message")
+        yield key >> 3, message[place : place + size]
+        place += size
+
+
+def varint(message: bytes, place: int) -> tuple[int, int]:
+    """The number that begins at `place`, and where it ends."""
+    number = shift = 0
+    while True:
+        byte = message[place]
+        place += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, place
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")

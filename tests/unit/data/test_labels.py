@@ -1,0 +1,160 @@
+"""Which label a row has, and an order that shows every label equally often."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.labels import Label, balance, count_labels, label_of, labels_of, labels_per_epoch, order_parts
+from dsreason.data.order import Part, StepOrder
+from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.types import Sample
+from dsreason.errors import DataError
+
+ANSWERS = ["no"] * 8 + ["yes"] * 2
+
+
+def config(folder: Path, answers: list[Any], **keys: Any) -> DataConfig:
+    rows = [{"id": str(i), "question": "q", "answer": answer, "site": f"s{i % 5}"} for i, answer in enumerate(answers)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl"), **{"balance": "answer"} | keys)
+
+
+def opened(data: DataConfig) -> SampleDataset:
+    return open_datasets(data)[0]
+
+
+def order(data: DataConfig, **options: Any) -> StepOrder:
+    return StepOrder(order_parts(opened(data), data), **options)
+
+
+def test_an_epoch_shows_every_label_equally_often_and_its_rows_too(tmp_path):
+    shown = Counter(order(config(tmp_path, ANSWERS), batch_size=10).indices(0))
+    assert sorted(shown[row] for row in range(8)) == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert sorted([shown[8], shown[9]]) == [2, 3]
+
+
+def test_every_epoch_chooses_other_rows_and_the_same_ones_for_the_same_seed(tmp_path):
+    data = config(tmp_path, ANSWERS)
+    first, again, other = (order(data, batch_size=10, epochs=9, seed=seed) for seed in (1, 1, 2))
+    assert [first.indices(step) for step in range(9)] == [again.indices(step) for step in range(9)]
+    assert first.indices(8) != other.indices(8)
+    chosen = {frozenset(row for row in first.indices(step) if row < 8) for step in range(9)}
+    assert len(chosen) > 1
+    assert len(frozenset.union(*chosen)) == 8  # in time every row is seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_path, num_ranks):
+    data = config(tmp_path, ANSWERS)
+    at_once, resumed = order(data, batch_size=6, epochs=4), order(data, batch_size=6, epochs=4)
+    assert at_once.num_steps == 6
+    whole = [at_once.indices(step) for step in range(6)]
+    shares = [[resumed.indices(step)[rank::num_ranks] for rank in range(num_ranks)] for step in range(3, 6)]
+    assert [sorted(row for share in step for row in share) for step in shares] == [sorted(rows) for rows in whole[3:]]
+
+
+def test_weights_of_sources_keep_their_proportion_within_a_label():
+    parts = [Part(np.arange(6)), Part(np.arange(6, 10), 2.0)]
+    by_label = balance(parts, ["a", "a", "b", "b", "b", "b", "a", "b", "b", "b"])
+    assert count_labels(by_label) == {"a": Label(3, 7), "b": Label(7, 7)}  # (6 + 2 x 4) / 2 each
+    shown = {name: [part.per_epoch for part in found] for name, found in by_label.items()}
+    assert shown == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
+
+
+def test_an_epoch_is_rounded_up_so_that_a_batch_that_fitted_still_does(tmp_path):
+    data = config(tmp_path, ["a"] * 8 + ["b", "c"])
+    assert order(data, batch_size=10).rows_per_epoch == 12
+
+
+def test_without_balance_the_order_is_what_it_was(tmp_path):
+    data = config(tmp_path, ANSWERS, balance=None)
+    assert order(data, batch_size=10).indices(0) == StepOrder([Part(np.arange(10))], batch_size=10).indices(0)
+    assert labels_per_epoch(opened(data), data) == {}
+
+
+def test_held_out_rows_are_not_balanced(tmp_path):
+    data = config(tmp_path, ANSWERS, validation=5)
+    training, held_out = open_datasets(data)
+    assert (len(training), len(held_out)) == (5, 5)
+    assert sum(label.rows for label in labels_per_epoch(training, data).values()) == 5
+
+
+def sample(answer: str | None, **meta: Any) -> Sample:
+    return Sample("7", [{"role": "user", "content": "q"}], answer=answer, meta=meta)
+
+
+@pytest.mark.parametrize(
+    ("answer", "field", "label"),
+    [
+        ("B", "answer", "B"),
+        ("<think>It turns.</think> <answer>yes</answer>", "answer", "yes"),
+        ("B", "site", "north"),
+        ("B", "label.weather", "rain"),
+        ("B", "score", "3"),
+        (None, "site", "north"),
+    ],
+)
+def test_the_label_is_the_answer_or_a_field(answer, field, label):
+    assert label_of(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
+
+
+def test_the_last_reply_is_the_answer_where_the_sample_has_none():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}]
+    assert label_of(Sample("7", messages), "answer") == "no"
+
+
+@pytest.mark.parametrize(
+    ("answer", "field", "text"),
+    [
+        (None, "answer", r"data\.balance \(answer\): the row has no answer of at most 40 characters"),
+        ("It turns left at the crossing, then right again.", "answer", "no answer of at most 40 characters"),
+        ("B", "sight", r"data\.balance \(sight\): sample\.meta has None there.*there are site, label\), or answer"),
+        ("B", "label", r"sample\.meta has \{'weather': 'rain'\} there"),
+    ],
+)
+def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):
+    with pytest.raises(DataError, match=text):
+        label_of(sample(answer, site="north", label={"weather": "rain"}), field)
+
+
+def test_case_and_a_full_stop_make_no_other_label(tmp_path):
+    data = config(tmp_path, ["Yes", "yes.", "YES", "no"])
+    assert labels_of(opened(data), data) == ["Yes", "Yes", "Yes", "no"]
+    assert labels_per_epoch(opened(data), data) == {"Yes": Label(3, 2), "no": Label(1, 2)}
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, on_bad_row):
+    data = config(tmp_path, ["yes", "no", None, 3], on_bad_row=on_bad_row)
+    if on_bad_row == "error":
+        with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance"):
+            order_parts(opened(data), data)
+        return
+    assert sorted(order(data, batch_size=4).indices(0)) == [0, 0, 1, 1]
+    assert "2 rows have no label and are left out" in caplog.text
+    assert "row 4: field 'answer' is 3; it must be a string" in caplog.text
+
+
+def test_a_field_that_no_row_has_stops_the_run(tmp_path):
+    data = config(tmp_path, ANSWERS, balance="wether", on_bad_row="skip")
+    with pytest.raises(DataError, match=r"data\.balance \(wether\): no row has such a label; the first: .*row 1.*site"):
+        order_parts(opened(data), data)
+
+
+def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
+    data = config(tmp_path, ["no"] * 29 + ["yes"])
+    order_parts(opened(data), data)
+    assert "more of these would teach more: 'yes' (1 rows, each 15 times)" in caplog.text
+
+
+@pytest.mark.parametrize("balance", [True, ""])
+def test_what_to_balance_has_to_be_named(balance):
+    with pytest.raises(ValueError, match=r"balance"):
+        DataConfig(balance=balance)
