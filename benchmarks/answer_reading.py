@@ -1,6 +1,6 @@
-"""How many answers are read, left unread and misread: our reader beside VLMEvalKit's and lmms-eval's rules, on the same responses.
+"""Answers read, left unread and misread: our reader beside VLMEvalKit's and lmms-eval's rules, on the same responses.
 
-    python benchmarks/answer_reading.py [--show OURS] [--write]
+    python benchmarks/answer_reading.py [--show tuned|held-out] [--write]
 
 The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null where it
 names none. Their rules run here where their packages are (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
@@ -169,7 +169,9 @@ def read_by(rule: Rule, rows: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", choices=["tuned", "held-out"], help="print the rows of a part that we do not read right")
+    parser.add_argument(
+        "--show", choices=["tuned", "held-out"], help="print the rows of a part that we do not read right"
+    )
     parser.add_argument("--write", action="store_true", help="keep what the others' rules give")
     arguments = parser.parse_args()
     rows = load_rows()

@@ -6,6 +6,13 @@ import re
 import unicodedata
 from typing import NamedTuple
 
+PUNCTUATION = str.maketrans(
+    {"。": ". ", "、": ", "}
+    | dict.fromkeys("“”„‟«»「」『』", '"')
+    | dict.fromkeys("【〔《", "(")
+    | dict.fromkeys("】〕》", ")")
+)
+"""Of other scripts and languages, where compatibility forms (NFKC) leave it."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 
@@ -50,7 +57,8 @@ def last_boxed(text: str) -> str | None:
 
 def without_markup(text: str) -> str:
     """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
-    text = re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", unicodedata.normalize("NFKC", text))
+    text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
+    text = re.sub(r"\\([()\[\]])", r"\1", re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", text))
     lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
     return "\n".join(filter(None, lines))
 
