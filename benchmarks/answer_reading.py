@@ -132,7 +132,7 @@ def vlmeval_rule() -> Rule:
 
 def lmms_eval_rules() -> dict[str, Rule]:
     without_init("lmms_eval", "tasks", "filters", "api")
-    mmmu = import_module("lmms_eval.tasks._task_utils.mmmu_mcq_utils")
+    mmmu: Any = import_module("lmms_eval.tasks._task_utils.mmmu_mcq_utils")
     mmmu.random = SimpleNamespace(choice=lambda letters: UNREAD)
     extract = import_module("lmms_eval.tasks._task_utils.mcq_extract").extract_mcq_answer
     filters = import_module("lmms_eval.filters.extraction").MultiChoiceRegexFilter
