@@ -136,7 +136,9 @@ def test_a_row_read_from_a_file_has_its_options_and_its_prompt_unchanged(dataset
     assert text_of(sample.messages[0]) == QUESTION
 
 
-@pytest.mark.parametrize("completion", ["B", "(B)", "The answer is B", "The tram", "B) The tram", "I think it is the tram."])
+@pytest.mark.parametrize(
+    "completion", ["B", "(B)", "The answer is B", "The tram", "B) The tram", "I think it is the tram."]
+)
 def test_validation_and_rewards_read_its_answers(dataset, completion):
     assert is_correct(completion, dataset[0])
     assert single_choice_lenient(completion, dataset[0]) == 1
@@ -147,7 +149,9 @@ def test_wrong_letters_are_wrong_and_near_ones_nearly_right(dataset):
     assert [ordinal_choice(letter, dataset[0]) for letter in "ABCD"] == [0.5, 1, 0.5, 0]
 
 
-@pytest.mark.parametrize(("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)])
+@pytest.mark.parametrize(
+    ("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)]
+)
 def test_a_yes_or_no_question_is_graded_as_one(dataset, completion, right):
     assert kind_of(dataset[1]) == "yes_no"
     assert is_correct(completion, dataset[1]) == bool(right)
