@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from string import ascii_uppercase
 
@@ -49,23 +50,19 @@ def listed_options(question: str) -> dict[str, str] | None:
     return max(reversed(found), key=len, default=None)
 
 
-def _lists(question: str, style: re.Pattern[str]) -> list[dict[str, str]]:
-    labels = list(style.finditer(question))
+def _lists(question: str, style: re.Pattern[str]) -> Iterator[dict[str, str]]:
     runs: list[list[re.Match[str]]] = []
-    for label in labels:
+    for label in style.finditer(question):
         if label[1] == "A":
             runs.append([label])
         elif runs and label[1] == ascii_uppercase[len(runs[-1]) % 26]:
             runs[-1].append(label)
-    found = []
-    for run in runs:
-        ends = [label.start() for label in run[1:]] + [len(question)]
-        texts = [question[label.end() : end] for label, end in zip(run, ends, strict=True)]
-        texts[-1] = texts[-1].partition("\n")[0]  # what follows is no option
-        options = {label[1]: _plain(text) for label, text in zip(run, texts, strict=True)}
-        if len(options) > 1 and all(re.search(r"\w", text) for text in options.values()):
-            found.append(options)
-    return found
+    for run in (run for run in runs if len(run) > 1):
+        end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
+        ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
+        options = {label[1]: _plain(question[label.end() : end]) for label, end in zip(run, ends, strict=True)}
+        if all(re.search(r"\w", text) for text in options.values()):
+            yield options
 
 
 def _plain(text: str) -> str:
