@@ -123,7 +123,7 @@ class _Reader:
         self.letter = "|".join(re.escape(key) for key in self.keys)
         self.texts = {key: _cleaned(text) for key, text in (options or {}).items()}
         self.led = re.compile(
-            rf"""{LEADS}[ \t,:.–-]*\n?(?:the\s+)?(?:(?:correct|right)\s+)?(?:(?:option|choice|letter|answer)\s+)?"""
+            rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:the\s+)?(?:(?:correct|right)\s+)?(?:(?:option|choice|letter|answer)\s+)?"""
             rf"""[(\["']*({self.letter})(?![\w'’-])["')\]]*(?=\s*(?:$|[\n.;:!(]|\s[-–—]\s)"""
             rf"""|\s*,(?!\s*(?:(?:and|or)\s+)?[(\[]?(?:{self.letter})\b)"""
             r"""|\s+(?:because|since|as|to\s+me|for\s+me|here|over|rather|instead|based|due|given|unlike|not|and\s+not"""
@@ -295,45 +295,58 @@ class _Reader:
         return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None
 
     def only_text_named(self, text: str) -> str | None:
-        """The one option whose text stands in the response: a short text in a short response or in its last sentence."""
-        found: dict[str, list[str]] = {}
+        """The one option whose text the response says and does not deny: a short one in a short response or the last sentence."""
+        said: dict[str, list[bool]] = {}
         sentences = _sentences(text)
         for number, sentence in enumerate(sentences):
-            rest = normalized(sentence)
-            for key, option in sorted(self.texts.items(), key=lambda item: -len(item[1])):
-                phrase = _bare(option)
-                pattern = rf"(?<![\w.$-]){re.escape(phrase)}(?![\w%]|[.,'’-]\w)"
-                if self.option_text(option) != key or phrase in ("yes", "no") or not re.search(pattern, rest):
-                    continue
-                end = rest[rest.index(phrase) :]
-                if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
-                    return None  # cut off: it may be the longer one
-                is_subject = end != normalized(text) and SUBJECT.match(end[len(phrase) :]) is not None
-                rest = re.sub(pattern, " … ", rest)
-                is_last = number == len(sentences) - 1
-                found.setdefault(key, []).append(
-                    rest if not is_subject and (is_last or len(sentences) < 3 or " " in phrase) else "?"
-                )
-        chosen = [key for key, rests in found.items() if not all(map(self._is_denied, rests))]
+            marked = self._with_marks(normalized(sentence))
+            if marked is None:
+                return None
+            is_near = len(sentences) < 3 or number == len(sentences) - 1
+            for key in re.findall("«(.+?)»", marked):
+                counts = is_near or " " in _bare(self.texts[key])
+                said.setdefault(key, []).append(counts and self._is_said(key, marked, is_first=number == 0))
+        chosen = [key for key, times in said.items() if any(times)]
         if len(chosen) != 1 or SECOND_THOUGHT.search(text) or self._is_taken_back(sentences):
             return None
         [key] = chosen
-        if any(map(self._is_denied, found[key])) or self._named(text) - {key} or self.mentioned.search(text):
-            return None
-        return key
+        return None if not all(said[key]) or self._named(text) - {key} or self.mentioned.search(text) else key
+
+    def _with_marks(self, sentence: str) -> str | None:
+        """`it is ice on the road` → `it is «B»`, longer texts first; None where the end may be a longer one that was cut off."""
+        for key, option in sorted(self.texts.items(), key=lambda item: -len(item[1])):
+            phrase = _bare(option)
+            found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
+            if found is None or self.option_text(option) != key or phrase in ("yes", "no"):
+                continue
+            end = sentence[found.start() :]
+            if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
+                return None
+            sentence = re.sub(found.re, f"«{key}»", sentence)
+        return sentence
+
+    def _is_said(self, key: str, marked: str, *, is_first: bool) -> bool:
+        """Whether a sentence answers with this option, rather than to deny it, to offer it, or to say something about it."""
+        mark = f"«{key}»"
+        before, _, after = marked.partition(mark)
+        clause = re.split("[,;]", before)[-1] + mark + re.split("[,;]", after)[0]
+        is_heading = after.startswith(":") and not (is_first and not before)
+        is_offered = POSSIBLY.search(before) or re.search(rf"\bor\s+(?:\w+\s+)?{mark}|{mark}\s*,?\s*or\b", marked)
+        return not (is_heading or is_offered or SUBJECT.match(after) or self._is_denied(clause) or marked.endswith("?"))
 
     def _other_texts(self, key: str) -> Iterator[str]:
         return (_bare(option) for other, option in self.texts.items() if other != key)
 
     def _is_denied(self, sentence: str) -> bool:
-        is_question = sentence.rstrip("\"')").endswith("?")
-        return (
-            is_question or DENIAL.search(sentence) is not None or re.search(r"\bor\s+…|…\s+or\b", sentence) is not None
-        )
+        return sentence.rstrip("\"')").endswith("?") or DENIAL.search(re.sub("«.+?»", "", sentence)) is not None
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
         """`Option A. That is wrong.`"""
-        return any(re.match(r"(?i:it|that|this|which)\b", one) and self._is_denied(one) for one in sentences[1:])
+        short = [one for one in sentences[1:] if len(one.split()) < 6]
+        return any(
+            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", one) and self._is_denied(one)
+            for one in short
+        )
 
     # ------------------------------------------------------------ letters in a text
 

@@ -25,7 +25,7 @@ SECOND_THOUGHT = re.compile(
 DENIAL = re.compile(
     r"\b(?:not?|never|nor|neither|none|wrong|incorrect|false|except|unlike|unlikely|cannot|if|whether|unless|instead"
     r"|rather|either|doubt|eliminat\w*|exclud\w*|rul\w+\s+out|disagree|against|reject\w*|dismiss\w*|discard\w*"
-    r"|contradict\w*|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
+    r"|contradict\w*|possib\w+|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
     re.IGNORECASE,
 )
 """In a text without a verdict: the option it names may be the one it is against."""
@@ -33,12 +33,12 @@ LEADS = (
     r"(?:\b(?:is|was|be|been|means|suggests?|indicates?|leaves?|leaving|makes?|making|supports?|favou?rs?|match(?:es)?"
     r"|implies|remains?|its|think|believe|guess|suppose|say|assume|suspect|conclude|reckon|(?:i|we)\s+consider"
     r"|(?:leaves?|left|ends?\s+up|ended\s+up)\s+(?:\w+\s+)?with|looks?\s+like"
-    r"|chose|chosen|picked|selected|vote\s+goes\s+to|(?:we|i)\s+get|gives|yields"
+    r"|cho(?:se|sen|osing)|pick(?:ed|ing)|select(?:ed|ing)|bet(?:ting)?\s+on|vote\s+goes\s+to|(?:we|i)\s+get|gives|yields"
     r"|(?:corresponds?|points?|leads?|down|amounts?|leaning|lean|pointing)\s+to(?:wards?)?"
     r"|(?:vote|opt|settle|stick|stay|go)\s+(?:for|on|with)"
     r"|so|therefore|thus|thereby|hence|consequently|accordingly|overall|finally|ultimately|rather|as\s+such"
     r"|in\s+(?:conclusion|summary|short|total|my\s+(?:opinion|view))|to\s+(?:sum\s+up|conclude)|as\s+a\s+result"
-    r"|conclusion|result|verdict|prediction|decision|guess|ans|solution|response|output|final|correct|namely"
+    r"|conclusion|result|verdict|prediction|decision|guess|(?:ans|sol)\.?(?!\w)|solution|response|output|final|correct|namely"
     r"|sure|certainly|absolutely|clearly|obviously|probably|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
@@ -80,7 +80,7 @@ REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
 """Behind `(A)`: something is said about the option, which is not to choose it."""
 SUBJECT = re.compile(
-    r"\s*:|\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
+    r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
     r"|used|held|being|likely|responsible|to\s+blame)\b)"
 )
 """Behind an option's text: something is said about it."""
@@ -99,7 +99,10 @@ POSSIBLY = re.compile(
 """In the sentence before a letter: nothing is concluded yet."""
 HEDGE = re.compile(r"maybe|perhaps", re.IGNORECASE)
 """These lead to an option only where no other is named beside it."""
-SUPPORTED = r"(?:shows|seems|looks|appears|best|for\s+sure|of\s+course|(?:obvious|definite|clear|probab|certain)ly)"
+SUPPORTED = (
+    r"(?:shows|seems|looks|appears|best|(?:most\s+)?likely|for\s+sure|of\s+course"
+    r"|(?:obvious|definite|clear|probab|certain)ly)"
+)
 """Behind a letter that is the only one named: it is what is meant."""
 ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
 """Words that a letter may follow where it is the only one named."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from string import ascii_uppercase
 
@@ -15,6 +14,7 @@ STYLES = [
     for label in (r"\(([A-Z])\)", r"([A-Z])\)", r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)", r"([A-Z]):(?=\s)")
 ]
 """`(A) left`, `A) left`, `A. left`, `A: left`; all of a list have the same. Not the initials of a name."""
+LONGEST = 1000
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
@@ -43,26 +43,23 @@ def options_in_question(sample: Sample) -> dict[str, str] | None:
 def listed_options(question: str) -> dict[str, str] | None:
     """The options that a text lists, a line each or one behind the other: two or more, lettered from A without a gap.
 
-    Example: `What caused it?\\nA) Rain\\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
-    those the last. None where there is none.
+    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
+    those the last. None where there is none. A text is cut after 1000 characters.
     """
-    found = [options for style in STYLES for options in _lists(question, style)]
-    return max(reversed(found), key=len, default=None)
-
-
-def _lists(question: str, style: re.Pattern[str]) -> Iterator[dict[str, str]]:
     runs: list[list[re.Match[str]]] = []
-    for label in style.finditer(question):
-        if label[1] == "A":
-            runs.append([label])
-        elif runs and label[1] == ascii_uppercase[len(runs[-1]) % 26]:
-            runs[-1].append(label)
-    for run in (run for run in runs if len(run) > 1):
+    for style in STYLES:
+        for label in style.finditer(question):
+            if label[1] == "A":
+                runs.append([label])
+            elif runs and label.re is runs[-1][0].re and label[1] == ascii_uppercase[len(runs[-1]) % 26]:
+                runs[-1].append(label)
+    for run in sorted((run for run in reversed(runs) if len(run) > 1), key=len, reverse=True):
         end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
-        options = {label[1]: _plain(question[label.end() : end]) for label, end in zip(run, ends, strict=True)}
-        if all(re.search(r"\w", text) for text in options.values()):
-            yield options
+        texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
+        if all(re.search(r"\w", text) for text in texts):
+            return {label[1]: text for label, text in zip(run, texts, strict=True)}
+    return None
 
 
 def _plain(text: str) -> str:
