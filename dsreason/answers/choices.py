@@ -1,9 +1,9 @@
 """Reading which option a text names: careful rather than clever, since a wrong guess is worse than none.
 
 The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
-(of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `letter and text`,
-`only option named`, `option text named`. Rules that look at the same thing and disagree read nothing, and so do two options
-named without a verdict.
+(of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
+`letter and text`, `only option named`, `option text named`. Where those from `own line` to `letter and text` disagree, nothing is
+read, and neither where two options are named without a verdict.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dsreason.answers.phrases import (
     FITS,
     HEDGE,
     IS_CORRECT,
+    JUDGEMENT,
     LEADS,
     MENTION,
     POSSIBLY,
@@ -68,6 +69,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         for rule, find in (
             ("own line", reader.own_line),
             ("conclusion", reader.conclusion),
+            ("only one right", reader.only_one_right),
             ("letter and text", reader.letter_and_text),
         )
         if (found := find(cleaned)) is not None
@@ -130,10 +132,9 @@ class _Reader:
             r"""|with|than|correct|right|the\s+(?:most|best))\b)""",
             re.IGNORECASE,
         )
-        self.correct = re.compile(
-            rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?(?:\s+\([^()\n]*\))?\s+(?i:{IS_CORRECT})"
-        )
-        self.fits = re.compile(rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?(?:\s+\([^()\n]*\))?\s+(?i:{FITS})")
+        subject = rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?(?:\s+\([^()\n]*\))?\s+"
+        self.correct = re.compile(rf"{subject}(?i:{IS_CORRECT})")
+        self.fits = re.compile(rf"{subject}(?i:{FITS})")
         self.mentioned = re.compile(
             rf"(?i:{MENTION}(?:option\s+)?)[(\[]?({self.letter})\b|(?i:option\s+)({self.letter})\s+(?i:says|states|claims|mentions|asks|would)\b"
         )
@@ -141,7 +142,6 @@ class _Reader:
             rf"""(?:^|[,:;("'\[>=—–-]\s*|[{EAST_ASIAN}!]\s*|(?i:{LEADS}|\b(?:{ARTICLES}))\s+)({self.letter})(?![\w'’-])"""
             rf"""(?=\s*(?:$|[.,;!\]"'({EAST_ASIAN}]|[–—-]\s)|\s+(?:to\s+me|for\s+me|(?i:{SUPPORTED}))\b)"""
         )
-
         self.aside = re.compile(
             rf"(?:(?i:{ASIDE}).{{0,200}}?|(?i:[,;]?\s+\(?(?:and\s+)?not\s+(?:option\s+)?))[(\[]?(?<!\w)(?:{self.letter})(?!\w).*"
         )
@@ -279,6 +279,14 @@ class _Reader:
     def _is_remark(self, mark: str, rest: str) -> bool:
         return REJECTED.match(rest) is not None or (mark[0] not in ".:" and PREDICATE.match(rest) is not None)
 
+    def only_one_right(self, text: str) -> str | None:
+        """`A: no. B: yes. C: no.`"""
+        if {_bare(option) for option in self.texts.values()} & {"yes", "no", "true", "false", "right"}:
+            return None
+        found = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
+        right, wrong = ({letter for letter, *words in found if words[i]} for i in (0, 1))
+        return self.keys[right.pop()] if len(right) == 1 and wrong and not right & wrong else None
+
     # ------------------------------------------------------------ the only option named
 
     def only_one_named(self, text: str) -> str | None:
@@ -322,7 +330,7 @@ class _Reader:
             end = sentence[found.start() :]
             if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
                 return None
-            sentence = re.sub(found.re, f"«{key}»", sentence)
+            sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
         return sentence
 
     def _is_said(self, key: str, marked: str, *, is_first: bool) -> bool:

@@ -71,6 +71,11 @@ FITS = (
     r"(?!\s*\?)"
 )
 """Behind a letter: what is said of the one chosen, and hardly of another."""
+JUDGEMENT = (
+    r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
+    r"(?=\s*(?:$|[.,;!\n)]))"
+)
+"""Behind a letter, where each option is judged: the words for right and for wrong."""
 ASIDE = (
     r"[,;]?\s+(?:because|since|as(?!\s+well)|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
     r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
