@@ -29,18 +29,17 @@ from dsreason.answers.phrases import (
     SUBJECT,
     SUPPORTED,
 )
-from dsreason.answers.text import last_boxed, normalized, without_markup
+from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 
+PART = re.compile(r"[,;]|\bbut\b")
+"""Between what is denied and what is said instead."""
 WINDOW = 500
 """Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
 MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
 """Sets a letter off from the words behind it: `A)`, `A.`, `A:`, `A -`."""
-EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Scripts that write a letter and the words around it without spaces."""
-ABBREVIATION = re.compile(r"\b(?:fig|no|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 
 
 def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, str]:
@@ -53,7 +52,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         key, _ = read_option(boxed, options)
         return (key, "boxed") if key else UNREAD
     reader = _Reader(options)
-    cleaned = reader.without_list(_cleaned(text))
+    plain = reader.without_list(cleaned(text))
     for rule, find in (
         ("only letter", reader.only_letter),
         ("option text", reader.option_text),
@@ -61,7 +60,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         ("yes or no", reader.yes_or_no),
         ("letter and text", reader.chosen),
     ):
-        found = find(cleaned)
+        found = find(plain)
         if found is not None:
             return found, rule
     agreeing = {
@@ -72,13 +71,13 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
             ("only one right", reader.only_one_right),
             ("letter and text", reader.letter_and_text),
         )
-        if (found := find(cleaned)) is not None
+        if (found := find(plain)) is not None
     }
     if agreeing:
         rule, key = next(iter(agreeing.items()))
         return (key, rule) if set(agreeing.values()) == {key} else UNREAD
     for rule, find in (("only option named", reader.only_one_named), ("option text named", reader.only_text_named)):
-        found = find(cleaned)
+        found = find(plain)
         if found is not None:
             return found, rule
     return UNREAD
@@ -95,27 +94,6 @@ def _bare(text: str) -> str:
     return bare[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", bare) else bare
 
 
-def _cleaned(text: str) -> str:
-    """Without markup, pictographs, bullets, and numbers before a letter that has a line to itself."""
-    plain = re.sub(
-        r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
-    )
-    plain = re.sub(f"([{EAST_ASIAN}]+)", r" \1 ", without_markup(plain))
-    plain = re.sub(r"(?m)^(?:[-•#>]+ )+", "", "\n".join(line.strip() for line in plain.splitlines()))
-    return re.sub(r"(?m)^\d{1,2}[.)] (?=\(?[A-Za-z]\)?\W*$)", "", plain)
-
-
-def _sentences(text: str) -> list[str]:
-    """Example: `It turns, see Fig. 2. So B.` has two."""
-    found: list[str] = []
-    for part in re.split(r"\n|(?<=[.!?;])\s+", text):
-        if found and ABBREVIATION.search(found[-1]):
-            found[-1] += f" {part}"
-        elif part:
-            found.append(part)
-    return found
-
-
 class _Reader:
     """The rules. Each takes a text and gives an option's key, or None."""
 
@@ -123,9 +101,10 @@ class _Reader:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
         self.order = list(self.keys.values())
         self.letter = "|".join(re.escape(key) for key in self.keys)
-        self.texts = {key: _cleaned(text) for key, text in (options or {}).items()}
+        self.texts = {key: cleaned(text) for key, text in (options or {}).items()}
         self.led = re.compile(
-            rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:the\s+)?(?:(?:correct|right)\s+)?(?:(?:option|choice|letter|answer)\s+)?"""
+            rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:only\s+)?(?:the\s+)?(?:(?:correct|right)\s+)?"""
+            r"""(?:(?:option|choice|letter|answer)\s+)?"""
             rf"""[(\["']*({self.letter})(?![\w'’-])["')\]]*(?=\s*(?:$|[\n.;:!(]|\s[-–—]\s)"""
             rf"""|\s*,(?!\s*(?:(?:and|or)\s+)?[(\[]?(?:{self.letter})\b)"""
             r"""|\s+(?:because|since|as|to\s+me|for\s+me|here|over|rather|instead|based|due|given|unlike|not|and\s+not"""
@@ -265,7 +244,8 @@ class _Reader:
         items = re.findall(rf"(?:^|\s)[(\[]?({self.letter})[)\].:]+\s", rest)
         is_list = bool(after and items) and items[0] == after[0].upper()
         joined = re.match(rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._without_articles(rest))
-        if is_list or joined or self._contradicts(text):
+        is_another = any(self.chosen(line) not in (None, letter) for line in rest.splitlines())
+        if is_list or joined or is_another or self._contradicts(text):
             return None
         return None if self._is_remark(mark, rest) else letter
 
@@ -291,7 +271,7 @@ class _Reader:
 
     def only_one_named(self, text: str) -> str | None:
         """`(C)`, `option C`, or a C that stands for itself, in a sentence that does not deny it; and no other option."""
-        sentences = [self.aside.sub("?" if one.endswith("?") else "", one) for one in _sentences(text)]
+        sentences = [self.aside.sub("?" if one.endswith("?") else "", one) for one in split_sentences(text)]
         named = set().union(*map(self._named, sentences))
         if len(named) != 1 or SECOND_THOUGHT.search(text) or self._is_contradictory(text):
             return None
@@ -305,7 +285,7 @@ class _Reader:
     def only_text_named(self, text: str) -> str | None:
         """The one option whose text the response says and does not deny: a short one in a short response or the last sentence."""
         said: dict[str, list[bool]] = {}
-        sentences = _sentences(text)
+        sentences = split_sentences(text)
         for number, sentence in enumerate(sentences):
             marked = self._with_marks(normalized(sentence))
             if marked is None:
@@ -337,7 +317,7 @@ class _Reader:
         """Whether a sentence answers with this option, rather than to deny it, to offer it, or to say something about it."""
         mark = f"«{key}»"
         before, _, after = marked.partition(mark)
-        clause = re.split("[,;]", before)[-1] + mark + re.split("[,;]", after)[0]
+        clause = re.split(PART, before)[-1] + mark + re.split(PART, after)[0]
         is_heading = after.startswith(":") and not (is_first and not before)
         is_offered = POSSIBLY.search(before) or re.search(rf"\bor\s+(?:\w+\s+)?{mark}|{mark}\s*,?\s*or\b", marked)
         return not (is_heading or is_offered or SUBJECT.match(after) or self._is_denied(clause) or marked.endswith("?"))

@@ -14,18 +14,23 @@ VERDICT = re.compile(
     re.IGNORECASE,
 )
 """Begins a verdict; what is chosen follows."""
+DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
+OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
 REFUSAL = re.compile(
-    r"\b(?:not|never|nor|neither|or|if|whether|unless|doubt|cannot)\b|n['’]t\b|\brule[sd]?\s+out\b", re.IGNORECASE
+    rf"\b(?:not|never|nor|neither|or|if|whether|unless|{DOUBT}|cannot|wrong|incorrect|false|worst|least|unlikely|odd|would\s+have"
+    rf"|{OTHERS_SAY})\b|n['’]t\b|\brule[sd]?\s+out\b|\b(?:second|third|next|other|another|previous)\s+(?:\w+\s+(?:is\s+)?)?$",
+    re.IGNORECASE,
 )
 """In the clause before a verdict: it is none."""
 SECOND_THOUGHT = re.compile(
-    r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no|hmm)\b|,\s*no\s*[,;.–—-]", re.IGNORECASE
+    r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    re.IGNORECASE,
 )
 """Behind what looked like the answer: it may not be."""
 DENIAL = re.compile(
-    r"\b(?:not?|never|nor|neither|none|wrong|incorrect|false|except|unlike|unlikely|cannot|if|whether|unless|instead"
-    r"|rather|either|doubt|eliminat\w*|exclud\w*|rul\w+\s+out|disagree|against|reject\w*|dismiss\w*|discard\w*"
-    r"|contradict\w*|possib\w+|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
+    rf"\b(?:not?(?!\s+doubt)|{OTHERS_SAY}|never|nor|neither|none|wrong|incorrect|false|except|unlike|unlikely|cannot|if|whether|unless|instead"
+    rf"|rather|either|{DOUBT}|eliminat\w*|exclud\w*|rul\w+\s+out|disagree|against|reject\w*|dismiss\w*|discard\w*"
+    r"|contradict\w*|possib\w+|worst|odd|would\s+have|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
     re.IGNORECASE,
 )
 """In a text without a verdict: the option it names may be the one it is against."""
@@ -36,7 +41,8 @@ LEADS = (
     r"|cho(?:se|sen|osing)|pick(?:ed|ing)|select(?:ed|ing)|bet(?:ting)?\s+on|vote\s+goes\s+to|(?:we|i)\s+get|gives|yields"
     r"|(?:corresponds?|points?|leads?|down|amounts?|leaning|lean|pointing)\s+to(?:wards?)?"
     r"|(?:vote|opt|settle|stick|stay|go)\s+(?:for|on|with)"
-    r"|so|therefore|thus|thereby|hence|consequently|accordingly|overall|finally|ultimately|rather|as\s+such"
+    r"|so|therefore|thus|thereby|hence|consequently|accordingly|overall|finally|ultimately|rather|as\s+such|caused\s+by"
+    r"|(?:no|without\s+(?:a|any))\s+doubt"
     r"|in\s+(?:conclusion|summary|short|total|my\s+(?:opinion|view))|to\s+(?:sum\s+up|conclude)|as\s+a\s+result"
     r"|conclusion|result|verdict|prediction|decision|guess|(?:ans|sol)\.?(?!\w)|solution|response|output|final|correct|namely"
     r"|sure|certainly|absolutely|clearly|obviously|probably|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
@@ -105,7 +111,7 @@ POSSIBLY = re.compile(
 HEDGE = re.compile(r"maybe|perhaps", re.IGNORECASE)
 """These lead to an option only where no other is named beside it."""
 SUPPORTED = (
-    r"(?:shows|seems|looks|appears|best|(?:most\s+)?likely|for\s+sure|of\s+course"
+    r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
     r"|(?:obvious|definite|clear|probab|certain)ly)"
 )
 """Behind a letter that is the only one named: it is what is meant."""
