@@ -1,7 +1,9 @@
 """Reading which option a text names: careful rather than clever, since a wrong guess is worse than none.
 
-The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"),
-`own line`, `letter and text`, `only option named`. Two options named without a verdict are no answer.
+The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
+(of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
+`letter and text`, `only option named`, `option text named`. Where those from `own line` to `letter and text` disagree, nothing is
+read, and neither where two options are named without a verdict.
 """
 
 from __future__ import annotations
@@ -9,41 +11,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dsreason.answers.text import last_boxed, normalized, without_markup
+from dsreason.answers.phrases import (
+    ARTICLES,
+    ASIDE,
+    DENIAL,
+    FITS,
+    HEDGE,
+    IS_CORRECT,
+    JUDGEMENT,
+    LEADS,
+    MENTION,
+    POSSIBLY,
+    PREDICATE,
+    REASON,
+    REJECTED,
+    SECOND_THOUGHT,
+    SUBJECT,
+    SUPPORTED,
+)
+from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
+from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 
-UNREAD = ("", "none")
-"""No answer, and the rule that says so."""
-
-VERDICT = re.compile(
-    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?)?"""
-    r"""\s*(?:\b(?:is|(?:would|should|must)\s+be)\b(?:\s+(?:most\s+)?\w+ly\b)?|[:=–-])"""
-    r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
-    re.IGNORECASE,
-)
-"""Begins a verdict; what is chosen follows."""
-IS_CORRECT = (
-    r"is\s+(?:correct|(?:the\s+)?(?:correct|right|best)\s+(?:answer|option|choice|one)|the\s+answer)\b(?!\s*\?)"
-)
-REFUSAL = re.compile(r"\b(?:not|never|nor|neither|or|if|whether|unless)\b|n['’]t\b", re.IGNORECASE)
-"""In the clause before a verdict: it is none."""
-REASON = re.compile(
-    r"[,;]?\s+(?:because|since|as(?!\s+well)|not|rather\s+than|instead\s+of|based\s+on|due\s+to)\b.*", re.I
-)
-"""Ends what is chosen: "B because A is too slow"."""
-SECOND_THOUGHT = re.compile(r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no|hmm)\b", re.IGNORECASE)
-"""Behind what looked like the answer: it may not be."""
-DENIAL = re.compile(
-    r"\b(?:not?|never|nor|neither|wrong|incorrect|false|except|unlike|cannot|if|whether|unless|instead|rather"
-    r"|eliminat\w*|exclud\w*|rul\w+\s+out)\b|n['’]t\b",
-    re.IGNORECASE,
-)
-"""In a text without a verdict: the option it names may be the one it is against."""
-PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
-"""Behind `(A)`: something is said about the option, which is not to choose it."""
-
+PART = re.compile(r"[,;]|\bbut\b")
+"""Between what is denied and what is said instead."""
+WINDOW = 500
+"""Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
-MARK = r"""(\s*[)\]}]+[.:,]?|[.:,;!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
+MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
 """Sets a letter off from the words behind it: `A)`, `A.`, `A:`, `A -`."""
 
 
@@ -57,43 +52,46 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         key, _ = read_option(boxed, options)
         return (key, "boxed") if key else UNREAD
     reader = _Reader(options)
-    cleaned = re.sub("(?m)^(?:[-•#>]+ )+", "", without_markup(text))
+    plain = reader.without_list(cleaned(text))
     for rule, find in (
         ("only letter", reader.only_letter),
         ("option text", reader.option_text),
         ("answer is", reader.verdict),
+        ("yes or no", reader.yes_or_no),
         ("letter and text", reader.chosen),
-        ("own line", reader.own_line),
-        ("letter and text", reader.letter_and_text),
-        ("only option named", reader.only_one_named),
     ):
-        found = find(cleaned)
+        found = find(plain)
+        if found is not None:
+            return found, rule
+    agreeing = {
+        rule: found
+        for rule, find in (
+            ("own line", reader.own_line),
+            ("conclusion", reader.conclusion),
+            ("only one right", reader.only_one_right),
+            ("letter and text", reader.letter_and_text),
+        )
+        if (found := find(plain)) is not None
+    }
+    if agreeing:
+        rule, key = next(iter(agreeing.items()))
+        return (key, rule) if set(agreeing.values()) == {key} else UNREAD
+    for rule, find in (("only option named", reader.only_one_named), ("option text named", reader.only_text_named)):
+        found = find(plain)
         if found is not None:
             return found, rule
     return UNREAD
 
 
 def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
-    """The letter of the one option with this text, case and final punctuation aside."""
+    """The letter of the one option with this text, case, brackets around it and final punctuation aside."""
     found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
     return found[0] if len(found) == 1 else None
 
 
 def _bare(text: str) -> str:
-    return normalized(text).rstrip(" .!;,")
-
-
-def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
-    """Where each verdict begins, and the rest of its line (as far as it matters); not those that their clause takes back."""
-    for match in begins.finditer(text):
-        if not is_refused(text[: match.start()]):
-            yield match.start(), text[match.end() :][:500].partition("\n")[0]
-
-
-def is_refused(before: str) -> bool:
-    """Whether the clause that leads to a verdict takes it back: "I do not think that", "if"."""
-    clause = re.split(r"[.,;:!?\n]|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
-    return REFUSAL.search(clause) is not None
+    bare = normalized(text).rstrip(" .!;,")
+    return bare[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", bare) else bare
 
 
 class _Reader:
@@ -101,11 +99,49 @@ class _Reader:
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+        self.order = list(self.keys.values())
         self.letter = "|".join(re.escape(key) for key in self.keys)
-        self.texts = {key: without_markup(text) for key, text in (options or {}).items()}
+        self.texts = {key: cleaned(text) for key, text in (options or {}).items()}
+        self.led = re.compile(
+            rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:only\s+)?(?:the\s+)?(?:(?:correct|right)\s+)?"""
+            r"""(?:(?:option|choice|letter|answer)\s+)?"""
+            rf"""[(\["']*({self.letter})(?![\w'’-])["')\]]*(?=\s*(?:$|[\n.;:!(]|\s[-–—]\s)"""
+            rf"""|\s*,(?!\s*(?:(?:and|or)\s+)?[(\[]?(?:{self.letter})\b)"""
+            r"""|\s+(?:because|since|as|to\s+me|for\s+me|here|over|rather|instead|based|due|given|unlike|not|and\s+not"""
+            r"""|with|than|correct|right|the\s+(?:most|best))\b)""",
+            re.IGNORECASE,
+        )
+        subject = rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?(?:\s+\([^()\n]*\))?\s+"
+        self.correct = re.compile(rf"{subject}(?i:{IS_CORRECT})")
+        self.fits = re.compile(rf"{subject}(?i:{FITS})")
+        self.mentioned = re.compile(
+            rf"(?i:{MENTION}(?:option\s+)?)[(\[]?({self.letter})\b|(?i:option\s+)({self.letter})\s+(?i:says|states|claims|mentions|asks|would)\b"
+        )
+        self.stands_alone = re.compile(
+            rf"""(?:^|[,:;("'\[>=—–-]\s*|[{EAST_ASIAN}!]\s*|(?i:{LEADS}|\b(?:{ARTICLES}))\s+)({self.letter})(?![\w'’-])"""
+            rf"""(?=\s*(?:$|[.,;!\]"'({EAST_ASIAN}]|[–—-]\s)|\s+(?:to\s+me|for\s+me|(?i:{SUPPORTED}))\b)"""
+        )
+        self.aside = re.compile(
+            rf"(?:(?i:{ASIDE}).{{0,200}}?|(?i:[,;]?\s+\(?(?:and\s+)?not\s+(?:option\s+)?))[(\[]?(?<!\w)(?:{self.letter})(?!\w).*"
+        )
 
     def _key(self, letter: str) -> str | None:
         return self.keys.get(letter.upper())  # a Turkish İ matches I, and is none
+
+    def without_list(self, text: str) -> str:
+        """Without lines that only repeat the options, two or more in their order."""
+        lines = text.splitlines()
+        places = [self._place_of_item(line) for line in lines]
+        steps = [one is not None and other == one + 1 for one, other in zip(places, places[1:], strict=False)]
+        listed = {i + j for i, is_step in enumerate(steps) if is_step for j in (0, 1)}
+        return "\n".join(line for i, line in enumerate(lines) if i not in listed)
+
+    def _place_of_item(self, line: str) -> int | None:
+        """Of `B. to the right` 1: a letter, and behind it its own text."""
+        letter, mark, rest = self._split(line)
+        return self.order.index(letter) if letter and mark and self.option_text(rest) == letter else None
+
+    # ------------------------------------------------------------ the whole text
 
     def only_letter(self, text: str) -> str | None:
         found = re.fullmatch(rf"{BEFORE_LETTER}({self.letter}){AFTER_LETTER}", text, re.IGNORECASE)
@@ -115,13 +151,12 @@ class _Reader:
         letter = option_with_text(text, self.texts) if text.strip(" .!;,") else None
         return self._key(letter) if letter else None
 
-    def verdict(self, text: str) -> str | None:
-        """The last one: a text that corrects itself ends with what it means."""
-        correct = re.compile(rf"(?i:\boption\s+)?\(?(?<!\w)({self.letter})\)?\s+(?i:{IS_CORRECT})")
-        found = [(start, self._said(line)) for start, line in verdicts(text)]
-        found += [(m.start(), self.keys[m[1]]) for m in correct.finditer(text) if not is_refused(text[: m.start()])]
-        keys = [key for _, key in sorted(found, key=lambda place: place[0]) if key]
-        return keys[-1] if keys else None
+    def yes_or_no(self, text: str) -> str | None:
+        """Where options say just yes and no."""
+        by_text = {_bare(option): key for key, option in self.texts.items()}
+        if not {"yes", "no"} <= by_text.keys() or self._named(text):
+            return None
+        return by_text.get(read_yes_no(text)[0])
 
     def chosen(self, line: str) -> str | None:
         """A letter, an option's text, or both of the same option; nothing else but a reason."""
@@ -138,6 +173,59 @@ class _Reader:
                 return letter
         return None
 
+    # ------------------------------------------------------------ verdicts
+
+    def verdict(self, text: str) -> str | None:
+        """The last one: a text that corrects itself ends with what it means."""
+        found = [(start, self._said(line)) for start, line in verdicts(text)]
+        found += [
+            (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text[: m.start()])
+        ]
+        return self._last(text, [(start, key) for start, key in found if key])
+
+    def conclusion(self, text: str) -> str | None:
+        """The last one of those that only one option at the end of a clause can be ("it should be B", "so B"), or "B fits"."""
+        thought = SECOND_THOUGHT.search(text)
+        for found in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
+            key = self._key(found[1])
+            if key is None or not self._is_concluded(text, found):
+                continue
+            if thought and thought.start() < found.start() and self._named(text[: found.start(1)]):
+                return None
+            return self._last(text, [(found.end(), key)])
+        return None
+
+    def _is_concluded(self, text: str, found: re.Match[str]) -> bool:
+        before, after = text[: found.start(1)][-WINDOW:], text[found.end(1) :][:WINDOW]
+        lead = text[: found.start()][-WINDOW:]
+        sentence, rest = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
+        joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
+        if HEDGE.match(text, found.start()) and self._named(sentence + rest):
+            return False
+        if joined or is_refused(before) or POSSIBLY.search(sentence) or rest.endswith("?"):
+            return False
+        if found[1].islower() and (found[1] in "ai" or before.endswith("\n")):  # an article, a word
+            return False
+        if found[1] == "I" and not re.match(r"\W*(?:$|[\n.;:!])", after):
+            return False
+        return not self._contradicts(found[1] + after)
+
+    def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
+        """The last of some verdicts, unless what follows has second thoughts that name another option."""
+        if not found:
+            return None
+        start, key = max(found, key=lambda place: place[0])
+        thought = SECOND_THOUGHT.search(text, start)
+        return None if thought and self._named(text[thought.start() :]) - {key} else key
+
+    def _said(self, line: str) -> str | None:
+        sentence = re.split(r"(?<=[.!?;])\s", line)[0]
+        if self._contradicts(line):
+            return None
+        return self.chosen(line) or self.chosen(sentence) or self._letter_and_words(REASON.sub("", sentence))
+
+    # ------------------------------------------------------------ how a text is laid out
+
     def own_line(self, text: str) -> str | None:
         """The one option that has a line to itself."""
         chosen = {line: self.chosen(line) for line in text.splitlines()}
@@ -148,27 +236,123 @@ class _Reader:
         return keys.pop()
 
     def letter_and_text(self, text: str) -> str | None:
-        """`C. move left`: a letter that is set off, then words about what it stands for and no other option."""
+        """`C. move left`: a letter that is set off, then words; not where these go on with the next option."""
+        letter, mark, rest = self._split(text)
+        if letter is None or not mark or SECOND_THOUGHT.search(rest) or mark[0] == ",":
+            return self._letter_and_words(text)
+        after = self.order[self.order.index(letter) + 1 :]
+        items = re.findall(rf"(?:^|\s)[(\[]?({self.letter})[)\].:]+\s", rest)
+        is_list = bool(after and items) and items[0] == after[0].upper()
+        joined = re.match(rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._without_articles(rest))
+        is_another = any(self.chosen(line) not in (None, letter) for line in rest.splitlines())
+        if is_list or joined or is_another or self._contradicts(text):
+            return None
+        return None if self._is_remark(mark, rest) else letter
+
+    def _letter_and_words(self, text: str) -> str | None:
+        """A letter that is set off, then words about what it stands for and no other option."""
         letter, mark, rest = self._split(text)
         if letter is None or not mark or self._contradicts(text) or self._named(rest) - {letter}:
             return None
-        return None if mark[0] not in ".:" and PREDICATE.match(rest) else letter
+        return None if self._is_remark(mark, rest) else letter
+
+    def _is_remark(self, mark: str, rest: str) -> bool:
+        return REJECTED.match(rest) is not None or (mark[0] not in ".:" and PREDICATE.match(rest) is not None)
+
+    def only_one_right(self, text: str) -> str | None:
+        """`A: no. B: yes. C: no.`"""
+        if {_bare(option) for option in self.texts.values()} & {"yes", "no", "true", "false", "right"}:
+            return None
+        found = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
+        right, wrong = ({letter for letter, *words in found if words[i]} for i in (0, 1))
+        return self.keys[right.pop()] if len(right) == 1 and wrong and not right & wrong else None
+
+    # ------------------------------------------------------------ the only option named
 
     def only_one_named(self, text: str) -> str | None:
-        """`(C)` or `option C` somewhere, and nothing that denies it or names another."""
-        marked = self._marked(text)
-        return marked.pop() if len(marked) == 1 and self._named(text) == marked and not DENIAL.search(text) else None
-
-    def _said(self, line: str) -> str | None:
-        sentence = re.split(r"(?<=[.!?;])\s", line)[0]
-        if self._contradicts(line):
+        """`(C)`, `option C`, or a C that stands for itself, in a sentence that does not deny it; and no other option."""
+        sentences = [self.aside.sub("?" if one.endswith("?") else "", one) for one in split_sentences(text)]
+        named = set().union(*map(self._named, sentences))
+        if len(named) != 1 or SECOND_THOUGHT.search(text) or self._is_contradictory(text):
             return None
-        return self.chosen(line) or self.chosen(sentence) or self.letter_and_text(REASON.sub("", sentence))
+        [key] = named
+        naming = [sentence for sentence in sentences if self._named(sentence)]
+        if any(self._is_denied(sentence) for sentence in naming) or self._is_taken_back(sentences):
+            return None
+        naming = [self.mentioned.sub("", sentence) for sentence in naming]
+        return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None
+
+    def only_text_named(self, text: str) -> str | None:
+        """The one option whose text the response says and does not deny: a short one in a short response or the last sentence."""
+        said: dict[str, list[bool]] = {}
+        sentences = split_sentences(text)
+        for number, sentence in enumerate(sentences):
+            marked = self._with_marks(normalized(sentence))
+            if marked is None:
+                return None
+            is_near = len(sentences) < 3 or number == len(sentences) - 1
+            for key in re.findall("«(.+?)»", marked):
+                counts = is_near or " " in _bare(self.texts[key])
+                said.setdefault(key, []).append(counts and self._is_said(key, marked, is_first=number == 0))
+        chosen = [key for key, times in said.items() if any(times)]
+        if len(chosen) != 1 or SECOND_THOUGHT.search(text) or self._is_taken_back(sentences):
+            return None
+        [key] = chosen
+        return None if not all(said[key]) or self._named(text) - {key} or self.mentioned.search(text) else key
+
+    def _with_marks(self, sentence: str) -> str | None:
+        """`it is ice on the road` → `it is «B»`, longer texts first; None where the end may be a longer one that was cut off."""
+        for key, option in sorted(self.texts.items(), key=lambda item: -len(item[1])):
+            phrase = _bare(option)
+            found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
+            if found is None or self.option_text(option) != key or phrase in ("yes", "no"):
+                continue
+            end = sentence[found.start() :]
+            if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
+                return None
+            sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
+        return sentence
+
+    def _is_said(self, key: str, marked: str, *, is_first: bool) -> bool:
+        """Whether a sentence answers with this option, rather than to deny it, to offer it, or to say something about it."""
+        mark = f"«{key}»"
+        before, _, after = marked.partition(mark)
+        clause = re.split(PART, before)[-1] + mark + re.split(PART, after)[0]
+        is_heading = after.startswith(":") and not (is_first and not before)
+        is_offered = POSSIBLY.search(before) or re.search(rf"\bor\s+(?:\w+\s+)?{mark}|{mark}\s*,?\s*or\b", marked)
+        return not (is_heading or is_offered or SUBJECT.match(after) or self._is_denied(clause) or marked.endswith("?"))
+
+    def _other_texts(self, key: str) -> Iterator[str]:
+        return (_bare(option) for other, option in self.texts.items() if other != key)
+
+    def _is_denied(self, sentence: str) -> bool:
+        return sentence.rstrip("\"')").endswith("?") or DENIAL.search(re.sub("«.+?»", "", sentence)) is not None
+
+    def _is_taken_back(self, sentences: list[str]) -> bool:
+        """`Option A. That is wrong.`"""
+        short = [one for one in sentences[1:] if len(one.split()) < 6]
+        return any(
+            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", one) and self._is_denied(one)
+            for one in short
+        )
+
+    # ------------------------------------------------------------ letters in a text
 
     def _contradicts(self, line: str) -> bool:
         """A letter with another option's text."""
         letter, mark, rest = self._split(line)
         return mark != "" and self.option_text(rest.partition("\n")[0]) not in (None, letter)
+
+    def _is_contradictory(self, text: str) -> bool:
+        """The same anywhere in a text: `A. to the right` and `to the right (A)` of `A. to the left`."""
+        for found in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
+            before = text[: found.start()][-WINDOW:]
+            told = normalized(before).rstrip(" ([")
+            others = self._other_texts(self.keys[found[1]])
+            is_other = before.endswith("(") and any(told.endswith(other) for other in others if other)
+            if is_other or self._contradicts(text[found.start() :][:WINDOW]):
+                return True
+        return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
         """(the letter that a text begins with, the mark that sets it off, what follows)."""
@@ -181,7 +365,13 @@ class _Reader:
 
     def _named(self, text: str) -> set[str]:
         """All options that the text may mean, bare capitals included; not the "A" and "I" of ordinary sentences."""
-        article = r"(?:^|(?<=\n)|(?<=[.!?:] ))A (?!(?:is|are|was|and|or|has|does|would|seems)\b)(?=[a-z])"
-        words = re.sub(rf"{article}|\bI\b", "", text)
+        words = re.sub(r"\bI\b", "", self._without_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._marked(text) | {self.keys[letter] for letter in bare}
+
+    def _without_articles(self, text: str) -> str:
+        return re.sub(
+            r"(?:^|(?<=\n)|(?<=[.!?:] ))A (?!(?:is|are|was|and|or|has|does|would|seems|fits|matches)\b)(?=[a-z])",
+            "",
+            text,
+        )

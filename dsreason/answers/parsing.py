@@ -6,19 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from dsreason.answers.choices import UNREAD, VERDICT, read_option, verdicts
+from dsreason.answers.choices import read_option
 from dsreason.answers.compat import parse_compat
+from dsreason.answers.phrases import VERDICT
 from dsreason.answers.text import Response, last_boxed, split_response, without_markup
 from dsreason.answers.types import AnswerType, Kind, Parsed
+from dsreason.answers.verdicts import UNREAD, read_yes_no, verdicts
 
 Parser = Literal["default", "compat"]
 
-YES_NO = re.compile(
-    r"[\W_]*(yes|no)"
-    r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
-    re.IGNORECASE,
-)
-"""A text that begins with one of them and does not take it back: not "no one", "yes or no"."""
 NUMBER = r"([+-]?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*[0-9]+|\s+out\s+of\s+[0-9]+)?"
 SCORE = re.compile(
     rf"{VERDICT.pattern}|\b(?:score|rating|rate)\b(?:\s+(?:it|is|of|a|this|as))*\s*[:=]?\s*", re.IGNORECASE
@@ -74,17 +70,6 @@ def _read(response: Response, kind: Kind, options: dict[str, str] | None) -> tup
     if kind == "ordinal":
         return read_number(response.answer)
     return (response.answer, "tagged text" if response.tagged else "whole text") if response.answer else UNREAD
-
-
-def read_yes_no(text: str) -> tuple[str, str]:
-    """(`yes` or `no`, the rule); the last verdict ("the answer is no"), else what the lines begin with, if they agree."""
-    boxed = last_boxed(text)
-    plain = without_markup(text if boxed is None else boxed)
-    chosen = [found[1].lower() for _, line in verdicts(plain) if (found := YES_NO.match(line))]
-    if chosen:
-        return chosen[-1], "answer is"
-    begun = {found[1].lower() for line in plain.splitlines() if (found := YES_NO.match(line))}
-    return (begun.pop(), "yes or no") if len(begun) == 1 else UNREAD
 
 
 def read_number(text: str) -> tuple[str, str]:

@@ -6,6 +6,16 @@ import re
 import unicodedata
 from typing import NamedTuple
 
+PUNCTUATION = str.maketrans(
+    {"。": ". ", "、": ", "}
+    | dict.fromkeys("“”„‟«»「」『』", '"')
+    | dict.fromkeys("【〔《", "(")
+    | dict.fromkeys("】〕》", ")")
+)
+"""Of other scripts and languages, where compatibility forms (NFKC) leave it."""
+EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+"""Scripts that write a letter and the words around it without spaces."""
+ABBREVIATION = re.compile(r"\b(?:fig|no|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 
@@ -47,7 +57,8 @@ def last_boxed(text: str) -> str | None:
 
 def without_markup(text: str) -> str:
     """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
-    text = re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", unicodedata.normalize("NFKC", text))
+    text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
+    text = re.sub(r"\\([()\[\]])", r"\1", re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", text))
     lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
     return "\n".join(filter(None, lines))
 
@@ -60,3 +71,24 @@ def normalized(text: str) -> str:
 def normalized_answer(text: str) -> str:
     """Comparable: case, the amount of white space and a final full stop do not count."""
     return normalized(text).removesuffix(".").rstrip()
+
+
+def cleaned(text: str) -> str:
+    """Without markup, pictographs, bullets, and numbers before a letter that has a line to itself."""
+    plain = re.sub(
+        r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
+    )
+    plain = re.sub(f"([{EAST_ASIAN}]+)", r" \1 ", without_markup(plain))
+    plain = re.sub(r"(?m)^(?:[-•#>]+ )+", "", "\n".join(line.strip() for line in plain.splitlines()))
+    return re.sub(r"(?m)^\d{1,2}[.)] (?=\(?[A-Za-z]\)?\W*$)", "", plain)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Example: `It turns, see Fig. 2. So B.` has two."""
+    found: list[str] = []
+    for part in re.split(r"\n|(?<=[.!?;])\s+", text):
+        if found and ABBREVIATION.search(found[-1]):
+            found[-1] += f" {part}"
+        elif part:
+            found.append(part)
+    return found

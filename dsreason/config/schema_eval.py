@@ -149,9 +149,20 @@ class EvaluationConfig(Section):
     similarity_model: str | None = None
     """Folder of a sentence-embedding model, for the semantic similarity of free texts."""
     scorer: str | None = None
-    """A function of your own, `package.module:attr` or `file.py:attr`, that grades each answer too."""
+    """A reward, built in or of your own (`package.module:attr`, `file.py:attr`), that scores each answer too. The report has
+    its mean; what is right goes by the questions' kinds unless `scorer_threshold` is set."""
+    scorer_threshold: float | None = Field(None, allow_inf_nan=False)
+    """An answer is right where `scorer` gives at least this and something was read in it. Unset: `scorer` decides nothing."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
+
+    @model_validator(mode="after")
+    def check_scorer(self) -> Self:
+        if self.scorer_threshold is not None and self.scorer is None:
+            raise ValueError(
+                f"scorer_threshold ({self.scorer_threshold}) is of evaluation.scorer, which is not set; set scorer, or remove it"
+            )
+        return self
 
 
 class GenerationConfig(Section):
@@ -275,7 +286,21 @@ class EvalConfig(Section):
                 f"evaluation.skip_saved ({self.evaluation.skip_saved}) is not used: saved answers are "
                 + ("deleted, because evaluation.overwrite is set" if self.evaluation.overwrite else "kept")
             )
-        return [*found, *self._unused_sampling()]
+        return [*found, *self._undecided(), *self._unused_sampling()]
+
+    def _undecided(self) -> list[str]:
+        """A note on a scorer that decides nothing."""
+        scorer, threshold = self.evaluation.scorer, self.evaluation.scorer_threshold
+        if scorer is None:
+            return []
+        if self.evaluation.parser == "compat":
+            return [f"evaluation.scorer ({scorer}) is a score only: compat counts as cosmos-reason1 does"]
+        if threshold is None:
+            return [
+                f"evaluation.scorer ({scorer}) is a score only: what is right goes by the questions' kinds; "
+                "set evaluation.scorer_threshold to the value from which on an answer is right to let it decide"
+            ]
+        return []
 
     def _unused_sampling(self) -> list[str]:
         if self.evaluation.answer_type != "letter":

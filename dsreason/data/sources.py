@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter
 from dsreason.data.messages import media_parts
+from dsreason.data.options import with_options
 from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
@@ -171,7 +172,8 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
     An answer without an assistant message becomes that message; where there is neither, the row can be asked, but not
-    trained on as it stands. A sample without an id gets the path of its first file.
+    trained on as it stands. A sample without an id gets the path of its first file, and one without options those that its
+    question lists.
     """
     check_messages(sample.messages)
     check_options(sample.options)
@@ -183,7 +185,7 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if not absolute_paths_allowed(config):
         check_inside(messages, media_root, config.path)
-    return replace(sample, id=sample.id or first_path(given), messages=messages)
+    return with_options(replace(sample, id=sample.id or first_path(given), messages=messages))
 
 
 def check_options(options: object) -> None:

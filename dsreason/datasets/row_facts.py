@@ -12,6 +12,7 @@ from typing import Literal
 from dsreason.data.chat import Encoder
 from dsreason.data.labels import ANSWER, THINK, short_answer
 from dsreason.data.messages import media_parts, shown_seconds, text_of
+from dsreason.data.options import option_letter
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.pixels import pixel_differences
@@ -98,7 +99,7 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
         seconds=tuple(map(shown_seconds, shown)),
-        answer=short_answer(sample.answer or reply),
+        answer=option_letter(sample.answer or reply, sample.options or {}) or short_answer(sample.answer or reply),
         letters=tuple(sample.options or ()),
         system_prompt=system[0] if system else "",
         turns=len(replies),

@@ -263,6 +263,7 @@ class Evaluation:
             seconds=round(reply.seconds, 3),
             error=reply.error,
             scores=grade.scores,
+            graded_by=grade.graded_by,
         )
 
 

@@ -22,6 +22,8 @@ answer is compared with its question."""
 CHUNK = 65536
 SOURCES = "vision of "
 """Before a source's data set: these are compared only where both evaluations have it."""
+THRESHOLD, FORMER_THRESHOLD = "evaluation.scorer_threshold", 0.5
+"""Scorers decided from this value on before there was a key for it."""
 MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 
@@ -123,6 +125,8 @@ def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[s
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
         raise ConfigError(f"{folder / RUN_FILE}: holds no settings; give another results_dir")
+    if before.get("evaluation.scorer") is not None and THRESHOLD not in before:
+        before = before | {THRESHOLD: FORMER_THRESHOLD}
     compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
     differing = [
         f"{key} was {before.get(key)!r} and is {settings.get(key)!r}"

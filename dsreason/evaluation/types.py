@@ -9,6 +9,9 @@ from pydantic import StrictBool
 from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
 
+KIND = "kind"
+"""What decides whether an answer is right where no scorer does: the rule of its question's kind."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -68,3 +71,5 @@ class Result:
     """Why there is no answer: a missing or unreadable clip, a server that failed. Asked again by the next evaluation."""
     scores: dict[str, float] = field(default_factory=dict)
     """`bleu`, `rougeL`, `similarity` of free texts, and a user's own."""
+    graded_by: str = KIND
+    """What decided `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from dsreason.answers.compat import tagged_answer
-from dsreason.answers.correct import is_same
+from dsreason.answers.correct import is_same, kind_of
 from dsreason.answers.parsing import parse
 from dsreason.answers.types import Kind
 from dsreason.data.types import Sample
@@ -25,13 +26,13 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
     """1 if the final answer names the reference's option in any usual way, else 0: evaluation's verdict on multiple choice.
 
     Read are `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A`, an option's text and more, see
-    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is compared as
-    a text.
+    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is read as yes or
+    no where it is one of them, and else compared as a text.
     """
     if sample.answer is None:
         return 0.0
     names_option = parse(sample.answer, "reasoning", options=sample.options).answer != ""
-    kind: Kind = "multiple_choice" if names_option else "open"
+    kind: Kind = "multiple_choice" if names_option else kind_of(replace(sample, options=None, meta={}))
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return float(is_same(answer, sample.answer, kind, sample.options))
 

@@ -12,11 +12,8 @@ from dsreason.answers.types import Parsed
 from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.evaluation.questions.similarity import Similarity, overlap
-from dsreason.evaluation.types import Question
+from dsreason.evaluation.types import KIND, Question
 from dsreason.rewards.scoring import Scorer
-
-PASS = 0.5
-"""From this value of the user's scorer on an answer is right."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,8 @@ class Graded:
     parsed: Parsed
     is_correct: bool
     scores: dict[str, float]
+    graded_by: str = KIND
+    """What decided `is_correct`: `kind`, or the scorer, as in `helpful >= 0.5`."""
 
 
 class Grader:
@@ -41,8 +40,9 @@ class Grader:
     Nothing read is never right. Free texts also score `bleu` (0 to 100), `rouge1`, `rouge2`, `rougeL` (0 to 1) and, with the
     folder of a `similarity_model`, `similarity` (-1 to 1), see `similarity`; all are 0 where nothing was read.
 
-    `scorer` is a reward of the user, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the
-    whole response; its value is a score under its short name, and decides: from 0.5 on the answer is right.
+    `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response;
+    its value is a score under its short name. With a `scorer_threshold` it decides: from that value on an answer is right,
+    if anything was read in it. Without one it says nothing of right or wrong, as the reward `format` does not.
 
     With `compat` every question is graded as by cosmos-reason1, by the letters alone, whatever its kind and scorer.
 
@@ -54,6 +54,7 @@ class Grader:
     def __init__(self, config: EvaluationConfig) -> None:
         self.answer_type, self.parser = config.answer_type, config.parser
         self._similarity = Similarity(config.similarity_model) if config.similarity_model is not None else None
+        self.threshold = None if self.parser == "compat" else config.scorer_threshold
         self._scorer = Scorer(RewardConfig(functions={config.scorer: 1.0})) if config.scorer is not None else None
 
     def __enter__(self) -> Self:
@@ -82,5 +83,7 @@ class Grader:
             sample = replace(question.sample, answer=question.answer, options=options)
             value = float(self._scorer.score([text], [sample]).total[0])
             scores[self._scorer.labels[0]] = value
-            is_correct = is_correct if compat else value >= PASS
+            if self.threshold is not None:
+                is_correct = parsed.answer != "" and value >= self.threshold
+                return Graded(parsed, is_correct, scores, f"{self._scorer.labels[0]} >= {self.threshold:g}")
         return Graded(parsed, is_correct, scores)

@@ -26,6 +26,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import media_parts, text_of
+from dsreason.data.options import option_letter, options_in_question, with_options
 from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
@@ -144,10 +145,12 @@ def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: Ev
     if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
         raise DataError(f"field 'answer' is {answer!r:.100}; it must be a text")
     meta = {key: pair[key] for key in ("question_kind",) if key in pair}
-    sample = with_checked_answer(Sample(video_id, [], str(answer).strip(), options, meta))
+    question = text_field(pair, "question")
+    asked: list[Message] = [{"role": "user", "content": question}]
+    sample = with_checked_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
     kind = checked_kind(sample)
     check_reference(sample, kind)
-    lines = [text_field(pair, "question"), *option_lines(options)]
+    lines = [question, *option_lines(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)
@@ -176,7 +179,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
                 raise DataError(
                     "there is no answer to grade by; give the row one, or end it with the assistant's message"
                 )
-            sample = with_checked_answer(replace(sample, answer=answer))
+            sample = with_checked_answer(replace(sample, answer=answer), config.kind)
             kind = config.kind or checked_kind(sample)
             check_reference(sample, kind)
             sample = replace(sample, messages=with_format_request(prompt_messages(sample), kind, evaluation))
@@ -188,11 +191,19 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
 # ---------------------------------------------------------------- both
 
 
-def with_checked_answer(sample: Sample) -> Sample:
-    """With the answer written as the option's letter is. DataError where it is none of them."""
+def with_checked_answer(sample: Sample, kind: Kind | None = None) -> Sample:
+    """With the answer written as the option's letter is. DataError where it is none of them.
+
+    Where the question itself shows the options the answer may also be `(A)` or an option's text, and stays that where the
+    `kind` asked for is not multiple choice.
+    """
     if not sample.options:
         return sample
     letter = own_letter(sample.answer or "", sample.options)
+    if letter is None and sample.options == options_in_question(sample):
+        if kind not in (None, "multiple_choice"):
+            return sample
+        letter = option_letter(sample.answer or "", sample.options)
     if letter is None:
         raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
     return replace(sample, answer=letter)

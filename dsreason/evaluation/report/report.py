@@ -210,7 +210,7 @@ def _environment(**options: Any) -> Environment:
         **options,
     )
     filters = (tables.percent, tables.between, tables.points, tables.points_between, tables.p_of)
-    functions = (tables.facts, tables.score_facts, tables.accuracy_parts)
+    functions = (tables.facts, tables.score_facts, tables.accuracy_parts, tables.graded_note)
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= {function.__name__: function for function in functions}
     return environment

@@ -89,6 +89,8 @@ class Summary:
     """Pearson's r of the ordinal answers that are numbers with their references; None without ordinal questions."""
     unanswered: dict[str, str]
     """Question id → why there is no answer."""
+    graded_by: dict[str, int]
+    """What decided which answers are right → how many: `kind`, or a scorer, as in `helpful >= 0.5`."""
     left_out: tuple[str, ...] = ()
     """Data sets of the run that were not asked for."""
 
@@ -113,6 +115,7 @@ def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...]
         corpus_bleu=corpus_bleu(free_text) if free_text else None,
         pearson=pearson([result for result in answered if result.kind == "ordinal"]),
         unanswered={result.id: result.error for result in results if result.error is not None},
+        graded_by={name: len(part) for name, part in grouped(answered, lambda result: result.graded_by).items()},
         left_out=left_out,
     )
 

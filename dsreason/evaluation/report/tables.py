@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from dsreason.evaluation.report.compare import Comparison, Paired
 from dsreason.evaluation.report.score import Accuracy, Interval, Mean, Share, Summary
+from dsreason.evaluation.types import KIND
 
 NOTHING = "–"
 ACCURACY_COLUMNS = ("accuracy", "95% interval", "right", "questions", "clips", "of answered", "answered")
@@ -59,6 +60,25 @@ def facts(summary: Summary) -> dict[str, str]:
     if summary.accuracy.clustered:
         found["95% interval, clustered by clip"] = between(summary.accuracy.clustered)
     return found | score_facts(summary)
+
+
+def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
+    """What a scorer decided, and by which threshold; or that it decided nothing. "" without a scorer.
+
+    `settings` are those of `run.json`, nested names joined by dots.
+    """
+    deciding = {name: count for name, count in summary.graded_by.items() if name != KIND}
+    if deciding:
+        total = sum(summary.graded_by.values())
+        by = ", ".join(f"{name} ({count} of {total} answers)" for name, count in deciding.items())
+        return f"An answer is right by evaluation.scorer and its evaluation.scorer_threshold, {by}, where anything was read."
+    scorer = settings.get("config.evaluation.scorer")
+    if scorer is None:
+        return ""
+    return (
+        f"The scorer {scorer} has a mean, see the scores, and decides nothing: what is right goes by the questions' kinds, as "
+        "evaluation.scorer_threshold is not set."
+    )
 
 
 def score_facts(summary: Summary) -> dict[str, str]:

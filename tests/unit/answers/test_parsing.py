@@ -132,6 +132,21 @@ def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule
         ("A and D are wrong.\nB. to the right", "B", "own line"),
         ("Based on the video, (b).", "B", "only option named"),
         ("I'd pick the other one, option B", "B", "only option named"),
+        ("I think B", "B", "conclusion"),
+        ("It should be B", "B", "conclusion"),
+        ("It turns. Therefore, C.", "C", "conclusion"),
+        ("I think A is wrong, so B", "B", "conclusion"),
+        ("The others do not fit, so it has to be (B).", "B", "conclusion"),
+        ("C fits best", "C", "conclusion"),
+        ("Option A: no. Option B: yes. Option C: no.", "B", "only one right"),
+        ("B. The car turns left because A is blocked", "B", "letter and text"),
+        ("C - the arm moves there; B would need it to move down", "C", "letter and text"),
+        ("B! Because of the wheel.", "B", "letter and text"),
+        ("答案是B。", "B", "only option named"),
+        ("La respuesta correcta es la B.", "B", "only option named"),
+        ("Looks blue to me (B)", "B", "only option named"),
+        ("A robot turns to the left", "A", "option text named"),
+        ("It does not turn to the right. It turns to the left.", "A", "option text named"),
     ],
 )
 def test_an_option_is_read_however_it_is_named(text, letter, rule):
@@ -148,7 +163,7 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "Answer: E",
         r"\boxed{5}",
         "A bird",
-        "A robot turns to the left",
+        "A robot turns",
         "A or B",
         "A/B",
         "A, B",
@@ -170,7 +185,6 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "Not A.",
         "(A) is wrong",
         "I rule out option A.",
-        "I think A is wrong, so B",
         "Neither A nor B is correct",
         "Would you say that B is correct?",
         "It may be (B), and yet A turns too",
@@ -181,6 +195,23 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "The answer is clearly visible (A or B)",
         "Pick up the object(s)",
         "e.g. the car",
+        "Plan B is to wait",
+        "It goes from point A to point B.",
+        "I think A or B",
+        "If it turned, it would be A.",
+        "It is not B.",
+        "Is it C?",
+        "Maybe A, maybe B.",
+        "Suppose A is true.",
+        "A: no. B: yes. C: yes.",
+        "B. It turns right, so A",
+        "Let me first look at option A.",
+        "A: unlikely.",
+        "The answer is B. No wait, it is A",
+        "There is a (A or B)",
+        "It turns to the left or to the right",
+        "It does not turn to the left",
+        "Does it turn to the left?",
     ],
 )
 def test_nothing_is_read_where_no_single_option_is_chosen(text):
@@ -225,6 +256,35 @@ def test_the_answer_is_a_key_of_the_options(text, options, key):
     assert read(text, options)[0] == key
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("It moves left and then right.", "B"),
+        ("It moves left.", "A"),
+        ("It moves left and then", ""),
+        ("left and then right, or left", ""),
+        ("The left is free.", ""),
+    ],
+)
+def test_an_options_text_inside_of_a_longer_ones_is_not_named_by_it(text, key):
+    assert read(text, {"A": "left", "B": "left and then right"})[0] == key
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("Yes, the arm reaches it.", "A"),
+        ("No, it does not.", "B"),
+        ("I would say no.", "B"),
+        ("There is no way to tell.", ""),
+        ("yes and no", ""),
+        ("B. No", "B"),
+    ],
+)
+def test_options_that_say_yes_and_no_are_read_as_such(text, key):
+    assert read(text, {"A": "Yes", "B": "No"})[0] == key
+
+
 # ---------------------------------------------------------------- other kinds
 
 
@@ -253,6 +313,11 @@ def test_the_answer_is_a_key_of_the_options(text, options, key):
         ("Yes\nNo", ""),
         ("I don't think the answer is yes", ""),
         ("Noah", ""),
+        ("I think so, yes.", "yes"),
+        ("I would say no.", "no"),
+        ("It stops too early, so no.", "no"),
+        ("I do not think yes.", ""),
+        ("There is no car, so no one is hurt", ""),
     ],
 )
 def test_yes_or_no(text, answer):

@@ -90,6 +90,23 @@ def test_letter_notes_that_it_does_not_use_the_temperature() -> None:
     )
 
 
+def test_a_scorer_that_decides_nothing_is_noted_with_the_key_that_lets_it() -> None:
+    [note] = load(MINIMAL, "evaluation.scorer=format").notes(num_cores=2)
+    assert note == (
+        "evaluation.scorer (format) is a score only: what is right goes by the questions' kinds; "
+        "set evaluation.scorer_threshold to the value from which on an answer is right to let it decide"
+    )
+    decides = load(MINIMAL, "evaluation.scorer=exact_match", "evaluation.scorer_threshold=1")
+    assert (decides.evaluation.scorer_threshold, decides.notes(num_cores=2)) == (1.0, [])
+    [note] = load(MINIMAL, "evaluation.scorer=format", "evaluation.parser=compat").notes(num_cores=2)
+    assert "compat counts as cosmos-reason1 does" in note
+
+
+def test_a_threshold_without_a_scorer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) is of evaluation.scorer, which is not set"):
+        load(MINIMAL, "evaluation.scorer_threshold=0.5")
+
+
 @pytest.mark.parametrize(("asked", "cores", "used"), [("80", 16, 16), ("3", 16, 3), ("null", 16, 16), ("8", 1, 1)])
 def test_there_is_at_most_one_decoding_worker_a_core(asked: str, cores: int, used: int) -> None:
     assert load(MINIMAL, f"evaluation.num_processes={asked}").workers(cores) == used

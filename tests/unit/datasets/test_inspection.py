@@ -171,6 +171,14 @@ def test_tokens_are_what_encoding_gives(folder: Path, encoder: Encoder) -> None:
     assert part.too_long == 1
 
 
+def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
+    question = "Which?\n(A) one\n(B) two"
+    rows = [row(i, question=f"{i} {question}", answer=answer) for i, answer in enumerate(["A", "(a)", "two", "no"])]
+    part = inspect(folder, *rows).parts["training"]
+    assert part.letters == {"A": Letter(2, 1.5), "B": Letter(1, 1.5)}
+    assert part.answers == {"no": 1}
+
+
 def test_letters_are_compared_with_even_chances(folder: Path) -> None:
     four, two = {"A": "a", "B": "b", "C": "c", "D": "d"}, {"A": "a", "B": "b"}
     rows = [row(0, options=four, answer="B"), row(1, options=four, answer="B"), row(2, options=two, answer="A")]

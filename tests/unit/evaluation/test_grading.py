@@ -227,13 +227,35 @@ def judge(tmp_path: Path) -> str:
     return f"{file}:share"
 
 
-def test_a_scorer_decides_what_is_right_from_a_half_on(judge):
+@pytest.mark.parametrize(("threshold", "right"), [(0.5, [True, True, False, True]), (0.75, [True, False, False, True])])
+def test_a_scorer_decides_what_is_right_from_its_threshold_on(judge, threshold, right):
     texts = ["red car", "red", "blue", "<think>red car</think> blue"]
     questions = [asks("open", "red car", number=i) for i in range(4)]
-    with grader_for("letter", scorer=judge) as grader:
+    with grader_for("letter", scorer=judge, scorer_threshold=threshold) as grader:
         graded = [grader.grade(question, text) for question, text in zip(questions, texts, strict=True)]
     assert [grade.scores for grade in graded] == [{"share": 1}, {"share": 0.5}, {"share": 0}, {"share": 1}]
-    assert [grade.is_correct for grade in graded] == [True, True, False, True]
+    assert [grade.is_correct for grade in graded] == right
+    assert {grade.graded_by for grade in graded} == {f"share >= {threshold}"}
+
+
+@pytest.mark.parametrize(("scorer", "value"), [("format", 1.0), ("words", 8.0), ("always", 1.0)])
+def test_without_a_threshold_a_score_says_nothing_of_right_or_wrong(tmp_path, scorer, value):
+    file = tmp_path / "own.py"
+    file.write_text("def words(completion, sample):\n    return 8.0\ndef always(completion, sample):\n    return 1.0\n")
+    texts = ["<think>It turns.</think> <answer>A</answer>", "<think>It turns.</think> <answer>B</answer>"]
+    with grader_for("reasoning", scorer=scorer if scorer == "format" else f"{file}:{scorer}") as grader:
+        graded = [grader.grade(asks("multiple_choice", "B", OPTIONS, number=i), text) for i, text in enumerate(texts)]
+    assert [grade.is_correct for grade in graded] == [False, True]
+    assert [(grade.scores, grade.graded_by) for grade in graded] == [({scorer: value}, "kind")] * 2
+
+
+def test_an_answer_in_which_nothing_was_read_is_never_right_by_a_scorer(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def always(completion, sample):\n    return 1.0\n")
+    texts = ["I cannot say.", "A or B", "", "<think>B", "A"]
+    with grader_for("letter", scorer=f"{file}:always", scorer_threshold=0.5) as grader:
+        graded = [grader.grade(asks("multiple_choice", "B", OPTIONS, number=i), text) for i, text in enumerate(texts)]
+    assert [grade.is_correct for grade in graded] == [False, False, False, False, True]
 
 
 def test_a_scorer_leaves_the_other_scores(judge):
@@ -243,7 +265,7 @@ def test_a_scorer_leaves_the_other_scores(judge):
 
 
 def test_compat_keeps_its_own_verdict_beside_a_scorer(judge):
-    with grader_for("letter", parser="compat", scorer=judge) as grader:
+    with grader_for("letter", parser="compat", scorer=judge, scorer_threshold=0.5) as grader:
         graded = grader.grade(asks("multiple_choice", "A"), "B, not A")
     assert (graded.scores, graded.is_correct) == ({"share": 1}, False)
 

@@ -345,6 +345,35 @@ def test_the_reference_of_a_row_is_what_its_last_turn_has_in_answer_tags(folder:
     assert question.sample.messages == messages[:1]
 
 
+LISTED = "What gives way?\nA) The van\nB) The tram"
+
+
+@pytest.mark.parametrize("answer", ["B", "b", "(B)", "B) The tram", "the tram"])
+def test_options_in_a_rows_question_make_it_multiple_choice(folder: Path, answer: str) -> None:
+    [question] = load_rows(folder, [{"id": "a", "video": "clips/1.mp4", "question": LISTED, "answer": answer}])
+    assert (question.kind, question.answer) == ("multiple_choice", "B")
+    assert question.options == {"A": "The van", "B": "The tram"}
+    assert text_asked(question) == LISTED
+    key = hashlib.sha256(f"{LISTED}\n1".encode()).hexdigest()[:16]
+    assert question.id == f"rows/a/{key}"  # as it was before the options were seen
+
+
+def test_options_in_a_benchmark_question_make_it_multiple_choice(folder: Path) -> None:
+    [question] = load(folder, [item("1", {"question": LISTED, "answer": "The van"})])
+    assert (question.kind, question.answer) == ("multiple_choice", "A")
+    assert text_asked(question) == f"{LISTED}\nAnswer with the option's letter from the given choices directly."
+
+
+def test_options_in_the_question_of_another_kind_are_text(folder: Path) -> None:
+    row = {"id": "a", "question": LISTED, "answer": "the tram"}
+    [question] = load_rows(folder, [row], kind="open")
+    assert (question.kind, question.answer) == ("open", "the tram")
+    [question] = load_rows(folder, [row | {"answer": "neither"}])
+    assert (question.kind, question.options) == ("open", None)
+    [question] = load_rows(folder, [row | {"question": "Does it stop? [Yes/No]", "answer": "Yes"}])
+    assert (question.kind, question.options) == ("yes_no", None)
+
+
 def test_a_source_may_say_the_kind_of_its_questions(folder: Path) -> None:
     row = {"id": "1", "question": "How many?", "answer": "3"}
     assert load_rows(folder, [row])[0].kind == "open"

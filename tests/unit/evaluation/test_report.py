@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import re
@@ -134,6 +135,24 @@ def test_settings_are_shown_with_nested_names(folder: Path) -> None:
     score_run(folder)
     assert "sampling.temperature" in page(folder).text
     assert "| sampling.temperature | 0.6 |" in (folder / "report.md").read_text()
+
+
+def test_the_threshold_that_decided_is_named_in_every_report(folder: Path) -> None:
+    write_results(folder, "av", "4", [made("4", datasource="av", scores={"share": 0.75}, graded_by="share >= 0.5")])
+    assert score_run(folder).graded_by == {"kind": 3, "share >= 0.5": 1}
+    text = "share >= 0.5 (1 of 4 answers)"
+    assert html.escape(text) in (folder / "report.md").read_text()
+    assert text in page(folder).text
+    assert json.loads((folder / "summary.json").read_text())["graded_by"] == {"kind": 3, "share >= 0.5": 1}
+
+
+def test_a_scorer_that_decided_nothing_is_named_with_the_key_that_lets_it(folder: Path) -> None:
+    settings = {"config": {"evaluation": {"scorer": "format", "scorer_threshold": None}}}
+    (folder / "run.json").write_text(json.dumps(settings))
+    score_run(folder)
+    assert "The scorer format has a mean" in page(folder).text
+    assert "evaluation.scorer_threshold is not set" in page(folder).text
+    assert "evaluation.scorer\\_threshold is not set" in (folder / "report.md").read_text()
 
 
 def test_a_run_without_settings_is_scored(folder: Path) -> None:

@@ -108,6 +108,18 @@ def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
         open_run_folder(folder, own, MODEL)
 
 
+def test_a_scorers_threshold_is_compared_and_was_a_half_before_there_was_a_key(tmp_path: Path) -> None:
+    own = {"scorer": "exact_match"}
+    open_run_folder(tmp_path, config(evaluation=own), MODEL)
+    write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["settings"]["evaluation.scorer_threshold"]
+    write_text(tmp_path / "run.json", json.dumps(record))
+    with pytest.raises(ConfigError, match=r"evaluation.scorer_threshold was 0.5 and is None"):
+        open_run_folder(tmp_path, config(evaluation=own), MODEL)
+    open_run_folder(tmp_path, config(evaluation=own | {"scorer_threshold": 0.5}), MODEL)
+
+
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = set()

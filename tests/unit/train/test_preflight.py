@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsreason.config.schema import OptimConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.order import StepOrder
+from dsreason.data.order import Part, StepOrder
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
@@ -65,7 +66,9 @@ def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, capl
 def test_so_is_that_of_sft(warmup, told):
     """6 rows, 2 a step: 3 steps."""
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
-    found = notes(StepOrder([(6, 1.0)], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings)
+    found = notes(
+        StepOrder([Part(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
+    )
     assert any("longer than the run (3) and is clipped to it" in note for note in found) == told
 
 

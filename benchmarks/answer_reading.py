@@ -1,0 +1,191 @@
+"""Answers read, left unread and misread: our reader beside VLMEvalKit's and lmms-eval's rules, on the same responses.
+
+    python benchmarks/answer_reading.py [--show tuned|held-out] [--write]
+
+The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null where it
+names none. Their rules run here where their packages are (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
+`--write` keeps what they gave in `others_readings.json` beside the responses; without the packages that is read. Neither
+judge models nor draws by chance are used: a rule that would draw has read nothing. All get the response without its
+thoughts. Where the options have no texts, theirs get the letters A to E.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from dsreason.answers.parsing import parse
+from dsreason.answers.text import split_response
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "unit" / "answers"
+RESPONSES, OTHERS = FOLDER / "responses.jsonl", FOLDER / "others_readings.json"
+OURS = "dsreason"
+NO_TEXTS = "ABCDE"
+UNREAD = "-"
+
+Rule = Callable[[str, "dict[str, str] | None"], str]
+"""(response, options) → letter, or anything else where it reads none."""
+
+
+class Row(NamedTuple):
+    part: str
+    """`tuned`: the rules were written with these in view; `held-out`: not."""
+    options: dict[str, str] | None
+    response: str
+    reading: str | None
+
+
+class Counts(NamedTuple):
+    """`read`: as a person would; `unread`: nothing where a person reads an option; `misread`: another option, or one where
+    there is none."""
+
+    read: int
+    unread: int
+    misread: int
+
+
+def load_rows(file: Path = RESPONSES) -> list[Row]:
+    return [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def ours(rows: Sequence[Row]) -> str:
+    """What our reader gives, one character a row."""
+    return "".join(parse(row.response, "letter", options=row.options).answer or UNREAD for row in rows)
+
+
+def load_others(file: Path = OTHERS) -> dict[str, str]:
+    """What the others' rules gave when their packages were here: rule → one character a row."""
+    readings: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return readings
+
+
+def count(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
+    """Example: of a row that means B, `B` is read, `-` unread and `A` misread; of one that means nothing, `B` is misread."""
+    found: Counter[str] = Counter()
+    for row, reading in zip(rows, readings, strict=True):
+        if part is not None and row.part != part:
+            continue
+        if reading == UNREAD:
+            found["unread" if row.reading else "none"] += 1
+        else:
+            found["read" if reading == row.reading else "misread"] += 1
+    return Counts(found["read"], found["unread"], found["misread"])
+
+
+def table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
+    """Markdown: read, unread and misread of each part and of all."""
+    parts = [*dict.fromkeys(row.part for row in rows), None]
+    sizes = {part: sum(part in (row.part, None) for row in rows) for part in parts}
+    heads = [f"{part or 'all'} ({sizes[part]})" for part in parts]
+    lines = [f"| read / unread / misread | {' | '.join(heads)} |", f"|---|{'--:|' * len(parts)}"]
+    for name, given in readings.items():
+        cells = [" / ".join(map(str, count(rows, given, part))) for part in parts]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- their rules
+
+
+def their_rules() -> dict[str, Rule]:
+    """Those of the packages that are installed."""
+    found: dict[str, Rule] = {}
+    if importlib.util.find_spec("vlmeval"):
+        version = importlib.metadata.version("ms-vlmeval")
+        found[f"VLMEvalKit (ms-vlmeval {version}) can_infer"] = vlmeval_rule()
+    if importlib.util.find_spec("lmms_eval"):
+        version = importlib.metadata.version("lmms-eval")
+        found |= {f"lmms-eval {version} {name}": rule for name, rule in lmms_eval_rules().items()}
+    return found
+
+
+def without_init(package: str, *below: str) -> None:
+    """Let modules of a package be imported without what the package itself imports first, which they do not need."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    for name in ("", *below):
+        module = ModuleType(f"{package}.{name}".rstrip("."))
+        module.__path__ = [str(Path(place, name)) for place in spec.submodule_search_locations or ()]
+        sys.modules[module.__name__] = module
+
+
+def vlmeval_rule() -> Rule:
+    without_init("vlmeval", "smp", "utils")
+    rules = import_module("vlmeval.utils.matching_util")
+
+    def can_infer(response: str, options: dict[str, str] | None) -> str:
+        if options is None:
+            return rules.can_infer_option(response, dict.fromkeys(NO_TEXTS, "")) or UNREAD
+        return rules.can_infer(response, dict(options)) or UNREAD  # it changes what it gets
+
+    return can_infer
+
+
+def lmms_eval_rules() -> dict[str, Rule]:
+    without_init("lmms_eval", "tasks", "filters", "api")
+    mmmu: Any = import_module("lmms_eval.tasks._task_utils.mmmu_mcq_utils")
+    mmmu.random = SimpleNamespace(choice=lambda letters: UNREAD)
+    extract = import_module("lmms_eval.tasks._task_utils.mcq_extract").extract_mcq_answer
+    filters = import_module("lmms_eval.filters.extraction").MultiChoiceRegexFilter
+
+    def letters(options: dict[str, str] | None) -> list[str]:
+        return list(options or NO_TEXTS)
+
+    def mmmu_rule(response: str, options: dict[str, str] | None) -> str:
+        return str(mmmu.parse_mmmu_multi_choice_response(response, letters(options), dict(options or {})))
+
+    def videomme_rule(response: str, options: dict[str, str] | None) -> str:
+        return str(extract(response, letters(options)))
+
+    def filter_rule(response: str, options: dict[str, str] | None) -> str:
+        settings: dict[str, Any] = {"regex_pattern": r"(\([A-Z]\))", "ignore_case": True, "ignore_punctuation": True}
+        choices = list((options or dict.fromkeys(NO_TEXTS, "\0")).values())
+        [[found]] = filters(**settings).apply([[response]], [{"choices": choices}])
+        return str(found).strip("()")
+
+    return {
+        "parse_multi_choice_response (MMMU)": mmmu_rule,
+        "extract_mcq_answer (Video-MME)": videomme_rule,
+        "MultiChoiceRegexFilter": filter_rule,
+    }
+
+
+def read_by(rule: Rule, rows: Sequence[Row]) -> str:
+    def letter(row: Row) -> str:
+        found = rule(split_response(row.response).answer, row.options)
+        return found if found in (row.options or NO_TEXTS) and len(found) == 1 else UNREAD
+
+    return "".join(map(letter, rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--show", choices=["tuned", "held-out"], help="print the rows of a part that we do not read right"
+    )
+    parser.add_argument("--write", action="store_true", help="keep what the others' rules give")
+    arguments = parser.parse_args()
+    rows = load_rows()
+    others = {name: read_by(rule, rows) for name, rule in their_rules().items()}
+    if arguments.write:
+        if not others:
+            parser.error("neither ms-vlmeval nor lmms-eval is installed; there is nothing to write")
+        OTHERS.write_text(json.dumps(others, indent=1) + "\n", encoding="utf-8")
+    own = ours(rows)
+    print(table(rows, {OURS: own} | (others or load_others())))
+    for row, reading in zip(rows, own, strict=True):
+        if row.part == arguments.show and reading != (row.reading or UNREAD):
+            print(f"\nread {reading}, means {row.reading or UNREAD}: {row.response!r}  {row.options}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What people write around an answer: patterns that say it is chosen, denied, or only talked about.
+
+Those up to LED_YES_NO are of every kind of answer, the others of options.
+"""
+
+from __future__ import annotations
+
+import re
+
+VERDICT = re.compile(
+    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?)?"""
+    r"""\s*(?:\b(?:is|(?:would|should|must)\s+be)\b(?:\s+(?:most\s+)?\w+ly\b)?|[:=–-])"""
+    r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
+    re.IGNORECASE,
+)
+"""Begins a verdict; what is chosen follows."""
+DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
+OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
+REFUSAL = re.compile(
+    rf"\b(?:not|never|nor|neither|or|if|whether|unless|{DOUBT}|cannot|wrong|incorrect|false|worst|least|unlikely|odd|would\s+have"
+    rf"|{OTHERS_SAY})\b|n['’]t\b|\brule[sd]?\s+out\b|\b(?:second|third|next|other|another|previous)\s+(?:\w+\s+(?:is\s+)?)?$",
+    re.IGNORECASE,
+)
+"""In the clause before a verdict: it is none."""
+SECOND_THOUGHT = re.compile(
+    r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    re.IGNORECASE,
+)
+"""Behind what looked like the answer: it may not be."""
+DENIAL = re.compile(
+    rf"\b(?:not?(?!\s+doubt)|{OTHERS_SAY}|never|nor|neither|none|wrong|incorrect|false|except|unlike|unlikely|cannot|if|whether|unless|instead"
+    rf"|rather|either|{DOUBT}|eliminat\w*|exclud\w*|rul\w+\s+out|disagree|against|reject\w*|dismiss\w*|discard\w*"
+    r"|contradict\w*|possib\w+|worst|odd|would\s+have|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
+    re.IGNORECASE,
+)
+"""In a text without a verdict: the option it names may be the one it is against."""
+LEADS = (
+    r"(?:\b(?:is|was|be|been|means|suggests?|indicates?|leaves?|leaving|makes?|making|supports?|favou?rs?|match(?:es)?"
+    r"|implies|remains?|its|think|believe|guess|suppose|say|assume|suspect|conclude|reckon|(?:i|we)\s+consider"
+    r"|(?:leaves?|left|ends?\s+up|ended\s+up)\s+(?:\w+\s+)?with|looks?\s+like"
+    r"|cho(?:se|sen|osing)|pick(?:ed|ing)|select(?:ed|ing)|bet(?:ting)?\s+on|vote\s+goes\s+to|(?:we|i)\s+get|gives|yields"
+    r"|(?:corresponds?|points?|leads?|down|amounts?|leaning|lean|pointing)\s+to(?:wards?)?"
+    r"|(?:vote|opt|settle|stick|stay|go)\s+(?:for|on|with)"
+    r"|so|therefore|thus|thereby|hence|consequently|accordingly|overall|finally|ultimately|rather|as\s+such|caused\s+by"
+    r"|(?:no|without\s+(?:a|any))\s+doubt"
+    r"|in\s+(?:conclusion|summary|short|total|my\s+(?:opinion|view))|to\s+(?:sum\s+up|conclude)|as\s+a\s+result"
+    r"|conclusion|result|verdict|prediction|decision|guess|(?:ans|sol)\.?(?!\w)|solution|response|output|final|correct|namely"
+    r"|sure|certainly|absolutely|clearly|obviously|probably|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
+    r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
+)
+"""Directly before an answer at the end of its clause: it is what is meant."""
+
+YES_NO = re.compile(
+    r"[\W_]*(yes|no)"
+    r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
+    re.IGNORECASE,
+)
+"""A text that begins with one of them and does not take it back: not "no one", "yes or no"."""
+LED_YES_NO = re.compile(rf"(?:{LEADS}[ \t,:–-]*(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$)", re.IGNORECASE)
+"""`So no`, `I think yes`."""
+
+BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
+FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
+IS_CORRECT = (
+    rf"(?:{BEING}(?:correct|right\b(?!\s+(?:next|behind|in|at|of|beside))"
+    r"|(?:(?:the|my)\s+)?(?:correct|right|best|better|final|only\s+(?:correct|possible|remaining)|most\s+\w+)"
+    r"\s+(?:answer|option|choice|one|description|match|action|guess|explanation)"
+    rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
+    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*\?)"
+)
+"""Behind a letter: it is chosen."""
+FITS = (
+    rf"(?:{BEING}(?:better|left|preferable|true|likely|supported|what|(?:the\s+)?(?:closest|best|likeliest)"
+    rf"|the\s+(?:one|cause|reason)|(?:the\s+)?(?:more|most)\s+{FITTING}"
+    r"|the\s+only\s+(?:option|choice|answer|one)\s+(?:left|remaining|that\s+(?:fits|matches|remains|makes\s+sense)))"
+    r"|remains|(?:best\s+)?(?:fits|matches|describes|applies)|makes\s+(?:more\s+|(?:the\s+)?most\s+)?sense|works\s+best)\b"
+    r"(?!\s*\?)"
+)
+"""Behind a letter: what is said of the one chosen, and hardly of another."""
+JUDGEMENT = (
+    r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
+    r"(?=\s*(?:$|[.,;!\n)]))"
+)
+"""Behind a letter, where each option is judged: the words for right and for wrong."""
+ASIDE = (
+    r"[,;]?\s+(?:because|since|as(?!\s+well)|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
+    r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
+)
+REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
+"""Ends what is chosen: "B because A is too slow", "B, not A"."""
+PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
+"""Behind `(A)`: something is said about the option, which is not to choose it."""
+SUBJECT = re.compile(
+    r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
+    r"|used|held|being|likely|responsible|to\s+blame)\b)"
+)
+"""Behind an option's text: something is said about it."""
+REJECTED = re.compile(
+    r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
+    r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",
+    re.IGNORECASE,
+)
+"""Behind `A:` the same."""
+
+POSSIBLY = re.compile(
+    r"\b(?:if(?!\s+(?:i|we)\s+(?:had|have|must|were|am)\b)|whether|unless|(?<!i\s)(?:suppose|supposing|assume|assuming|imagine))\b"
+    r"|\b(?:could|may|might|would\s+need)\b[^,;]*$",
+    re.IGNORECASE,
+)
+"""In the sentence before a letter: nothing is concluded yet."""
+HEDGE = re.compile(r"maybe|perhaps", re.IGNORECASE)
+"""These lead to an option only where no other is named beside it."""
+SUPPORTED = (
+    r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
+    r"|(?:obvious|definite|clear|probab|certain)ly)"
+)
+"""Behind a letter that is the only one named: it is what is meant."""
+ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
+"""Words that a letter may follow where it is the only one named."""
+
+MENTION = (
+    r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
+    r"|compared\s+(?:to|with))\s+"
+)
+"""Before a letter: the option is talked about, not chosen."""

@@ -1,0 +1,89 @@
+"""Options that stand in the question's text rather than in a field of the row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from string import ascii_uppercase
+
+from dsreason.data.messages import text_of
+from dsreason.data.types import Sample
+
+STYLES = [
+    re.compile(rf"(?:^|(?<=[\s,;:?]))(?:\*\*)?{label}(?:\*\*)?[ \t]*", re.MULTILINE)
+    for label in (r"\(([A-Z])\)", r"([A-Z])\)", r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)", r"([A-Z]):(?=\s)")
+]
+"""`(A) left`, `A) left`, `A. left`, `A: left`; all of a list have the same. Not the initials of a name."""
+LONGEST = 1000
+TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+
+
+def with_options(sample: Sample) -> Sample:
+    """With the options that the question's text lists, where the row has none and its answer is one of them.
+
+    The prompt stays as it is. The question is the user's last message; the answer is `sample.answer`, else the last
+    assistant message. A row whose `question_kind` is another than multiple choice is left alone.
+    """
+    if sample.options is not None or sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
+        return sample
+    options = options_in_question(sample)
+    replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
+    answer = sample.answer if sample.answer is not None else (replies or [""])[-1]
+    if options is None or option_letter(answer, options) is None:
+        return sample
+    return replace(sample, options=options)
+
+
+def options_in_question(sample: Sample) -> dict[str, str] | None:
+    """Those that the user's last message lists, see `listed_options`."""
+    asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
+    return listed_options(asked[-1]) if asked else None
+
+
+def listed_options(question: str) -> dict[str, str] | None:
+    """The options that a text lists, a line each or one behind the other: two or more, lettered from A without a gap.
+
+    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
+    those the last. None where there is none. A text is cut after 1000 characters.
+    """
+    runs: list[list[re.Match[str]]] = []
+    for style in STYLES:
+        for label in style.finditer(question):
+            if label[1] == "A":
+                runs.append([label])
+            elif runs and label.re is runs[-1][0].re and label[1] == ascii_uppercase[len(runs[-1]) % 26]:
+                runs[-1].append(label)
+    for run in sorted((run for run in reversed(runs) if len(run) > 1), key=len, reverse=True):
+        end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
+        ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
+        texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
+        if all(re.search(r"\w", text) for text in texts):
+            return {label[1]: text for label, text in zip(run, texts, strict=True)}
+    return None
+
+
+def _plain(text: str) -> str:
+    """Without what separates an option from the next: `left, or` is `left`."""
+    return re.sub(r"(?:[\s,;*]+(?:or|and)?)?[\s,;*]*\Z", "", " ".join(text.split()))
+
+
+def option_letter(answer: str, options: dict[str, str]) -> str | None:
+    """The letter that an answer gives: `B`, `(b)`, `B.`, `B) left`, or the text of one option; inside `<answer>` tags, if any."""
+    tagged = TAGGED.findall(answer)
+    given = (tagged[-1] if tagged else answer).strip()
+    lettered = re.fullmatch(r"\(?([A-Za-z])(?:[).:]+|\Z)\s*(.*)", given, re.DOTALL)
+    if lettered is not None:
+        letter = next((letter for letter in options if letter.upper() == lettered[1].upper()), None)
+        if letter is not None and (not lettered[2] or _same(lettered[2], options[letter])):
+            return letter
+    named = [letter for letter, text in options.items() if _same(given, text)]
+    return named[0] if len(named) == 1 else None
+
+
+def _same(one: str, other: str) -> bool:
+    """Case, white space and a full stop at the end do not count."""
+    return _comparable(one) == _comparable(other)
+
+
+def _comparable(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(" .")

@@ -1,0 +1,59 @@
+"""On the same responses we read more than the rules of VLMEvalKit and lmms-eval, and misread fewer.
+
+What their rules gave is kept in a file; `benchmarks/answer_reading.py` writes it where their packages are installed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.answer_reading import OURS, Counts, Row, count, load_others, load_rows, ours, table
+from tests.docs import ROOT
+
+ROWS = load_rows()
+OTHERS = load_others()
+
+
+@pytest.fixture(scope="module")
+def own() -> str:
+    return ours(ROWS)
+
+
+def test_the_responses_are_many_and_differ():
+    """At least 300, in each part some that name no option, with 2 to 10 options and without."""
+    assert len(ROWS) >= 300
+    assert len({(row.response, str(row.options)) for row in ROWS}) == len(ROWS)
+    for part in ("tuned", "held-out"):
+        rows = [row for row in ROWS if row.part == part]
+        assert len(rows) >= 100
+        assert 0.2 < sum(row.reading is None for row in rows) / len(rows) < 0.5
+    assert {len(row.options or {}) for row in ROWS} >= {0, 2, 3, 4, 5, 6, 10}
+    assert all(row.reading is None or row.reading in (row.options or "ABCDEFGHIJ") for row in ROWS)
+
+
+def test_counts_are_of_what_a_person_reads():
+    rows = [Row("tuned", None, "", reading) for reading in ("A", "A", "B", None, None)]
+    assert count(rows, "A-AB-") == Counts(read=1, unread=1, misread=2)
+    assert count(rows, "A-AB-", "held-out") == Counts(0, 0, 0)
+
+
+@pytest.mark.parametrize("part", ["tuned", "held-out", None])
+@pytest.mark.parametrize("other", OTHERS)
+def test_more_answers_are_read_and_fewer_misread_than_by(other, part, own):
+    we, they = count(ROWS, own, part), count(ROWS, OTHERS[other], part)
+    assert we.read > they.read
+    assert we.misread < they.misread
+
+
+def test_at_most_one_answer_in_a_hundred_is_misread_and_five_are_left_unread(own):
+    for part in ("tuned", "held-out"):
+        found = count(ROWS, own, part)
+        assert found.misread <= 0.01 * sum(found)
+        assert found.unread <= 0.05 * sum(found)
+
+
+def test_the_table_in_the_docs_is_this_one(own):
+    shown = table(ROWS, {OURS: own} | OTHERS)
+    print(shown)
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    assert f"<!-- readings: begin -->\n{shown}\n<!-- readings: end -->" in page

@@ -1,0 +1,158 @@
+"""Options that a question's text lists, as the seeds write them, and what they change and what not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dsreason.answers.correct import is_correct, kind_of
+from dsreason.config.schema import DataConfig
+from dsreason.data.messages import text_of
+from dsreason.data.options import listed_options, option_letter, with_options
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import Sample
+from dsreason.rewards import ordinal_choice, single_choice_lenient
+
+QUESTION = "Who has right of way here?\nA) The van\nB) The tram\nC) The cyclist\nD) Nobody"
+OPTIONS = {"A": "The van", "B": "The tram", "C": "The cyclist", "D": "Nobody"}
+
+
+def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer or "B"}]
+    return Sample("7", messages, **{"answer": answer, **changes})
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        QUESTION,
+        QUESTION.replace(")", "."),
+        QUESTION.replace(")", ":"),
+        "Who has right of way here?\n(A) The van\n(B) The tram\n(C) The cyclist\n(D) Nobody",
+        "Who has right of way here? A) The van B) The tram C) The cyclist D) Nobody",
+        "Who has right of way here? A. The van, B. The tram, C. The cyclist, or D. Nobody",
+        "Who has right of way here? (A) The van; (B) The tram; (C) The cyclist; (D) Nobody",
+        f"{QUESTION}\nAnswer with the option's letter.",
+        f"{QUESTION}\n\nPlease answer: A, B, C or D.",
+        QUESTION.replace("\n", "\n   ").replace("tram", "tram  "),
+        QUESTION.replace("A)", "**A)**").replace("B)", "**B)**").replace("C)", "**C)**").replace("D)", "**D)**"),
+        f"Plan (A) or (B) is not what is asked. {QUESTION}",
+    ],
+)
+def test_options_are_found_however_they_are_written(question):
+    assert listed_options(question) == OPTIONS
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "",
+        "Which way does it turn?",
+        "Does this video show a collision? [Yes/No]",
+        "Which is larger, (A) or (B)?",
+        "Who is right? A) The van",
+        "Who is right?\nB) The tram\nC) The cyclist",
+        "Who is right?\nA) The van\nC) The cyclist",
+        "Did J. A. Smith meet C. B. Jones?",
+        "Is the U.S. A. B. C. network shown?",
+    ],
+)
+def test_a_text_without_a_list_from_a_on_has_none(question):
+    assert listed_options(question) is None
+
+
+def test_a_gap_ends_the_list():
+    question = "Which?\nA) one\nB) two\nD) four"
+    assert listed_options(question) == {"A": "one", "B": "two"}
+    assert with_options(asks(question, "D")).options is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        (" (b) ", "B"),
+        ("B.", "B"),
+        ("B) The tram", "B"),
+        ("(B) the tram.", "B"),
+        ("the tram", "B"),
+        ("<think>It comes from the right.</think> <answer>B</answer>", "B"),
+        ("E", None),
+        ("A) The tram", None),
+        ("the red tram", None),
+        ("The tram, since it comes from the right.", None),
+        ("Yes", None),
+        ("", None),
+    ],
+)
+def test_an_answer_is_a_letter_or_the_text_of_an_option(answer, letter):
+    assert option_letter(answer, OPTIONS) == letter
+    assert with_options(asks(QUESTION, answer)).options == (OPTIONS if letter else None)
+
+
+def test_texts_that_two_options_share_are_no_answer():
+    assert option_letter("left", {"A": "left", "B": "Left."}) is None
+
+
+def test_options_of_the_row_win():
+    given = asks(QUESTION, options={"A": "yes", "B": "no"})
+    assert with_options(given) is given
+
+
+@pytest.mark.parametrize("kind", ["open", "free_text", "ordinal", "yes_no"])
+def test_a_row_that_says_it_is_of_another_kind_is_left_alone(kind):
+    assert with_options(asks(QUESTION, meta={"question_kind": kind})).options is None
+
+
+def test_without_an_answer_the_last_turn_decides_and_the_last_question_counts():
+    turns = ["Which?\nA) one\nB) two\nC) three", "A", QUESTION, "<think>x</think><answer>D</answer>"]
+    roles = ["user", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    assert with_options(Sample("7", messages)).options == OPTIONS
+
+
+# ---------------------------------------------------------------- what follows from it
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    rows = [
+        {"id": "1", "image": "a.png", "question": QUESTION, "answer": "B"},
+        {"id": "2", "image": "a.png", "question": "Does this video show a collision? [Yes/No]", "answer": "No"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_datasets(DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl")))[0]
+
+
+def test_a_row_read_from_a_file_has_its_options_and_its_prompt_unchanged(dataset):
+    sample = dataset[0]
+    assert (sample.options, sample.answer, kind_of(sample)) == (OPTIONS, "B", "multiple_choice")
+    assert text_of(sample.messages[0]) == QUESTION
+
+
+@pytest.mark.parametrize(
+    "completion", ["B", "(B)", "The answer is B", "The tram", "B) The tram", "I think it is the tram."]
+)
+def test_validation_and_rewards_read_its_answers(dataset, completion):
+    assert is_correct(completion, dataset[0])
+    assert single_choice_lenient(completion, dataset[0]) == 1
+
+
+def test_wrong_letters_are_wrong_and_near_ones_nearly_right(dataset):
+    assert not is_correct("C) The cyclist", dataset[0])
+    assert [ordinal_choice(letter, dataset[0]) for letter in "ABCD"] == [0.5, 1, 0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)]
+)
+def test_a_yes_or_no_question_is_graded_as_one(dataset, completion, right):
+    assert kind_of(dataset[1]) == "yes_no"
+    assert is_correct(completion, dataset[1]) == bool(right)
+    assert single_choice_lenient(completion, dataset[1]) == right
