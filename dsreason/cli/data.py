@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from dsreason.cli.job import C, ConfigOption, SetOption, Trainer, trainers
-from dsreason.config.load import load_config, read_config
+from dsreason.config.load import load_config, read_config, read_values
 from dsreason.config.output import default_output_dir
-from dsreason.config.schema import DataConfig, SFTConfig, SourceConfig
-from dsreason.errors import ConfigError
+from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
+from dsreason.errors import ConfigError, DataError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 
@@ -215,17 +215,16 @@ def inspect(
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None and balance is not None:
         raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
+    run: RunConfig
     if config is not None:
         run = load_run(choose_trainer(config, overrides, None), config, overrides)
     else:
-        if overrides:
-            raise ConfigError(f"--set {overrides[0]}: goes with --config; without it give the data by options")
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
-        run = SFTConfig(data=DataConfig(**source, subset=subset, split=split, balance=balance))
+        data = {**source, "subset": subset, "split": split, "balance": balance}
+        run = read_values(SFTConfig, {"data": data}, "the options", overrides or ())
     launch.prepare_environment()
     with quick_imports():
         from dsreason.cli.inspection_tables import show_inspection
-        from dsreason.data.labels import labels_per_epoch
         from dsreason.data.sources import open_datasets
         from dsreason.datasets.inspection import inspect_data
 
@@ -240,8 +239,7 @@ def inspect(
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
-    labelled = run.data.model_copy(update={"on_bad_row": "skip"})  # rows without a label are told, not refused
-    found = replace(found, balance=labels_per_epoch(training, labelled))
+    found = with_labels(found, training, run.data)
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
@@ -249,6 +247,17 @@ def inspect(
     else:
         show_inspection(found)
     typer.echo(f"written to {folder}", err=True)
+
+
+def with_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
+    """With what `data.balance` would do. Rows without a label are told, and where no row has one that is a problem."""
+    from dsreason.data.labels import labels_per_epoch
+
+    try:
+        return replace(found, balance=labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
+    except DataError as error:
+        problem = {"part": "training", "where": "all rows", "kind": "no labels", "reason": str(error)}
+        return replace(found, problems=[problem, *found.problems])
 
 
 def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dict[str, SampleDataset]:

@@ -52,8 +52,17 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
     in_file = read_document(shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
+    return read_values(schema, in_file, name, overrides)
+
+
+def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
+    """The configuration of these values, with overrides applied; `name` is what error texts call their origin.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     parsed = [parse_override(text) for text in overrides]
-    document = json_like(in_file)
+    document = json_like(values)
     for override in parsed:
         _apply(document, override, synonyms(schema, override.path))
     known, unknown = split_unknown(schema, document)
@@ -63,7 +72,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
     except ValidationError as error:
         problems += reworded(schema, error.errors(include_url=False), known)
     if problems:
-        raise config_error([_line(name, key, text, in_file, parsed) for key, text in problems])
+        raise config_error([_line(name, key, text, values, parsed) for key, text in problems])
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema import DataConfig
 from dsreason.data.messages import text_of
+from dsreason.data.options import option_letter
 from dsreason.data.order import Part
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
@@ -37,6 +39,17 @@ class Label:
     rows: int
     per_epoch: int
     """Rows of this label that an epoch shows."""
+
+
+def answer_label(sample: Sample) -> str | None:
+    """The letter of the option that the sample's answer gives, else a short answer; None where it is a longer text or none.
+
+    The answer is `sample.answer`, else a last message of the assistant.
+    """
+    last = sample.messages[-1] if sample.messages else {}
+    reply = text_of(last) if last.get("role") == "assistant" else ""
+    answer = sample.answer or reply
+    return option_letter(answer, sample.options or {}) or short_answer(answer)
 
 
 def short_answer(text: str) -> str | None:
@@ -77,16 +90,17 @@ def labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Labe
 def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, list[Part]]:
     """By label the rows of each part, with weights that give every label the same number of rows in an epoch.
 
-    An epoch has as many rows as without labels, rounded up to a multiple of theirs. Within a label the weights of the parts
-    keep their proportion. Rows whose label is None are left out.
+    Rows whose label is None are left out. An epoch has as many rows as the others have without labels, rounded up to a
+    multiple of the labels. Within a label the weights of the parts keep their proportion.
 
     Args:
         labels: of every row, by its number.
     """
     names = sorted({label for label in labels if label is not None})
-    per_label = math.ceil(sum(part.per_epoch for part in parts) / max(1, len(names)))
     numbers = {name: number for number, name in enumerate(names)}
     column = np.array([-1 if label is None else numbers[label] for label in labels])
+    labelled = [Part(part.rows[column[part.rows] >= 0], part.weight) for part in parts]
+    per_label = math.ceil(sum(part.per_epoch for part in labelled) / max(1, len(names)))
     return {name: share(parts, column == number, per_label) for name, number in numbers.items()}
 
 
@@ -109,59 +123,68 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
     """The label of every row; None where `data.on_bad_row` leaves out a row that has none. Media are not looked at.
 
     What differs in case or a last full stop only is one label, written as in its first row.
+
+    Raises:
+        DataError: a row without a label that is not left out, or no row with one.
     """
     found: list[str | None] = []
-    bad: list[str] = []
+    reasons: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     first: dict[str, str] = {}
     for index in range(len(dataset)):
         try:
-            label = row_label(dataset, index, str(data.balance))
+            label = label_of(dataset.without_media(index), str(data.balance))
         except DataError as error:
+            where = dataset.location(index)
+            reason = str(error).removeprefix(f"{where}: ")
             if data.on_bad_row == "error":
-                raise
-            bad.append(str(error))
+                raise DataError(f"{where}: data.balance ({data.balance}): {reason}") from error
+            reasons[reason] += 1
+            examples.setdefault(reason, where)
             found.append(None)
         else:
             found.append(first.setdefault(label.rstrip(".").casefold(), label))
-    if len(bad) == len(found):
-        raise DataError(f"data.balance ({data.balance}): no row has such a label; the first: {bad[0]}")
-    if bad:
+    told = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
+    if not first:
+        raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(told)}")
+    if told:
         log.warning(
-            "data.balance: %d rows have no label and are left out:\n  %s", len(bad), listed(bad, separator="\n  ")
+            "data.balance (%s): %d rows have no label and are left out:\n  %s",
+            data.balance,
+            reasons.total(),
+            listed(told, separator="\n  "),
         )
     return found
 
 
-def row_label(dataset: SampleDataset, index: int, field: str) -> str:
-    sample = dataset.adapted(index)
-    try:
-        return label_of(sample, field)
-    except DataError as error:
-        raise DataError(f"{dataset.location(index)}: {error}") from error
-
-
 def label_of(sample: Sample, field: str) -> str:
-    """`answer`: the sample's short answer; else a value of `sample.meta`, `label.weather` one inside another.
+    """`answer`: see `answer_label`; else a value of `sample.meta`, `label.weather` one inside another.
 
     Raises:
         DataError: it has none.
     """
     if field == "answer":
-        last = sample.messages[-1] if sample.messages else {}
-        reply = text_of(last) if last.get("role") == "assistant" else ""
-        answer = short_answer(sample.answer or reply)
+        answer = answer_label(sample)
         if answer is None:
             raise DataError(
-                f"data.balance (answer): the row has no answer of at most {SHORT_ANSWER} characters, which could be a label; "
+                f"the row has no answer of at most {SHORT_ANSWER} characters, which could be a label; "
                 "name another field of the rows"
             )
         return answer
-    value: Any = sample.meta
-    for key in field.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+    value = value_at(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
-            f"data.balance ({field}): sample.meta has {value!r:.80} there, which is no label; name a field with a text or a "
-            f"number (there are {', '.join(sample.meta) or 'none'}), or answer"
+            f"sample.meta has {value!r:.80} as {field}, which is no label; name a field with a text or a number "
+            f"(there are {', '.join(sample.meta) or 'none'}), or answer"
         )
     return str(value)
+
+
+def value_at(values: Any, field: str) -> Any:
+    """Of `a.b` the value under that key, else the value of `b` in that of `a`; None where there is none."""
+    if not isinstance(values, dict):
+        return None
+    if field in values:
+        return values[field]
+    outer, dot, inner = field.partition(".")
+    return value_at(values.get(outer), inner) if dot else None

@@ -75,6 +75,16 @@ class Source:
         except DataError as error:
             raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {error}") from error
 
+    def without_media(self, index: int) -> Sample:
+        """Row `index` with the options that its question lists; its media are not looked at."""
+        sample = self.adapted(index)
+        try:
+            check_messages(sample.messages)
+            check_options(sample.options)
+        except DataError as error:
+            raise DataError(f"{self.rows.location(index)}: {error}") from error
+        return with_options(sample)
+
     def adapted(self, index: int) -> Sample:
         """Row `index` as the adapter returns it."""
         where = self.rows.location(index)
@@ -113,10 +123,10 @@ class SampleDataset(Sequence[Sample]):
         source, row = self._find(index)
         return source.sample(row)
 
-    def adapted(self, index: int) -> Sample:
-        """As its adapter returns it, whether or not its media exist."""
+    def without_media(self, index: int) -> Sample:
+        """With the options that its question lists; its media are not looked at."""
         source, row = self._find(index)
-        return source.adapted(row)
+        return source.without_media(row)
 
     def location(self, index: int) -> str:
         """Where a sample comes from, for messages: `train.jsonl, row 3`."""
@@ -214,6 +224,16 @@ def check_messages(messages: Sequence[Message]) -> None:
             )
         if message["role"] == "system" and i > 0:
             raise DataError(f"messages[{i}]: a system message must be the first")
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            check_part(part)
+
+
+def check_part(part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "image", "video"):
+        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+    if kind == "text":
+        check_text(part.get("text"))
 
 
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
@@ -224,12 +244,9 @@ def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3
     return {**message, "content": [finish_part(part, vision, media_root) for part in content]}
 
 
-def finish_part(part: Any, vision: VisionConfig, media_root: Path | S3Address) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in ("text", "image", "video"):
-        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S3Address) -> dict[str, Any]:
+    kind = part["type"]
     if kind == "text":
-        check_text(part.get("text"))
         return part
     for key in part.keys() - PART_SETTINGS - {"type", kind}:
         if part[key] is not None:

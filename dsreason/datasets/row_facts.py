@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import ANSWER, THINK, short_answer
+from dsreason.data.labels import ANSWER, THINK, answer_label
 from dsreason.data.messages import media_parts, shown_seconds, text_of
-from dsreason.data.options import option_letter
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.pixels import pixel_differences
@@ -89,7 +88,6 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
-    reply = replies[-1] if replies else sample.answer or ""
     shown = media_parts(sample.messages)
     return RowFacts(
         where=where,
@@ -99,7 +97,7 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
         seconds=tuple(map(shown_seconds, shown)),
-        answer=option_letter(sample.answer or reply, sample.options or {}) or short_answer(sample.answer or reply),
+        answer=answer_label(sample),
         letters=tuple(sample.options or ()),
         system_prompt=system[0] if system else "",
         turns=len(replies),

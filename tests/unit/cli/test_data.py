@@ -218,7 +218,7 @@ def test_inspect_counts_the_labels_that_are_balanced() -> None:
 def test_inspect_goes_on_where_a_row_has_no_label() -> None:
     write_rows(GOOD, {key: GOOD[key] for key in ("id", "question")})
     found = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
-    assert json.loads(found.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 2}}
+    assert json.loads(found.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 1}}
 
 
 def test_what_is_balanced_is_said_in_one_place() -> None:
@@ -227,10 +227,36 @@ def test_what_is_balanced_is_said_in_one_place() -> None:
     assert "with --config give --set data.balance=answer" in error_of(result, ConfigError)
 
 
-def test_set_goes_with_a_configuration() -> None:
+def test_set_goes_with_the_options_too() -> None:
+    for name in ("videos", "metas"):
+        Path("drive", name).mkdir(parents=True)
+    for camera in ("front", "rear"):
+        write_video(Path(f"drive/videos/1.{camera}.mp4"))
+    Path("drive/metas/1.label.json").write_text("{}")
+    options = ["--adapter", "local_labels", "--path", "drive", "--json", "--workers=0"]
+    told = json.loads(call("inspect", *options, "--output", "out").stdout)
+    assert told["parts"]["training"]["unusable"] == {"other": 1}
+    [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
+    advised = re.search(r'data\.video_pattern = "(\S+)"', problem["reason"])
+    assert advised
+    found = json.loads(call("inspect", *options, "--set", f"data.video_pattern={advised[1]}").stdout)
+    assert found["parts"]["training"]["media"]["video"]["files"] == 1
+
+
+def test_a_wrong_set_beside_the_options_is_told() -> None:
     write_rows(GOOD)
-    result = call("inspect", "--path", "rows.jsonl", "--set", "data.balance=answer")
-    assert "--set data.balance=answer: goes with --config" in error_of(result, ConfigError)
+    result = call("inspect", "--path", "rows.jsonl", "--set", "data.balence=answer")
+    assert "--set data.balence=answer: data.balence: unknown key" in error_of(result, ConfigError)
+
+
+def test_labels_that_no_row_has_are_a_problem_of_the_report() -> None:
+    write_rows({**GOOD, "answer": "It turns left at the crossing, then right again."})
+    result = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--output", "out", "--workers=0")
+    assert result.exit_code == 0, result.output
+    [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
+    assert problem["kind"] == "no labels" and "no answer of at most 40 characters" in problem["reason"]
+    assert problem["reason"].count("data.balance") == 1
+    assert "no labels: data.balance (answer): no row has such a label" in result.stdout
 
 
 def test_inspect_measures_rows_that_are_only_asked(tiny_qwen2_5_vl: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from dsreason.data.labels import Label, balance, count_labels, label_of, labels_
 from dsreason.data.order import Part, StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
+from dsreason.datasets.row_facts import row_facts
 from dsreason.errors import DataError
 
 ANSWERS = ["no"] * 8 + ["yes"] * 2
 
 
-def config(folder: Path, answers: list[Any], **keys: Any) -> DataConfig:
-    rows = [{"id": str(i), "question": "q", "answer": answer, "site": f"s{i % 5}"} for i, answer in enumerate(answers)]
+def config(folder: Path, answers: list[Any], question: str = "q", **keys: Any) -> DataConfig:
+    rows = [
+        {"id": str(i), "question": question, "answer": answer, "site": f"s{i % 5}"} for i, answer in enumerate(answers)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl"), **{"balance": "answer"} | keys)
 
@@ -105,6 +109,34 @@ def test_the_label_is_the_answer_or_a_field(answer, field, label):
     assert label_of(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
 
 
+@pytest.mark.parametrize("answer", ["B", "(b)", "B.", "tunnel", "B) tunnel", "<answer>B</answer>"])
+def test_an_option_is_one_label_however_it_is_written_and_as_inspect_counts_it(tmp_path, answer):
+    data = config(tmp_path, [answer, "The answer is B"], "What?\nA) ramp\nB) tunnel")
+    assert labels_of(opened(data), data) == ["B", "The answer is B"]
+    assert row_facts("", opened(data)[0], None).answer == "B"
+
+
+def test_the_text_of_a_long_option_is_the_label_of_its_letter(tmp_path):
+    text = "It waits at the crossing until the tram has passed"
+    data = config(tmp_path, [text, "A"], f"What?\nA) It goes\nB) {text}")
+    assert labels_of(opened(data), data) == ["B", "A"]
+
+
+def test_a_field_may_have_a_dot_in_its_name():
+    assert label_of(sample("B", **{"w.x": "rain", "label": {"a.b": "fog"}}), "w.x") == "rain"
+    assert label_of(sample("B", label={"a.b": "fog"}), "label.a.b") == "fog"
+
+
+def test_a_row_of_another_form_is_told_and_no_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dsreason.data.types import Sample\n"
+        "def to_sample(row): return Sample('7', [{'role': 'user', 'content': [{'text': 'q'}]}], answer='B')\n"
+    )
+    data = config(tmp_path, ["B"]).model_copy(update={"adapter": str(tmp_path / "mine.py")})
+    with pytest.raises(DataError, match=r"row 1: data\.balance \(answer\): a part of type None"):
+        labels_of(opened(data), data)
+
+
 def test_the_last_reply_is_the_answer_where_the_sample_has_none():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}]
     assert label_of(Sample("7", messages), "answer") == "no"
@@ -113,10 +145,10 @@ def test_the_last_reply_is_the_answer_where_the_sample_has_none():
 @pytest.mark.parametrize(
     ("answer", "field", "text"),
     [
-        (None, "answer", r"data\.balance \(answer\): the row has no answer of at most 40 characters"),
+        (None, "answer", r"^the row has no answer of at most 40 characters"),
         ("It turns left at the crossing, then right again.", "answer", "no answer of at most 40 characters"),
-        ("B", "sight", r"data\.balance \(sight\): sample\.meta has None there.*there are site, label\), or answer"),
-        ("B", "label", r"sample\.meta has \{'weather': 'rain'\} there"),
+        ("B", "sight", r"^sample\.meta has None as sight.*there are site, label\), or answer"),
+        ("B", "label", r"sample\.meta has \{'weather': 'rain'\} as label"),
     ],
 )
 def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):
@@ -134,18 +166,39 @@ def test_case_and_a_full_stop_make_no_other_label(tmp_path):
 def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, on_bad_row):
     data = config(tmp_path, ["yes", "no", None, 3], on_bad_row=on_bad_row)
     if on_bad_row == "error":
-        with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance"):
+        with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no answer"):
             order_parts(opened(data), data)
         return
-    assert sorted(order(data, batch_size=4).indices(0)) == [0, 0, 1, 1]
+    assert sorted(order(data, batch_size=2).indices(0)) == [0, 1]
     assert "2 rows have no label and are left out" in caplog.text
     assert "row 4: field 'answer' is 3; it must be a string" in caplog.text
 
 
+def test_rows_without_a_label_do_not_make_the_epoch_longer(tmp_path):
+    data = config(tmp_path, ["yes", "no", "no"] + [None] * 97, on_bad_row="skip")
+    assert order(data, batch_size=1).rows_per_epoch == 4  # 3, rounded up to a multiple of the 2 labels
+    parts = [Part(np.arange(4), 1.5), Part(np.arange(4, 6))]
+    labels = ["a", "b", None, None, "b", None]  # 2 x 1.5 + 1 rows have one
+    assert count_labels(balance(parts, labels)) == {"a": Label(1, 2), "b": Label(2, 2)}
+
+
+def test_rows_without_a_label_are_counted_by_what_is_wrong(tmp_path, caplog):
+    data = config(tmp_path, ["yes", None, None, 3], on_bad_row="skip")
+    labels_of(opened(data), data)
+    _, *lines = caplog.messages[-1].splitlines()
+    assert [re.sub(r"such as \S+/", "", line.split("; ")[0]) for line in lines] == [
+        "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters, which could be a label",
+        "  1 rows, rows.jsonl, row 4: field 'answer' is 3",
+    ]
+
+
 def test_a_field_that_no_row_has_stops_the_run(tmp_path):
     data = config(tmp_path, ANSWERS, balance="wether", on_bad_row="skip")
-    with pytest.raises(DataError, match=r"data\.balance \(wether\): no row has such a label; the first: .*row 1.*site"):
+    with pytest.raises(
+        DataError, match=r"no row has such a label: 10 rows, such as .*row 1: .*as wether.*site"
+    ) as error:
         order_parts(opened(data), data)
+    assert str(error.value).count("data.balance") == 1
 
 
 def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
