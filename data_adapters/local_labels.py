@@ -4,12 +4,14 @@ A label is a JSON object, `{"weather": "Light rain", "driving_difficulty": 3, â€
 `data.question` with that object as JSON text, so that the answer can be parsed again; `sample.meta["label"]` is the object.
 
 An id may have dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` takes the videos of one camera, and the id is what
-`*` stands for. Without it a video belongs to the label whose id, and a dot, its name begins with.
+`*` stands for. Without it a video belongs to the label whose id is its name without the ending, or also without the part
+between the last two dots, which is the camera.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from dsreason.errors import DataError
 
 LABEL = ".label.json"
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+CAMERA = re.compile(r"\.[A-Za-z_][^.]*\.\w+")
+"""`.left.mp4`. The `.4.mp4` of a video `run.4.mp4` is rather a part of an id."""
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
@@ -61,27 +65,31 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
-    """`2023.05.01_a` of `2023.05.01_a.camera_front.mp4`: the longest id of a label that fits, else all but the camera."""
+    """`2023.05.01_a` of `2023.05.01_a.camera_front.mp4` and, where there is such a label, of `2023.05.01_a.mp4`.
+
+    Never a shorter one: `run.4.camera_left.mp4` is no video of `run`, also where the label of `run.4` is missing.
+    """
     if pattern is not None:
         before, after = pattern.split("*")
         return name[len(before) : len(name) - len(after)]
-    parts = name.split(".")[:-1]
-    beginnings = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    without_camera = beginnings[min(1, len(beginnings) - 1)]
-    return next((beginning for beginning in beginnings if beginning in labels), without_camera)
+    stem = Path(name).stem
+    return stem if stem in labels else Path(stem).stem
 
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "label" not in row:
-        raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}")
+        advice = "" if data.video_pattern else "; if its camera has a dot in its name, set data.video_pattern"
+        raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}{advice}")
     label = Path(row["label"])
     pattern = data.video_pattern or "*.*"
     videos = row.get("videos", [str(label.parent.parent / "videos" / pattern.replace("*", row["id"], 1))])
     if len(videos) != 1:
         names = [Path(video).name for video in videos]
+        endings = [name.removeprefix(row["id"]) for name in names]
+        example = next((f', such as "*{ending}"' for ending in endings if CAMERA.fullmatch(ending)), "")
         raise DataError(
-            f"{label.name} has {len(videos)} videos ({', '.join(names)}), and one is shown; choose a camera, such as "
-            f'data.video_pattern = "*{names[0].removeprefix(row["id"])}"'
+            f"{label.name} has {len(videos)} videos ({', '.join(names)}), and one is shown; choose a camera: set "
+            f"data.video_pattern{example}"
         )
     content = read_label(label)
     # Not in Python's notation, so that any program can read what the model answers.

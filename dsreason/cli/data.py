@@ -265,7 +265,9 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 
     sources: dict[str, SourceConfig] = {}
     if test is not None:
-        first = {key: getattr(data.all_sources()[0], key) for key in ("adapter", "media_path", "subset")}
+        first = {
+            key: getattr(data.all_sources()[0], key) for key in ("adapter", "media_path", "subset", "video_pattern")
+        }
         sources["test"] = SourceConfig(path=test, **first)
     if benchmark is not None:
         files = sorted({*benchmark.glob("*/*_benchmark_qa_pairs.json"), *benchmark.glob("benchmark/*/*_qa_pairs.json")})

@@ -126,12 +126,15 @@ class SourceConfig(Section):
     """Question for data sets that have only labels (adapter `local_labels`)."""
     video_pattern: str | None = None
     """Which videos belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`: `*` is the id of
-    the label. Unset: the only one whose name begins with the id."""
+    the label, and may be left out in front of a dot. Unset: the only one that is called like the id, with a camera or
+    without."""
     vision: VisionConfig = VisionConfig()
 
     @field_validator("video_pattern")
     @classmethod
     def check_one_star(cls, pattern: str | None) -> str | None:
+        if pattern is not None and pattern.startswith(".") and "*" not in pattern:
+            return f"*{pattern}"
         if pattern is not None and pattern.count("*") != 1:
             raise ValueError(f"{pattern!r} must have one *, for the id, such as *.camera_front_wide_120fov.mp4")
         return pattern
@@ -165,7 +168,7 @@ class DataConfig(SourceConfig):
     @classmethod
     def check_named(cls, balance: object) -> object:
         if isinstance(balance, bool):
-            raise ValueError(f"{balance} says not what to balance; name answer, or a field of the rows")
+            raise ValueError(f"{balance} does not say what to balance; name answer, or a field of the rows")
         return balance
 
     @model_validator(mode="after")

@@ -15,13 +15,13 @@ from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
-from dsreason.data.adapters import Adapter, find_adapter
+from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
 from dsreason.data.messages import media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
-from dsreason.errors import DataError, StorageError
+from dsreason.errors import ConfigError, DataError, StorageError
 from dsreason.families import control_tokens
 from dsreason.files.address import S3Address, is_s3
 from dsreason.files.archives import embedded_file, media_cache
@@ -172,6 +172,11 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
     check_place("data.path", config.path)
     check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
+    if config.video_pattern is not None and config.adapter in set(shipped_adapters()) - {"local_labels"}:
+        raise ConfigError(
+            f"data.video_pattern ({config.video_pattern}) is for the adapter local_labels, data.adapter is {config.adapter}; "
+            "change one of them"
+        )
     source = Source(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
         raise DataError(f"{config.path or config.adapter} (split {config.split}): the data set is empty")
@@ -294,7 +299,10 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
     if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
-            raise DataError(f"{kind}: {given} leads out of {media_root}; set data.media_path or use absolute paths")
+            there = (
+                "; it exists from the working folder, which paths are not joined to" if os.path.isfile(given) else ""
+            )
+            raise DataError(f"{kind}: {given} leads out of {media_root}{there}; use absolute paths")
     return path
 
 

@@ -237,7 +237,7 @@ def test_set_goes_with_the_options_too() -> None:
     told = json.loads(call("inspect", *options, "--output", "out").stdout)
     assert told["parts"]["training"]["unusable"] == {"other": 1}
     [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
-    advised = re.search(r'data\.video_pattern = "(\S+)"', problem["reason"])
+    advised = re.search(r'data\.video_pattern, such as "(\S+)"', problem["reason"])
     assert advised
     found = json.loads(call("inspect", *options, "--set", f"data.video_pattern={advised[1]}").stdout)
     assert found["parts"]["training"]["media"]["video"]["files"] == 1

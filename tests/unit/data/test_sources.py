@@ -258,6 +258,30 @@ def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(fold
     assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"
 
 
+def test_a_joined_path_out_of_the_working_folder_is_told_with_what_helps(folder, monkeypatch):
+    (folder / "mine.py").write_text(JOINING)
+    (folder / "work").mkdir()
+    monkeypatch.chdir(folder / "work")
+    keys = {"adapter": str(folder / "mine.py"), "path": f"../../{folder.name}"}
+    for media_path in ("", ".", ".."):
+        with pytest.raises(DataError) as error:
+            open_datasets(DataConfig(**keys, media_path=media_path))[0][0]
+        assert f"image: ../../{folder.name}/a.png leads out of" in str(error.value)
+        assert "it exists from the working folder" in str(error.value)
+        assert str(error.value).endswith("; use absolute paths")
+    assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"  # as advised
+
+
+def test_a_pattern_of_videos_is_refused_by_shipped_adapters_that_do_not_read_it(folder):
+    with pytest.raises(
+        ConfigError, match=r"data\.video_pattern \(\*\.mp4\) is for .*local_labels, data\.adapter is jsonl"
+    ):
+        open_datasets(config(folder, video_pattern="*.mp4"))
+    (folder / "own.py").write_text("from data_adapters.jsonl import to_sample")
+    own = config(folder, video_pattern="*.mp4").model_copy(update={"adapter": str(folder / "own.py")})
+    assert open_datasets(own)[0][0].id == "0"
+
+
 def test_a_path_that_leads_nowhere_gets_no_such_advice(folder):
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"image: no file .*/a\.png$"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -201,6 +202,28 @@ def test_ids_of_local_labels_may_have_dots(tmp_path, pattern):
     assert shown(data) == {name: f"{name}.camera_front_wide_120fov.mp4" for name in ids}
 
 
+@pytest.mark.parametrize("files", [("run.4.camera_left.mp4",), ("run.4.camera_left.mp4", "run.camera_front.mp4")])
+def test_a_video_whose_own_label_is_missing_goes_to_no_shorter_id(tmp_path, files):
+    data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/{name}" for name in files))
+    of_run, of_run_4 = local_labels.rows(data)
+    assert [Path(video).name for video in of_run.get("videos", [])] == list(files[1:])
+    with pytest.raises(DataError, match=r"run\.4\.camera_left\.mp4 has no label metas/run\.4\.label\.json"):
+        local_labels.to_sample(of_run_4, data)
+
+
+@pytest.mark.parametrize(
+    ("cameras", "advice"),
+    [
+        ((".4.mp4", ".left.mp4", ".mp4"), 'set data.video_pattern, such as "*.left.mp4"'),
+        ((".4.mp4", ".mp4"), "_pattern"),
+    ],
+)
+def test_no_part_of_an_id_is_advised_as_a_camera(tmp_path, cameras, advice):
+    data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/run{camera}" for camera in cameras))
+    with pytest.raises(DataError, match=rf"choose a camera: .*{re.escape(advice)}$"):
+        shown(data)
+
+
 CAMERAS = ("rear.30fov.mp4", "front_wide.mp4", "left.mkv")
 
 
@@ -208,6 +231,7 @@ CAMERAS = ("rear.30fov.mp4", "front_wide.mp4", "left.mkv")
     ("pattern", "name"),
     [
         ("*.front_wide.mp4", "x.1.front_wide.mp4"),
+        (".front_wide.mp4", "x.1.front_wide.mp4"),
         ("*.rear.30fov.mp4", "x.1.rear.30fov.mp4"),
         ("x.*.mkv", "x.1.left.mkv"),
     ],
@@ -215,17 +239,24 @@ CAMERAS = ("rear.30fov.mp4", "front_wide.mp4", "left.mkv")
 def test_a_pattern_chooses_the_camera_of_local_labels(tmp_path, pattern, name):
     label = {"x.*.mkv": "1.left"}.get(pattern, "x.1")
     data = label_folder(tmp_path, f"metas/{label}.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS))
-    assert shown(data.model_copy(update={"video_pattern": pattern})) == {label: name}
+    assert shown(SourceConfig(adapter="local_labels", path=data.path, video_pattern=pattern)) == {label: name}
 
 
 def test_several_cameras_without_a_pattern_are_told_with_one_that_chooses(tmp_path):
-    data = label_folder(tmp_path, "metas/x.1.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS))
+    data = label_folder(tmp_path, "metas/x.1.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS[1:]))
     with pytest.raises(DataError) as error:
         shown(data)
-    text = "x.1.label.json has 3 videos (x.1.front_wide.mp4, x.1.left.mkv, x.1.rear.30fov.mp4)"
-    assert text in str(error.value)
-    assert 'data.video_pattern = "*.front_wide.mp4"' in str(error.value)
+    assert "x.1.label.json has 2 videos (x.1.front_wide.mp4, x.1.left.mkv)" in str(error.value)
+    assert 'set data.video_pattern, such as "*.front_wide.mp4"' in str(error.value)
     assert shown(data.model_copy(update={"video_pattern": "*.front_wide.mp4"})) == {"x.1": "x.1.front_wide.mp4"}
+
+
+def test_a_camera_with_a_dot_is_told_to_need_a_pattern(tmp_path):
+    data = label_folder(tmp_path, "metas/x.1.label.json", "videos/x.1.rear.30fov.mp4")
+    rows = {row["id"]: row for row in local_labels.rows(data)}
+    with pytest.raises(DataError, match=r"if its camera has a dot in its name, set data\.video_pattern"):
+        local_labels.to_sample(rows["x.1.rear"], data)
+    assert shown(data.model_copy(update={"video_pattern": "*.rear.30fov.mp4"})) == {"x.1": "x.1.rear.30fov.mp4"}
 
 
 def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
@@ -234,7 +265,7 @@ def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
         shown(data.model_copy(update={"video_pattern": "*.right.mp4"}))
 
 
-@pytest.mark.parametrize("pattern", [".left.mp4", "*.*"])
+@pytest.mark.parametrize("pattern", ["left.mp4", "*.*"])
 def test_a_pattern_has_one_place_for_the_id(pattern):
     with pytest.raises(ValueError, match=r"must have one \*, for the id"):
         SourceConfig(video_pattern=pattern)
