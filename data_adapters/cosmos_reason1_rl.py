@@ -21,7 +21,7 @@ import numpy as np
 
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
-from dsreason.data.rows import Rows, option_lines, options_field, own_letter, read_rows, text_field
+from dsreason.data.rows import Rows, option_lines, optional_text, options_field, own_letter, read_rows, text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
@@ -40,7 +40,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
     given = "correct_answer" if choice.get("correct_answer") else "answer"
-    answer = None if choice.get(given) is None else text_field(choice, given).strip()
+    answer = (optional_text(choice, given) or "").strip() or None
     lines = [text_field(choice, "question"), *option_lines(options)]
     if options is not None:
         if answer is not None:

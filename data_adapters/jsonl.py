@@ -4,22 +4,22 @@
      "answer": "A", "system": "Answer with a letter."}
 
 `image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
-be absent, and options may also be a list, which is lettered from A. Without `answer` a row can be asked, which is enough for
-GRPO with rewards that compare with none.
+be absent, and options may also be a list, which is lettered from A. Without `answer`, or with a blank one, a row can be asked,
+which is enough for GRPO with rewards that compare with none.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.rows import as_list, option_lines, options_field, text_field
+from dsreason.data.rows import as_list, option_lines, optional_text, options_field, text_field
 from dsreason.data.types import Message, Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    answer = None if row.get("answer") is None else text_field(row, "answer")
+    answer = optional_text(row, "answer")
     media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
     content = [*media, {"type": "text", "text": question}]
     messages: list[Message] = [{"role": "user", "content": content}]

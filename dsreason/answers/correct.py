@@ -30,13 +30,15 @@ def kind_of(sample: Sample) -> Kind:
 
 
 def reference_of(sample: Sample) -> str | None:
-    """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any."""
-    if sample.answer is not None:
+    """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any.
+
+    None where it is blank, too.
+    """
+    if sample.answer is not None and sample.answer.strip():
         return sample.answer
     last = sample.messages[-1]
-    if last["role"] != "assistant":
-        return None
-    return text_of(last)
+    reply = text_of(last) if last["role"] == "assistant" else ""
+    return reply if reply.strip() else None
 
 
 def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | None = None) -> bool:

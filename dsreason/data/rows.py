@@ -236,6 +236,14 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
     return text
 
 
+def optional_text(row: Mapping[str, Any], field: str) -> str | None:
+    """The string in a field of a row; None where it is missing, null or blank. DataError where it is something else."""
+    if row.get(field) is None:
+        return None
+    text = text_field(row, field)
+    return text if text.strip() else None
+
+
 def as_list(value: Any) -> list[Any]:
     """Where a field holds one thing or a list of them; [] where it holds nothing."""
     if not value:

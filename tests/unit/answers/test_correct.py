@@ -43,6 +43,9 @@ def test_the_kind_of_a_sample(given, kind):
         (sample(last="<answer>B</answer>"), "<answer>B</answer>"),
         (sample(last=[{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]), "B\nC"),
         (sample(), None),
+        (sample(" ", last="B"), "B"),
+        (sample(""), None),
+        (sample(last=" \n"), None),
     ],
 )
 def test_the_reference_is_the_answer_or_the_last_turn(given, reference):

@@ -55,8 +55,9 @@ def test_jsonl_row_becomes_media_question_and_lettered_options():
     ]
 
 
-def test_a_jsonl_row_without_an_answer_can_be_asked():
-    sample = jsonl.to_sample({"question": "q", "options": ["left", "right"], "answer": None})
+@pytest.mark.parametrize("answer", [None, "", " \n"])
+def test_a_jsonl_row_without_an_answer_can_be_asked(answer):
+    sample = jsonl.to_sample({"question": "q", "options": ["left", "right"], "answer": answer})
     assert sample.messages == [{"role": "user", "content": parts("q\n(A) left\n(B) right")}]
     assert sample.answer is None
 

@@ -50,8 +50,10 @@ def test_a_row_becomes_the_question_that_cosmos_rl_asks(folder):
     assert (sample.id, sample.answer, sample.options) == ("clips/7.mp4", "B", CHOICE["index2ans"])
 
 
-def test_a_question_without_an_answer_can_be_asked(folder):
-    [sample] = open_rows(folder, [{**ROW, "qa_pairs": {key: CHOICE[key] for key in ("question", "index2ans")}}])
+@pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": " "}])
+def test_a_question_without_an_answer_can_be_asked(folder, answer):
+    choice = {key: CHOICE[key] for key in ("question", "index2ans")}
+    [sample] = open_rows(folder, [{**ROW, "qa_pairs": choice | answer}])
     assert [message["role"] for message in sample.messages] == ["user"]
     assert (sample.answer, sample.options) == (None, CHOICE["index2ans"])
 

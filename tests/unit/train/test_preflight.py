@@ -95,11 +95,12 @@ def test_rows_without_an_answer_are_refused_by_a_reward_that_compares_with_one(t
 @pytest.mark.parametrize(
     ("checkpoint", "fits"), [({}, False), ({"best_metric": "val/reward/mean"}, True), ({"keep_best": False}, True)]
 )
-def test_held_out_rows_without_an_answer_have_a_reward_but_no_loss(tmp_path, tiny_qwen3_vl, checkpoint, fits):
+@pytest.mark.parametrize("answer", [{}, {"answer": ""}])
+def test_held_out_rows_without_an_answer_have_a_reward_but_no_loss(tmp_path, tiny_qwen3_vl, checkpoint, fits, answer):
     settings = config(
         tmp_path,
         tiny_qwen3_vl,
-        ASKED,
+        [row | answer for row in ASKED],
         data={"validation": 2},
         reward={"functions": {"format": 1.0}},
         checkpoint=checkpoint,
