@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -74,6 +75,10 @@ def fetch(
     launch.prepare_environment()
     from dsreason.datasets import fetch as fetching
 
+    if raw_from:
+        from dsreason.datasets.raw import check_origin
+
+        check_origin(dataset[0], raw_from)
     plans = [
         fetching.plan_fetch(
             one, data_dir=data_dir, repo=repo, revision=revision, datasets=dataset or [], patterns=file or []
@@ -85,17 +90,35 @@ def fetch(
         if not dry_run:
             fetching.fetch(plan)
             typer.echo(f"{plan.repo}: complete in {plan.folder}")
+    uncut = [(name, one) for one, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
+    wanted = [(name, one) for name, one in uncut if raw and name in get_args(CutDataset)]
+    for name, one in uncut:
+        if (name, one) not in wanted:
+            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
+    if fetch_all_raw_videos(wanted, data_dir, raw_from, dry_run):
+        raise typer.Exit(1)
+
+
+def fetch_all_raw_videos(
+    wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
+) -> list[str]:
+    """Of these data sets for these tasks; prints and returns a text for each clip whose raw video is not offered.
+
+    Raises:
+        DataError: what failed, once the others are fetched.
+    """
     missing: list[str] = []
-    for one, plan in zip(tasks, plans, strict=True):
-        for name in plan.without_clips:
-            if raw and name in get_args(CutDataset):
-                missing += fetch_raw_videos(name, one, data_dir, raw_from, dry_run)
-            else:
-                typer.echo(f"{name}: {advice_on_clips(name, one, data_dir)}")
+    failed: list[str] = []
+    for name, task in wanted:
+        try:
+            missing += fetch_raw_videos(name, task, data_dir, raw_from, dry_run)
+        except DataError as error:
+            failed.append(str(error))
     for text in missing:
         typer.echo(text)
-    if missing:
-        raise typer.Exit(1)
+    if failed:
+        raise DataError("\n".join(failed))
+    return missing
 
 
 def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
@@ -110,7 +133,7 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
     plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
     clips = sum(map(len, plan.videos.values()))
     typer.echo(
-        f"{name}: {len(plan.videos)} raw videos to fetch from {plan.origin} → {plan.folder}, for {clips} of {plan.clips} clips"
+        f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
         typer.echo(f"  by hand: {plan.by_hand}")
@@ -134,18 +157,20 @@ def show_plan(plan: Plan, with_files: bool) -> None:
             typer.echo(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
 
 
-def advice_on_clips(name: str, task: Task, data_dir: Path) -> str:
+def advice_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
     if name not in get_args(CutDataset):
         return "the repository has no clips of it"
     options = clip_options(name, task, data_dir)
+    given = {"--repo": repo, "--revision": revision}
+    source = "".join(f" {key} {shlex.quote(value)}" for key, value in given.items() if value)
     return (
         "its clips are not on the Hub; get the raw videos and cut them: "
-        f"dsreason data fetch --raw {options}, then dsreason data clip {options}"
+        f"dsreason data fetch --raw {options}{source}, then dsreason data clip {options}"
     )
 
 
 def clip_options(name: str, task: Task, data_dir: Path) -> str:
-    return f"--dataset {name} --task {task} --data-dir {data_dir}"
+    return f"--dataset {name} --task {task} --data-dir {shlex.quote(str(data_dir))}"
 
 
 @app.command()

@@ -34,15 +34,16 @@ from dsreason.datasets.clip_rules import (
     check_name,
     holoassist_video,
 )
-from dsreason.datasets.hub import hub_errors, list_files
+from dsreason.datasets.hub import hub_errors, list_files, size_of
 from dsreason.datasets.ranges import Source, failure, fetch_part, is_transient
 from dsreason.datasets.remote_tar import find_members
 from dsreason.datasets.tfrecord import read_examples
-from dsreason.errors import DataError
+from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import existing_part
 from dsreason.files.hub import hub
 from dsreason.monitor.progress import track
+from dsreason.secrets import hide_secrets
 
 ORIGINS = {
     "agibot": "agibot-world/AgiBotWorld-Beta",
@@ -82,8 +83,26 @@ class RawPlan:
     """Raw video → the clips that are cut from it. `327/648642/head`, a recording, or `<folder>.<episode>`."""
 
     @property
+    def place(self) -> str:
+        """The origin, to be shown: without a password that stands in it."""
+        return hide_secrets(self.origin)
+
+    @property
     def by_hand(self) -> str:
-        return BY_HAND[self.dataset].format(hub=hub(), origin=self.origin, folder=self.folder)
+        return BY_HAND[self.dataset].format(hub=hub(), origin=self.place, folder=self.folder)
+
+
+def check_origin(dataset: str, origin: str) -> None:
+    """ConfigError where `--raw-from` is no place that the raw videos of a data set can come from."""
+    if dataset not in ORIGINS:
+        problem = f"{dataset} is not cut from raw videos; give it with {', '.join(ORIGINS)}"
+    elif dataset == "agibot" and re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is None:
+        problem = f"{dataset} comes from a data set of the Hub; write owner/name, as in {ORIGINS[dataset]}"
+    elif dataset != "agibot" and not origin.startswith(("http://", "https://")):
+        problem = f"{dataset} comes from a server; write the address of a folder, as in {ORIGINS[dataset]}"
+    else:
+        return
+    raise ConfigError(f"--raw-from {hide_secrets(origin)}: {problem}")
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
@@ -130,15 +149,16 @@ def fetch_raw(plan: RawPlan) -> list[str]:
 
     Raises:
         DataError: no access, no connection, damaged content, too little room; it says how to get the videos by hand.
+            Also a file or folder that cannot be written.
     """
     if not plan.videos:
         return []
-    plan.folder.mkdir(parents=True, exist_ok=True)
     with raw_errors(plan):
+        plan.folder.mkdir(parents=True, exist_ok=True)
         found = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
     shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
     return [
-        f"{clip}: its raw video {video} is not in {plan.origin}"
+        f"{clip}: its raw video {video} is not in {plan.place}"
         for video, clips in plan.videos.items()
         if video not in found
         for clip in clips
@@ -151,6 +171,11 @@ def raw_errors(plan: RawPlan) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{plan.dataset}: {error}. By hand: {plan.by_hand}") from error
+    except OSError as error:
+        raise DataError(
+            f"{plan.dataset}: {error.filename or plan.folder}: cannot be written ({error.strerror or error}); correct that, "
+            "and run the same command again: it continues"
+        ) from error
 
 
 @contextmanager
@@ -213,12 +238,12 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
-    sizes = sum(size for _, _, size in members.values())
-    check_room(plan.folder, sizes)
-    with track(f"fetching raw videos of {plan.dataset}", sizes, "bytes") as advance:
-        for member, start, size in members.values():
+    partials = {found: partial_of(plan, " ".join(map(str, (source.url, *found)))) for found in members.values()}
+    left = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
+    check_room(plan.folder, left)
+    with track(f"fetching raw videos of {plan.dataset}", left, "bytes") as advance:
+        for (member, start, size), partial in partials.items():
             ending = next(ending for ending in wanted if f"/{member}".endswith(f"/{ending}"))
-            partial = partial_of(plan, f"{source.url} {member} {start} {size}")
             fetch_part(source, start, size, partial, advance)
             (folder / ending).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial, folder / ending)
@@ -232,8 +257,9 @@ def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
     partial = partial_of(plan, source.url)
     with server_errors(source):
         size = source.size()
-        check_room(plan.folder, size)
-        with track(f"fetching {file.name}", size, "bytes") as advance:
+        left = size - size_of(partial)
+        check_room(plan.folder, left)
+        with track(f"fetching {file.name}", left, "bytes") as advance:
             fetch_part(source, 0, size, partial, advance)
     os.replace(partial, file)
 
@@ -287,7 +313,7 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
     try:
         (count,) = [len(one["shardLengths"]) for one in json.loads(content)["splits"] if one["name"] == split]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{source.url}: says not how many shards the split {split} has ({error})") from error
+        raise DataError(f"{source.url}: does not say how many shards the split {split} has ({error})") from error
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
 
 

@@ -71,7 +71,7 @@ def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: 
                 if member is None:
                     index.is_complete = True
                     return
-                if member.isfile() and member.name.endswith(SUFFIX):
+                if member.isfile() and member.size and member.name.endswith(SUFFIX):
                     index.members[member.name] = (member.offset_data, member.size)
                     missing.discard(key_of(member.name, wanted) or "")
                 advance(tar.offset - index.offset)

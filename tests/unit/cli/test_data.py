@@ -10,6 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dsreason.cli.data import app
+from dsreason.datasets import raw
 from dsreason.errors import ConfigError, DataError
 from dsreason.monitor import progress
 from tests.unit.datasets.hub import Hub
@@ -142,6 +143,33 @@ def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
     again = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
     assert "0 raw videos to fetch" in again.stdout and "by hand: get video_pitch_shifted.tar" in again.stdout
+
+
+def test_a_password_of_the_place_is_not_shown(holoassist: str) -> None:
+    place = holoassist.replace("://", "://bob:hunter2hunter@")
+    result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", place)
+    assert "raw videos to fetch from http://…@127.0.0.1" in result.stdout
+    assert "its raw video R2 is not in http://…@" in result.stdout
+    assert "hunter2" not in result.output
+
+
+def test_a_data_set_that_fails_does_not_stop_the_others(holoassist: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(raw.ORIGINS, "holoassist", holoassist)
+    monkeypatch.setitem(raw.ORIGINS, "agibot", "no/such")
+    result = call("fetch", "--dataset", "agibot", "--dataset", "holoassist", "--raw")
+    assert "agibot: no/such: " in error_of(result, DataError)
+    assert "its raw video R2 is not in" in result.stdout
+    assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
+
+
+def test_commands_that_are_advised_have_the_repository_and_quoted_paths(hub: Hub) -> None:
+    place = ["--data-dir", "my data", "--repo", "nvidia/Cosmos-Reason1-Benchmark", "--revision", "main"]
+    result = call("fetch", "--dataset", "agibot", *place)
+    options = "--dataset agibot --task benchmark --data-dir 'my data'"
+    assert (
+        f"dsreason data fetch --raw {options} --repo nvidia/Cosmos-Reason1-Benchmark --revision main, "
+        f"then dsreason data clip {options}" in result.stdout
+    )
 
 
 def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from dsreason.datasets import ranges, raw
 from dsreason.datasets.clip_rules import rule_for
-from dsreason.datasets.raw import fetch_raw, plan_raw, tars_of_episode
-from dsreason.errors import DataError
+from dsreason.datasets.raw import check_origin, fetch_raw, plan_raw, tars_of_episode
+from dsreason.errors import ConfigError, DataError
 from tests.unit.datasets.hub import Hub
 from tests.unit.datasets.test_tfrecord import record
 
@@ -162,12 +162,16 @@ def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path, cut_at:
     assert (tmp_path / "raw/videos/R2/Export_py/Video_pitchshift.mp4").read_bytes() == b"R2" * 4000
 
 
-def test_what_was_fetched_before_an_outage_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_what_was_fetched_before_an_outage_is_not_fetched_again_and_needs_no_room(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_raw("holoassist", ["R1_coarse_0_fine_4"], tmp_path / "clips", tmp_path / "raw")
     source = ranges.Source(f"{plan.origin}/video_pitch_shifted.tar")
     fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4")
     members = raw.find_members(source, {"R1/Export_py/Video_pitchshift.mp4": "R1"}, tmp_path / "raw" / raw.INDICES)
     _, start, size = members["R1"]
+    needed: list[int] = []
+    monkeypatch.setattr(raw, "check_room", lambda folder, size: needed.append(size))
     hub.cut_at, hub.refuse = 3000, 403
     with pytest.raises(DataError, match=r"the server answers 403\..*By hand: get video_pitch_shifted\.tar"):
         fetch_raw(plan)
@@ -175,6 +179,7 @@ def test_what_was_fetched_before_an_outage_is_not_fetched_again(hub: Hub, tmp_pa
     hub.ranges.clear()
     assert fetch_raw(plan) == []
     assert hub.ranges[-1] == ("/holo/video_pitch_shifted.tar", f"bytes={start + 3000}-{start + size - 1}")
+    assert needed == [8000, 5000]
     assert not (tmp_path / "raw" / raw.PARTIALS).exists()
 
 
@@ -245,6 +250,36 @@ def test_clips_that_are_cut_and_raw_videos_that_are_there_need_nothing(tmp_path:
     plan = plan_raw("agibot", names, tmp_path / "clips", tmp_path / "raw", "mine/Copy")
     assert plan.videos == {"327/300/head": names[2:]}
     assert (plan.clips, plan.origin) == (4, "mine/Copy")
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "named"),
+    [("raw/.partial", "raw", r"raw/\.partial"), ("raw", "raw/holoassist", r"raw(/holoassist)?")],
+)
+def test_a_folder_that_cannot_be_made_is_told(hub: Hub, tmp_path: Path, file: str, folder: str, named: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    plan = plan_raw("holoassist", ["R1_coarse_0_fine_4"], tmp_path / "clips", tmp_path / folder)
+    with pytest.raises(DataError, match=rf"^holoassist: \S*/{named}: cannot be written \(.*same command again"):
+        fetch_raw(plan)
+
+
+def test_an_empty_video_in_a_tar_is_not_offered(hub: Hub, tmp_path: Path) -> None:
+    hub.plain["/holo/video_pitch_shifted.tar"] = tar_of(("R1/Export_py/Video_pitchshift.mp4", b""))
+    assert len(fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")) == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "origin", "text"),
+    [
+        ("holoassist", "some/repo", "comes from a server; write the address of a folder, as in http"),
+        ("agibot", "https://me:hunter2@host/x", r"…@host/x: agibot comes from a data set of the Hub; write owner/name"),
+        ("robovqa", "some/repo", "is not cut from raw videos"),
+    ],
+)
+def test_a_place_that_a_data_set_cannot_come_from_is_refused(dataset: str, origin: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_origin(dataset, origin)
 
 
 def test_too_small_a_disk_is_told_before_anything_large_is_fetched(
