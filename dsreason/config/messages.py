@@ -87,7 +87,12 @@ def _one(error: ErrorDetails, default: Any) -> str:
         case "string_pattern_mismatch":
             return f"{value} is not of the form {default!r}; write it like that"
         case "missing":
-            return f"{value} is incomplete; give all its values"
+            name = error["loc"][-1]
+            return (
+                f"{value} has no {name!r}; add it"
+                if isinstance(name, str)
+                else f"{value} is incomplete; give all its values"
+            )
         case "too_long":
             return f"has {context['actual_length']} entries, at most {context['max_length']} belong here; remove some"
         case "value_error":

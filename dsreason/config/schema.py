@@ -317,12 +317,17 @@ class CheckpointConfig(Section):
     """Of one safetensors file."""
     upload: Address | tuple[Address | UploadConfig, ...] = ""
     """Where to upload to while training goes on: `s3://bucket/prefix` or `hub:user/name[@branch]`, a list of such targets, or
-    a table for each. Empty: nowhere."""
+    a table for each, of which one may be `[checkpoint.upload]`. Empty: nowhere."""
     upload_what: UploadWhat = "final"
     """Upload what the last step leaves, or every checkpoint and export."""
     upload_include: UploadKinds | None = None
     """Which kinds of folder; checkpoints are about seven times as large as exports, and the logs are the configuration, the
     metrics and what the ranks logged. Unset: exports, and to S3 the checkpoints, too."""
+
+    @field_validator("upload", mode="before")
+    @classmethod
+    def list_of_one(cls, upload: object) -> object:
+        return (upload,) if isinstance(upload, dict | UploadConfig) else upload
 
     @field_validator("keep", "export_keep")
     @classmethod
@@ -349,7 +354,7 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def check_targets(self) -> Self:
-        places = [str(target.address) for target in self.targets]
+        places = [str(target.address.on_branch) for target in self.targets]
         if twice := sorted({place for place in places if places.count(place) > 1}):
             raise ValueError(f"upload names {twice[0]} twice; remove one")
         for target in self.targets:

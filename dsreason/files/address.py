@@ -29,6 +29,11 @@ class S3Address:
         return replace(self, key=f"{self.key}/{name}".lstrip("/"))
 
     @property
+    def on_branch(self) -> S3Address:
+        """The address itself, see `HubAddress.on_branch`."""
+        return self
+
+    @property
     def parent(self) -> S3Address:
         return replace(self, key=self.key.rpartition("/")[0])
 
@@ -44,6 +49,11 @@ class HubAddress:
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{HUB}{self.repo}/{self.folder}".rstrip("/") + revision
+
+    @property
+    def on_branch(self) -> HubAddress:
+        """With the name of the branch: two addresses that are the same place have the same one."""
+        return replace(self, revision=self.revision or "main")
 
     def __truediv__(self, name: str) -> HubAddress:
         return replace(self, folder=f"{self.folder}/{name}".lstrip("/"))

@@ -161,7 +161,11 @@ class Uploader:
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
+        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends.
+
+        Every job of a run calls it as it begins: its logs go, if asked for, also where it saves nothing else.
+        """
+        self._run = run
         if self.what == "all":
             for folder in finished_folders(run):
                 self.add(folder, last=False)

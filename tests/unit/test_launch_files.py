@@ -42,6 +42,12 @@ def test_the_image_installs_the_extras_that_it_is_built_with(
     assert all(file.parent == Path(requirements).parent and (LAUNCH.parent / file).is_file() for file in files)
 
 
+def test_the_image_may_be_built_from_a_file_outside_of_the_shipped_requirements() -> None:
+    text = (LAUNCH / "Dockerfile").read_text()
+    before, _, _ = text.partition("RUN /opt/uv/bin/uv pip sync")
+    assert "COPY ${REQUIREMENTS} ${REQUIREMENTS}\n" in before
+
+
 def test_the_advice_to_install_with_uv_finds_it_in_the_image() -> None:
     assert "ln -s /opt/uv/bin/uv /usr/local/bin/uv" in (LAUNCH / "Dockerfile").read_text()
 

@@ -132,6 +132,9 @@ def test_the_configuration_checks_where_to_upload() -> None:
         CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")
     with pytest.raises(ValueError, match="s3://bucket/run twice"):
         CheckpointConfig(upload=("s3://bucket/run", "s3://bucket/run/"))
+    with pytest.raises(ValueError, match="hub:me/m@main twice"):
+        CheckpointConfig(upload=("hub:me/m", "hub:me/m@main"))
+    assert len(CheckpointConfig(upload=("hub:me/m", "hub:me/m@new", "hub:me/m/folder")).targets) == 3
 
 
 def targets_of(upload: object, **settings: object) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -145,6 +148,7 @@ def targets_of(upload: object, **settings: object) -> list[tuple[str, str, tuple
         ("", {}, []),
         ("s3://b-1/x", {}, [("s3://b-1/x", "final", ("export", "checkpoint"))]),
         ("hub:me/m", {"upload_what": "all"}, [("hub:me/m", "all", ("export",))]),
+        ({"to": "hub:me/m", "what": "all"}, {}, [("hub:me/m", "all", ("export",))]),
         ("hub:me/m", {"upload_include": ["checkpoint"]}, [("hub:me/m", "final", ("checkpoint",))]),
         (
             ["s3://b-1/x", {"to": "hub:me/m@new", "include": ["export", "logs"]}],
@@ -191,7 +195,9 @@ def test_checkpoints_that_are_never_written_are_nothing_to_upload() -> None:
         ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not a place to upload to"),
         ("upload=[{to = 's3://bucket/a', inclde = ['logs']}]", "did you mean checkpoint.upload.0.include?"),
         ("upload=[{to = 's3://bucket/a', include = ['log']}]", "did you mean logs?"),
-        ("upload=[{what = 'all'}]", "checkpoint.upload.0"),
+        ("upload=[{what = 'all'}]", "checkpoint.upload.0: {'what': 'all'} has no 'to'; add it"),
+        ("upload={what = 'all'}", "checkpoint.upload: {'what': 'all'} has no 'to'; add it"),
+        ("upload={to = 'bucket/b'}", "checkpoint.upload.to: 'bucket/b' is not a place to upload to"),
         ("upload=[{to = ''}]", "checkpoint.upload.0.to"),
         ("export_keep=0", "checkpoint.export_keep: 0 would delete each one as it is written"),
     ],

@@ -593,6 +593,13 @@ def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
     assert list(json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
 
 
+def test_logs_go_also_where_nothing_else_is_saved(logged: Path, places: dict[str, list[str]]) -> None:
+    config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), export="none", last=False, every=0)
+    with uploading(config) as uploader:
+        uploader.add_not_uploaded(logged)  # as a run does when it begins
+    assert places["s3"] == ["s3://bucket/run/logs"]
+
+
 def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://refuses/run", upload_include=("logs",))
     with pytest.raises(StorageError) as caught, uploading(config) as uploader:
