@@ -75,7 +75,7 @@ def fetch(
     launch.prepare_environment()
     from dsreason.datasets import fetch as fetching
 
-    if raw_from:
+    if raw_from and dataset:
         from dsreason.datasets.raw import check_origin
 
         check_origin(dataset[0], raw_from)
