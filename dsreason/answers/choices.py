@@ -9,11 +9,14 @@ read, and neither where two options are named without a verdict.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from dsreason.answers.phrases import (
     ARTICLES,
     ASIDE,
+    COMPOUND_BEFORE,
+    COMPOUND_BEHIND,
     DENIAL,
     FITS,
     HEDGE,
@@ -28,12 +31,18 @@ from dsreason.answers.phrases import (
     SECOND_THOUGHT,
     SUBJECT,
     SUPPORTED,
+    UNDONE,
 )
 from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 
 PART = re.compile(r"[,;]|\bbut\b")
 """Between what is denied and what is said instead."""
+MARKED = re.compile("«(.+?)»")
+"""Where an option's text was."""
+OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
+MENTION_WINDOW = 50
+"""Characters beside an option's text that can say what part it plays."""
 WINDOW = 500
 """Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
@@ -102,6 +111,9 @@ class _Reader:
         self.order = list(self.keys.values())
         self.letter = "|".join(re.escape(key) for key in self.keys)
         self.texts = {key: cleaned(text) for key, text in (options or {}).items()}
+        bare = {key: _bare(text) for key, text in sorted(self.texts.items(), key=lambda item: -len(item[1]))}
+        times = Counter(bare.values())
+        self.phrases = {key: text for key, text in bare.items() if times[text] == 1 and text not in ("", "yes", "no")}
         self.led = re.compile(
             rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:only\s+)?(?:the\s+)?(?:(?:correct|right)\s+)?"""
             r"""(?:(?:option|choice|letter|answer)\s+)?"""
@@ -291,9 +303,9 @@ class _Reader:
             if marked is None:
                 return None
             is_near = len(sentences) < 3 or number == len(sentences) - 1
-            for key in re.findall("«(.+?)»", marked):
-                counts = is_near or " " in _bare(self.texts[key])
-                said.setdefault(key, []).append(counts and self._is_said(key, marked, is_first=number == 0))
+            for key, is_said in self._mentions(marked, is_first=number == 0):
+                counts = is_near or " " in self.phrases[key]
+                said.setdefault(key, []).append(counts and is_said)
         chosen = [key for key, times in said.items() if any(times)]
         if len(chosen) != 1 or SECOND_THOUGHT.search(text) or self._is_taken_back(sentences):
             return None
@@ -301,26 +313,42 @@ class _Reader:
         return None if not all(said[key]) or self._named(text) - {key} or self.mentioned.search(text) else key
 
     def _with_marks(self, sentence: str) -> str | None:
-        """`it is ice on the road` → `it is «B»`, longer texts first; None where the end may be a longer one that was cut off."""
-        for key, option in sorted(self.texts.items(), key=lambda item: -len(item[1])):
-            phrase = _bare(option)
+        """`it is ice on the road` → `it is «B»`, longer texts first.
+
+        None where the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
+        """
+        for key, phrase in self.phrases.items():
             found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
-            if found is None or self.option_text(option) != key or phrase in ("yes", "no"):
+            if found is None:
                 continue
             end = sentence[found.start() :]
             if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
                 return None
+            if " " not in phrase and any(self._is_part(place, sentence) for place in found.re.finditer(sentence)):
+                return None
             sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
         return sentence
 
-    def _is_said(self, key: str, marked: str, *, is_first: bool) -> bool:
-        """Whether a sentence answers with this option, rather than to deny it, to offer it, or to say something about it."""
-        mark = f"«{key}»"
-        before, _, after = marked.partition(mark)
-        clause = re.split(PART, before)[-1] + mark + re.split(PART, after)[0]
-        is_heading = after.startswith(":") and not (is_first and not before)
-        is_offered = POSSIBLY.search(before) or re.search(rf"\bor\s+(?:\w+\s+)?{mark}|{mark}\s*,?\s*or\b", marked)
-        return not (is_heading or is_offered or SUBJECT.match(after) or self._is_denied(clause) or marked.endswith("?"))
+    def _mentions(self, marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
+        """Each option that a sentence mentions, and whether the sentence answers with it.
+
+        It does not where the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an "if" before.
+        """
+        is_open = marked.endswith("?")
+        clauses = re.split(PART, marked)
+        for number, (clause, following) in enumerate(zip(clauses, [*clauses[1:], ""], strict=True)):
+            is_open = is_open or POSSIBLY.search(clause) is not None
+            is_denied = self._is_denied(clause) or UNDONE.search(clause) is not None
+            for found in MARKED.finditer(clause):
+                before, after = clause[: found.start()][-MENTION_WINDOW:], clause[found.end() :][:MENTION_WINDOW]
+                is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
+                is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
+                yield found[1], not (is_open or is_denied or is_heading or is_offered or SUBJECT.match(after))
+
+    @staticmethod
+    def _is_part(word: re.Match[str], sentence: str) -> bool:
+        before = sentence[: word.start()][-MENTION_WINDOW:]
+        return COMPOUND_BEFORE.search(before) is not None or COMPOUND_BEHIND.match(sentence, word.end()) is not None
 
     def _other_texts(self, key: str) -> Iterator[str]:
         return (_bare(option) for other, option in self.texts.items() if other != key)

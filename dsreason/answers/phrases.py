@@ -95,6 +95,20 @@ SUBJECT = re.compile(
     r"|used|held|being|likely|responsible|to\s+blame)\b)"
 )
 """Behind an option's text: something is said about it."""
+UNDONE = re.compile(
+    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)"
+    r"|tr(?:y|ies|ied|ying)|is|was|were)\s+to|supposed\s+to|want(?:s|ed|ing)?|intend\w*|(?<!\bi\s)would|pretend\w*|forg[eo]t\w*)\b",
+    re.IGNORECASE,
+)
+"""In the clause of an option's text: it did not happen, or was only meant to."""
+LINK = (
+    r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
+    r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|again|too|also|first|next|only|instead|\w+wards?|\w+ly"
+    r"|between|into|onto|under|over|near|inside|during|about|around|through|across|along|against|via|within|above|below)\b"
+)
+COMPOUND_BEFORE = re.compile(rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice)[^\W\d]+\s+$")
+COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
+"""Beside an option of one word: it is part of a longer term, as in "the bus stop" and "stop line"."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from dsreason.answers import choices
 from dsreason.answers.text import split_response
 from dsreason.evaluation import Parsed, parse
 
@@ -283,6 +284,61 @@ def test_an_options_text_inside_of_a_longer_ones_is_not_named_by_it(text, key):
 )
 def test_options_that_say_yes_and_no_are_read_as_such(text, key):
     assert read(text, {"A": "Yes", "B": "No"})[0] == key
+
+
+DRIVING = {"A": "Turn left", "B": "Turn right", "C": "Go straight", "D": "Stop"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The driver failed to stop.",
+        "The driver refuses to stop.",
+        "The driver avoided the stop.",
+        "It almost had to stop.",
+        "The driver planned to stop but kept going.",
+        "The driver would stop, had the light been red.",
+        "It looks like a stop, but it is not a stop.",
+        "If the light is red, then stop.",
+        "The car passes the stop line.",
+        "The car reached the bus stop.",
+        "Type A personality drivers would turn left.",
+    ],
+)
+def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_longer_term(text):
+    assert read(text, DRIVING) == ("", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("The car has to stop at the line.", "D"),
+        ("I would say it has to stop.", "D"),
+        ("The driver was supposed to stop. Instead, it will go straight.", "C"),
+    ],
+)
+def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
+    assert read(text, DRIVING) == (key, "option text named")
+
+
+class CountingPattern:
+    """Searches as a pattern does, and counts the characters that it was given."""
+
+    def __init__(self, pattern):
+        self.pattern, self.characters = pattern, 0
+
+    def search(self, text, *place):
+        self.characters += len(text)
+        return self.pattern.search(text, *place)
+
+
+@pytest.mark.parametrize("name", ["DENIAL", "POSSIBLY"])
+@pytest.mark.parametrize("words", ["Stop ", "stop and ", "stop, ", "Stop. ", "not stop ", "turn left but "])
+def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monkeypatch, words, name):
+    counting = CountingPattern(getattr(choices, name))
+    monkeypatch.setattr(choices, name, counting)
+    read(words * 200, DRIVING)
+    assert counting.characters <= 5 * len(words * 200)
 
 
 # ---------------------------------------------------------------- other kinds
