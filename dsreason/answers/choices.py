@@ -38,6 +38,8 @@ from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 
 PART = re.compile(r"[,;]|\bbut\b")
 """Between what is denied and what is said instead."""
+NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
+"""Of JSON."""
 MARKED = re.compile("«(.+?)»")
 """Where an option's text was."""
 OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
@@ -71,7 +73,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
     ):
         found = find(plain)
         if found is not None:
-            return found, rule
+            return (found, rule) if found else UNREAD
     agreeing = {
         rule: found
         for rule, find in (
@@ -188,12 +190,17 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def verdict(self, text: str) -> str | None:
-        """The last one: a text that corrects itself ends with what it means."""
+        """The last one: a text that corrects itself ends with what it means; "" where what follows names another option."""
         found = [(start, self._said(line)) for start, line in verdicts(text)]
         found += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text[: m.start()])
         ]
-        return self._last(text, [(start, key) for start, key in found if key])
+        chosen = [(start, key) for start, key in found if key]
+        if not chosen:
+            return None
+        key = self._last(text, chosen)
+        later = split_sentences(text[max(chosen)[0] :])[1:]
+        return key if key and self.conclusion("\n".join(later)) in (None, key) else ""
 
     def conclusion(self, text: str) -> str | None:
         """The last one of those that only one option at the end of a clause can be ("it should be B", "so B"), or "B fits"."""
@@ -223,14 +230,18 @@ class _Reader:
         return not self._contradicts(found[1] + after)
 
     def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
-        """The last of some verdicts, unless what follows has second thoughts that name another option."""
+        """The last of some verdicts; None where another option follows, on second thought, or alone in a line or at the end."""
         if not found:
             return None
         start, key = max(found, key=lambda place: place[0])
         thought = SECOND_THOUGHT.search(text, start)
-        return None if thought and self._named(text[thought.start() :]) - {key} else key
+        if thought and self._named(text[thought.start() :]) - {key}:
+            return None
+        later = text[start:].splitlines()[1:] + split_sentences(text[start:])[1:][-1:]
+        return key if {self.chosen(one) for one in later} <= {None, key} else None
 
     def _said(self, line: str) -> str | None:
+        line = NEXT_FIELD.split(line)[0]
         sentence = re.split(r"(?<=[.!?;])\s", line)[0]
         if self._contradicts(line):
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 VERDICT = re.compile(
-    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?)?"""
+    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?|\s*\([^()\n]{1,40}[/,|][^()\n]{1,40}\))?"""
     r"""\s*(?:\b(?:is|(?:would|should|must)\s+be)\b(?:\s+(?:most\s+)?\w+ly\b)?|[:=–-])"""
     r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
     re.IGNORECASE,
@@ -22,8 +22,16 @@ REFUSAL = re.compile(
     re.IGNORECASE,
 )
 """In the clause before a verdict: it is none."""
+PROVISIONAL = re.compile(
+    r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am"
+    r"|look|watch|see|compare)\b)"
+    r"|(?:user|you|someone|they|he|she|people|students?|friend)\s+(?:think|say|claim|believe|suggest|answer|cho[os]se)s?|you\s+said"
+    r"|said\s+(?:that\s+)?the\s+answer|according\s+to\s+the\s+user)\b",
+    re.IGNORECASE,
+)
+"""In the sentence before a verdict: it held at first, for others, or under a condition."""
 SECOND_THOUGHT = re.compile(
-    r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
     re.IGNORECASE,
 )
 """Behind what looked like the answer: it may not be."""
@@ -45,7 +53,7 @@ LEADS = (
     r"|(?:no|without\s+(?:a|any))\s+doubt"
     r"|in\s+(?:conclusion|summary|short|total|my\s+(?:opinion|view))|to\s+(?:sum\s+up|conclude)|as\s+a\s+result"
     r"|conclusion|result|verdict|prediction|decision|guess|(?:ans|sol)\.?(?!\w)|solution|response|output|final|correct|namely"
-    r"|sure|certainly|absolutely|clearly|obviously|probably|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
+    r"|sure|certainly|absolutely|clearly|obviously|probably|possibly|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
 """Directly before an answer at the end of its clause: it is what is meant."""
@@ -66,9 +74,9 @@ IS_CORRECT = (
     r"|(?:(?:the|my)\s+)?(?:correct|right|best|better|final|only\s+(?:correct|possible|remaining)|most\s+\w+)"
     r"\s+(?:answer|option|choice|one|description|match|action|guess|explanation)"
     rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
-    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*\?)"
+    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|only|unless|provided|assuming|except|were|had)\b))"
 )
-"""Behind a letter: it is chosen."""
+"""Behind a letter: it is chosen, without a condition."""
 FITS = (
     rf"(?:{BEING}(?:better|left|preferable|true|likely|supported|what|(?:the\s+)?(?:closest|best|likeliest)"
     rf"|the\s+(?:one|cause|reason)|(?:the\s+)?(?:more|most)\s+{FITTING}"
@@ -122,7 +130,7 @@ POSSIBLY = re.compile(
     re.IGNORECASE,
 )
 """In the sentence before a letter: nothing is concluded yet."""
-HEDGE = re.compile(r"maybe|perhaps", re.IGNORECASE)
+HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
 """These lead to an option only where no other is named beside it."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
@@ -134,6 +142,6 @@ ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|wi
 
 MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
-    r"|compared\s+(?:to|with))\s+"
+    r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Before a letter: the option is talked about, not chosen."""
+"""Before a letter: the option is talked about, not chosen, or it is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dsreason.answers.phrases import LED_YES_NO, REFUSAL, VERDICT, YES_NO
+from dsreason.answers.phrases import LED_YES_NO, PROVISIONAL, REFUSAL, VERDICT, YES_NO
 from dsreason.answers.text import last_boxed, without_markup
 
 UNREAD = ("", "none")
@@ -20,9 +20,10 @@ def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int
 
 
 def is_refused(before: str) -> bool:
-    """Whether the clause that leads to a verdict takes it back: "I do not think that", "if"."""
-    clause = re.split(r"[.,;:!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
-    return REFUSAL.search(clause) is not None
+    """Whether the clause that leads to a verdict takes it back ("I do not think that"), or its sentence does ("at first", "if")."""
+    sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
+    clause = re.split("[,:]", sentence)[-1]
+    return REFUSAL.search(clause) is not None or PROVISIONAL.search(sentence) is not None
 
 
 def read_yes_no(text: str) -> tuple[str, str]:

@@ -321,6 +321,41 @@ def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
     assert read(text, DRIVING) == (key, "option text named")
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("At first glance the answer is A. Looking more closely at frame 12, it's C.", "C"),
+        ("The user thinks the answer is A. I think it is B.", "B"),
+        ("If the light were green, the answer would be C. It is red, though, so D.", "D"),
+        ("If you look closely, the answer is B.", "B"),
+        ("{'answer': 'C', 'confidence': 0.9}", "C"),
+        ("Answer (A/B/C/D): C", "C"),
+        ("Possibly B.", "B"),
+    ],
+)
+def test_a_verdict_is_read_that_its_sentence_does_not_take_back(text, key):
+    assert read(text, DRIVING)[0] == key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: B. On second thought, D.",
+        "Answer: B. The car slows down, so D.",
+        "The answer is B.\nD",
+        "If we assume the arrow is right, the answer is B. But the lane makes it A.",
+        "I initially chose B. After re-watching I changed my mind to D.",
+        "You said the answer is A, but I see D.",
+        "The letter on the door is B. The car stops. D",
+        "A would be correct if it were dark.",
+        "B is correct only at night.",
+        "Grade: A",
+    ],
+)
+def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition(text):
+    assert read(text, DRIVING) == ("", "none")
+
+
 class CountingPattern:
     """Searches as a pattern does, and counts the characters that it was given."""
 
