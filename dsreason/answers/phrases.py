@@ -59,13 +59,24 @@ LEADS = (
 """Directly before an answer at the end of its clause: it is what is meant."""
 
 YES_NO = re.compile(
-    r"[\W_]*(yes|no)"
-    r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
+    r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
+    r"(?=\s*(?:$|[,;:!)\]}\"']|\.(?!\s*\d)|[–—-](?!\s*(?:yes|no)\b))|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
-"""A text that begins with one of them and does not take it back: not "no one", "yes or no"."""
-LED_YES_NO = re.compile(rf"(?:{LEADS}[ \t,:–-]*(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$)", re.IGNORECASE)
-"""`So no`, `I think yes`."""
+"""A text that begins with one of them and does not take it back: not "no one", "yes or no", "No. 3"."""
+LED_YES_NO = re.compile(
+    rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
+    r"|\b(?:statement|claim|answer|this|that)\s+is\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
+    re.IGNORECASE,
+)
+"""`So no`, `I think yes`, `the statement is false`."""
+CHANGED_MIND = re.compile(
+    r"(?:^|[^\w\s])\s*wait\b|\b(?:correction|sorry|second\s+thoughts?|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
+    re.IGNORECASE,
+)
+"""What follows counts, rather than what was said before; not "it has to wait"."""
+ECHO = re.compile(r"[\[(]\s*yes\s*/\s*no\s*[\])]", re.IGNORECASE)
+"""Of the question."""
 
 BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
 FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
