@@ -26,6 +26,7 @@ from dsreason.answers.phrases import (
     MENTION,
     POSSIBLY,
     PREDICATE,
+    PROVISIONAL,
     REASON,
     REJECTED,
     SECOND_THOUGHT,
@@ -230,14 +231,15 @@ class _Reader:
         return not self._contradicts(found[1] + after)
 
     def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
-        """The last of some verdicts; None where another option follows, on second thought, or alone in a line or at the end."""
+        """The last of some verdicts; None where another option follows on second thought, alone in a line, or at the end."""
         if not found:
             return None
         start, key = max(found, key=lambda place: place[0])
         thought = SECOND_THOUGHT.search(text, start)
         if thought and self._named(text[thought.start() :]) - {key}:
             return None
-        later = text[start:].splitlines()[1:] + split_sentences(text[start:])[1:][-1:]
+        lines, sentences = text[start:].splitlines()[1:], split_sentences(text[start:])[1:]
+        later = [*lines, *(line.rpartition(":")[2] for line in lines[-1:]), *sentences[-1:]]
         return key if {self.chosen(one) for one in later} <= {None, key} else None
 
     def _said(self, line: str) -> str | None:
@@ -300,7 +302,7 @@ class _Reader:
             return None
         [key] = named
         naming = [sentence for sentence in sentences if self._named(sentence)]
-        if any(self._is_denied(sentence) for sentence in naming) or self._is_taken_back(sentences):
+        if any(self._is_denied(one) or PROVISIONAL.search(one) for one in naming) or self._is_taken_back(sentences):
             return None
         naming = [self.mentioned.sub("", sentence) for sentence in naming]
         return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None

@@ -66,7 +66,7 @@ YES_NO = re.compile(
 """A text that begins with one of them and does not take it back: not "no one", "yes or no", "No. 3"."""
 LED_YES_NO = re.compile(
     rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
-    r"|\b(?:statement|claim|answer|this|that)\s+is\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
+    r"|\b(?:statement|claim|answer|this|that|it)(?:\s+is|['’]s)\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
     re.IGNORECASE,
 )
 """`So no`, `I think yes`, `the statement is false`."""
@@ -85,7 +85,7 @@ IS_CORRECT = (
     r"|(?:(?:the|my)\s+)?(?:correct|right|best|better|final|only\s+(?:correct|possible|remaining)|most\s+\w+)"
     r"\s+(?:answer|option|choice|one|description|match|action|guess|explanation)"
     rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
-    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|only|unless|provided|assuming|except|were|had)\b))"
+    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|when|only|unless|provided|assuming|except|were|had)\b))"
 )
 """Behind a letter: it is chosen, without a condition."""
 FITS = (
@@ -111,11 +111,11 @@ PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|h
 """Behind `(A)`: something is said about the option, which is not to choose it."""
 SUBJECT = re.compile(
     r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
-    r"|used|held|being|likely|responsible|to\s+blame)\b)"
+    r"|used|held|being|likely|responsible|to\s+blame|at\s+fault)\b)"
 )
 """Behind an option's text: something is said about it."""
 UNDONE = re.compile(
-    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)"
+    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)"
     r"|tr(?:y|ies|ied|ying)|is|was|were)\s+to|supposed\s+to|want(?:s|ed|ing)?|intend\w*|(?<!\bi\s)would|pretend\w*|forg[eo]t\w*)\b",
     re.IGNORECASE,
 )

@@ -350,6 +350,9 @@ def test_a_verdict_is_read_that_its_sentence_does_not_take_back(text, key):
         "A would be correct if it were dark.",
         "B is correct only at night.",
         "Grade: A",
+        "They claim the answer is A.",
+        "C is right when the light is green.",
+        "Answer: A\n\nAfter checking again: B",
     ],
 )
 def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition(text):
@@ -429,6 +432,7 @@ def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monke
         ("Definitely not.", "no"),
         ("The statement is false.", "no"),
         ("I do not think the statement is true.", ""),
+        ("I believe that's true.", "yes"),
     ],
 )
 def test_yes_or_no(text, answer):
