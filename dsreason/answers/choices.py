@@ -3,7 +3,7 @@
 The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
 (of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
 `letter and text`, `only option named`, `option text named`. Where those from `own line` to `letter and text` disagree, nothing is
-read, and neither where two options are named without a verdict.
+read, and neither where another option follows a verdict, or two are named without one.
 """
 
 from __future__ import annotations

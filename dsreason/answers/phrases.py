@@ -1,6 +1,6 @@
 """What people write around an answer: patterns that say it is chosen, denied, or only talked about.
 
-Those up to LED_YES_NO are of every kind of answer, the others of options.
+Those up to ECHO are of every kind of answer, the others of options.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ REFUSAL = re.compile(
 )
 """In the clause before a verdict: it is none."""
 PROVISIONAL = re.compile(
-    r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am"
-    r"|look|watch|see|compare)\b)"
-    r"|(?:user|you|someone|they|he|she|people|students?|friend)\s+(?:think|say|claim|believe|suggest|answer|cho[os]se)s?|you\s+said"
-    r"|said\s+(?:that\s+)?the\s+answer|according\s+to\s+the\s+user)\b",
+    r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally"
+    r"|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am|look|watch|see|compare)\b)"
+    r"|(?:user|you|someone|they|he|she|people|students?|friend)\s+(?:thinks?|thought|says?|said|claim(?:s|ed)?|believed?s?"
+    r"|suggest(?:s|ed)?|cho[os]ses?))\b",
     re.IGNORECASE,
 )
 """In the sentence before a verdict: it held at first, for others, or under a condition."""
 SECOND_THOUGHT = re.compile(
-    r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
+    r"|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
     re.IGNORECASE,
 )
 """Behind what looked like the answer: it may not be."""
@@ -60,7 +61,8 @@ LEADS = (
 
 YES_NO = re.compile(
     r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
-    r"(?=\s*(?:$|[,;:!)\]}\"']|\.(?!\s*\d)|[–—-](?!\s*(?:yes|no)\b))|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
+    r"(?=\s*(?:$|[,;:!)\]}\"']|\.(?!\s*\d)|[–—-](?!\s*(?:yes|no)\b))"
+    r"|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
 """A text that begins with one of them and does not take it back: not "no one", "yes or no", "No. 3"."""
@@ -115,8 +117,9 @@ SUBJECT = re.compile(
 )
 """Behind an option's text: something is said about it."""
 UNDONE = re.compile(
-    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)"
-    r"|tr(?:y|ies|ied|ying)|is|was|were)\s+to|supposed\s+to|want(?:s|ed|ing)?|intend\w*|(?<!\bi\s)would|pretend\w*|forg[eo]t\w*)\b",
+    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|forg[eo]t\w*|pretend\w*"
+    r"|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)|tr(?:y|ies|ied|ying)|supposed)\s+to|want(?:s|ed|ing)?|intend\w*"
+    r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
 """In the clause of an option's text: it did not happen, or was only meant to."""
@@ -155,4 +158,4 @@ MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
     r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Before a letter: the option is talked about, not chosen, or it is none."""
+"""Before a letter: the option is talked about, not chosen; a grade is no option."""

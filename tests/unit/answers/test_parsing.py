@@ -314,6 +314,7 @@ def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_lon
     [
         ("The car has to stop at the line.", "D"),
         ("I would say it has to stop.", "D"),
+        ("The best thing to do is to stop.", "D"),
         ("The driver was supposed to stop. Instead, it will go straight.", "C"),
     ],
 )
