@@ -18,8 +18,10 @@ from dsreason.answers.phrases import (
     COMPOUND_BEFORE,
     COMPOUND_BEHIND,
     DENIAL,
+    DIRECTIONS,
     FITS,
     HEDGE,
+    IS,
     IS_CORRECT,
     JUDGEMENT,
     LEADS,
@@ -351,8 +353,10 @@ class _Reader:
         clauses = re.split(PART, marked)
         for number, (clause, following) in enumerate(zip(clauses, [*clauses[1:], ""], strict=True)):
             is_open = is_open or POSSIBLY.search(clause) is not None
-            is_denied = self._is_denied(clause) or UNDONE.search(clause) is not None
-            for found in MARKED.finditer(clause):
+            mentions = list(MARKED.finditer(clause))
+            before_last = clause[: mentions[-1].start()] if mentions else ""
+            is_denied = self._is_denied(clause) or UNDONE.search(before_last) is not None
+            for found in mentions:
                 before, after = clause[: found.start()][-MENTION_WINDOW:], clause[found.end() :][:MENTION_WINDOW]
                 is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
                 is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
@@ -361,7 +365,8 @@ class _Reader:
     @staticmethod
     def _is_part(word: re.Match[str], sentence: str) -> bool:
         before = sentence[: word.start()][-MENTION_WINDOW:]
-        return COMPOUND_BEFORE.search(before) is not None or COMPOUND_BEHIND.match(sentence, word.end()) is not None
+        is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
+        return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS.search(before))
 
     def _other_texts(self, key: str) -> Iterator[str]:
         return (_bare(option) for other, option in self.texts.items() if other != key)

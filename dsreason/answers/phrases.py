@@ -122,15 +122,21 @@ UNDONE = re.compile(
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""In the clause of an option's text: it did not happen, or was only meant to."""
+"""In a clause before an option's text: it did not happen, or was only meant to."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
-    r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|again|too|also|first|next|only|instead|\w+wards?|\w+ly"
+    r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
     r"|between|into|onto|under|over|near|inside|during|about|around|through|across|along|against|via|within|above|below)\b"
 )
-COMPOUND_BEFORE = re.compile(rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice)[^\W\d]+\s+$")
+COMPOUND_BEFORE = re.compile(
+    rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice|colou?r)[^\W\d]+\s+$"
+)
 COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
 """Beside an option of one word: it is part of a longer term, as in "the bus stop" and "stop line"."""
+IS = re.compile(r"(?:\b(?:is|are|was|were)|['’]s)\s+(?:an?\s+)?$")
+"""Before a word that more words may follow, as in "it is a red light"."""
+DIRECTIONS = ("left", "right", "up", "down", "forward", "forwards", "backward", "backwards")
+"""These may follow a noun, as in "it moves the cup left"."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",

@@ -360,6 +360,21 @@ def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition
     assert read(text, DRIVING) == ("", "none")
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("It moves the cup left.", "A"),
+        ("The car heads left to avoid the cone.", "A"),
+        ("The left one.", "A"),
+        ("It's a red light.", "B"),
+        ("The cup is in the left drawer.", ""),
+        ("It passes a red light.", ""),
+    ],
+)
+def test_an_option_of_one_word_may_be_a_direction_or_what_something_is(text, key):
+    assert read(text, {"A": "Left", "B": "Red"})[0] == key
+
+
 class CountingPattern:
     """Searches as a pattern does, and counts the characters that it was given."""
 
