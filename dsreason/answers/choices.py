@@ -3,37 +3,51 @@
 The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
 (of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
 `letter and text`, `only option named`, `option text named`. Where those from `own line` to `letter and text` disagree, nothing is
-read, and neither where two options are named without a verdict.
+read, and neither where another option follows a verdict, or two are named without one.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from dsreason.answers.phrases import (
     ARTICLES,
     ASIDE,
+    COMPOUND_BEFORE,
+    COMPOUND_BEHIND,
     DENIAL,
+    DIRECTIONS,
     FITS,
     HEDGE,
+    IS,
     IS_CORRECT,
     JUDGEMENT,
     LEADS,
     MENTION,
     POSSIBLY,
     PREDICATE,
+    PROVISIONAL,
     REASON,
     REJECTED,
     SECOND_THOUGHT,
     SUBJECT,
     SUPPORTED,
+    UNDONE,
 )
 from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 
 PART = re.compile(r"[,;]|\bbut\b")
 """Between what is denied and what is said instead."""
+NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
+"""Of JSON."""
+MARKED = re.compile("«(.+?)»")
+"""Where an option's text was."""
+OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
+MENTION_WINDOW = 50
+"""Characters beside an option's text that can say what part it plays."""
 WINDOW = 500
 """Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
@@ -62,7 +76,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
     ):
         found = find(plain)
         if found is not None:
-            return found, rule
+            return (found, rule) if found else UNREAD
     agreeing = {
         rule: found
         for rule, find in (
@@ -102,6 +116,9 @@ class _Reader:
         self.order = list(self.keys.values())
         self.letter = "|".join(re.escape(key) for key in self.keys)
         self.texts = {key: cleaned(text) for key, text in (options or {}).items()}
+        bare = {key: _bare(text) for key, text in sorted(self.texts.items(), key=lambda item: -len(item[1]))}
+        times = Counter(bare.values())
+        self.phrases = {key: text for key, text in bare.items() if times[text] == 1 and text not in ("", "yes", "no")}
         self.led = re.compile(
             rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:only\s+)?(?:the\s+)?(?:(?:correct|right)\s+)?"""
             r"""(?:(?:option|choice|letter|answer)\s+)?"""
@@ -176,12 +193,17 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def verdict(self, text: str) -> str | None:
-        """The last one: a text that corrects itself ends with what it means."""
+        """The last one: a text that corrects itself ends with what it means; "" where what follows names another option."""
         found = [(start, self._said(line)) for start, line in verdicts(text)]
         found += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text[: m.start()])
         ]
-        return self._last(text, [(start, key) for start, key in found if key])
+        chosen = [(start, key) for start, key in found if key]
+        if not chosen:
+            return None
+        key = self._last(text, chosen)
+        later = split_sentences(text[max(chosen)[0] :])[1:]
+        return key if key and self.conclusion("\n".join(later)) in (None, key) else ""
 
     def conclusion(self, text: str) -> str | None:
         """The last one of those that only one option at the end of a clause can be ("it should be B", "so B"), or "B fits"."""
@@ -211,14 +233,19 @@ class _Reader:
         return not self._contradicts(found[1] + after)
 
     def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
-        """The last of some verdicts, unless what follows has second thoughts that name another option."""
+        """The last of some verdicts; None where another option follows on second thought, alone in a line, or at the end."""
         if not found:
             return None
         start, key = max(found, key=lambda place: place[0])
         thought = SECOND_THOUGHT.search(text, start)
-        return None if thought and self._named(text[thought.start() :]) - {key} else key
+        if thought and self._named(text[thought.start() :]) - {key}:
+            return None
+        lines, sentences = text[start:].splitlines()[1:], split_sentences(text[start:])[1:]
+        later = [*lines, *(line.rpartition(":")[2] for line in lines[-1:]), *sentences[-1:]]
+        return key if {self.chosen(one) for one in later} <= {None, key} else None
 
     def _said(self, line: str) -> str | None:
+        line = NEXT_FIELD.split(line)[0]
         sentence = re.split(r"(?<=[.!?;])\s", line)[0]
         if self._contradicts(line):
             return None
@@ -277,7 +304,7 @@ class _Reader:
             return None
         [key] = named
         naming = [sentence for sentence in sentences if self._named(sentence)]
-        if any(self._is_denied(sentence) for sentence in naming) or self._is_taken_back(sentences):
+        if any(self._is_denied(one) or PROVISIONAL.search(one) for one in naming) or self._is_taken_back(sentences):
             return None
         naming = [self.mentioned.sub("", sentence) for sentence in naming]
         return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None
@@ -291,9 +318,9 @@ class _Reader:
             if marked is None:
                 return None
             is_near = len(sentences) < 3 or number == len(sentences) - 1
-            for key in re.findall("«(.+?)»", marked):
-                counts = is_near or " " in _bare(self.texts[key])
-                said.setdefault(key, []).append(counts and self._is_said(key, marked, is_first=number == 0))
+            for key, is_said in self._mentions(marked, is_first=number == 0):
+                counts = is_near or " " in self.phrases[key]
+                said.setdefault(key, []).append(counts and is_said)
         chosen = [key for key, times in said.items() if any(times)]
         if len(chosen) != 1 or SECOND_THOUGHT.search(text) or self._is_taken_back(sentences):
             return None
@@ -301,26 +328,45 @@ class _Reader:
         return None if not all(said[key]) or self._named(text) - {key} or self.mentioned.search(text) else key
 
     def _with_marks(self, sentence: str) -> str | None:
-        """`it is ice on the road` → `it is «B»`, longer texts first; None where the end may be a longer one that was cut off."""
-        for key, option in sorted(self.texts.items(), key=lambda item: -len(item[1])):
-            phrase = _bare(option)
+        """`it is ice on the road` → `it is «B»`, longer texts first.
+
+        None where the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
+        """
+        for key, phrase in self.phrases.items():
             found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
-            if found is None or self.option_text(option) != key or phrase in ("yes", "no"):
+            if found is None:
                 continue
             end = sentence[found.start() :]
             if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
                 return None
+            if " " not in phrase and any(self._is_part(place, sentence) for place in found.re.finditer(sentence)):
+                return None
             sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
         return sentence
 
-    def _is_said(self, key: str, marked: str, *, is_first: bool) -> bool:
-        """Whether a sentence answers with this option, rather than to deny it, to offer it, or to say something about it."""
-        mark = f"«{key}»"
-        before, _, after = marked.partition(mark)
-        clause = re.split(PART, before)[-1] + mark + re.split(PART, after)[0]
-        is_heading = after.startswith(":") and not (is_first and not before)
-        is_offered = POSSIBLY.search(before) or re.search(rf"\bor\s+(?:\w+\s+)?{mark}|{mark}\s*,?\s*or\b", marked)
-        return not (is_heading or is_offered or SUBJECT.match(after) or self._is_denied(clause) or marked.endswith("?"))
+    def _mentions(self, marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
+        """Each option that a sentence mentions, and whether the sentence answers with it.
+
+        It does not where the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an "if" before.
+        """
+        is_open = marked.endswith("?")
+        clauses = re.split(PART, marked)
+        for number, (clause, following) in enumerate(zip(clauses, [*clauses[1:], ""], strict=True)):
+            is_open = is_open or POSSIBLY.search(clause) is not None
+            mentions = list(MARKED.finditer(clause))
+            before_last = clause[: mentions[-1].start()] if mentions else ""
+            is_denied = self._is_denied(clause) or UNDONE.search(before_last) is not None
+            for found in mentions:
+                before, after = clause[: found.start()][-MENTION_WINDOW:], clause[found.end() :][:MENTION_WINDOW]
+                is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
+                is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
+                yield found[1], not (is_open or is_denied or is_heading or is_offered or SUBJECT.match(after))
+
+    @staticmethod
+    def _is_part(word: re.Match[str], sentence: str) -> bool:
+        before = sentence[: word.start()][-MENTION_WINDOW:]
+        is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
+        return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS.search(before))
 
     def _other_texts(self, key: str) -> Iterator[str]:
         return (_bare(option) for other, option in self.texts.items() if other != key)

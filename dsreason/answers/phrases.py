@@ -1,6 +1,6 @@
 """What people write around an answer: patterns that say it is chosen, denied, or only talked about.
 
-Those up to LED_YES_NO are of every kind of answer, the others of options.
+Those up to ECHO are of every kind of answer, the others of options.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 VERDICT = re.compile(
-    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?)?"""
+    r"""(?:\b(?:answer|option|choice)["']?(?:\s+(?:to|for)\s[^.,:;\n]{1,40}?|\s*\([^()\n]{1,40}[/,|][^()\n]{1,40}\))?"""
     r"""\s*(?:\b(?:is|(?:would|should|must)\s+be)\b(?:\s+(?:most\s+)?\w+ly\b)?|[:=–-])"""
     r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
     re.IGNORECASE,
@@ -22,8 +22,17 @@ REFUSAL = re.compile(
     re.IGNORECASE,
 )
 """In the clause before a verdict: it is none."""
+PROVISIONAL = re.compile(
+    r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally"
+    r"|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am|look|watch|see|compare)\b)"
+    r"|(?:user|you|someone|they|he|she|people|students?|friend)\s+(?:thinks?|thought|says?|said|claim(?:s|ed)?|believed?s?"
+    r"|suggest(?:s|ed)?|cho[os]ses?))\b",
+    re.IGNORECASE,
+)
+"""In the sentence before a verdict: it held at first, for others, or under a condition."""
 SECOND_THOUGHT = re.compile(
-    r"\b(?:wait|actually|correction|sorry)\b|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
+    r"|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
     re.IGNORECASE,
 )
 """Behind what looked like the answer: it may not be."""
@@ -45,19 +54,31 @@ LEADS = (
     r"|(?:no|without\s+(?:a|any))\s+doubt"
     r"|in\s+(?:conclusion|summary|short|total|my\s+(?:opinion|view))|to\s+(?:sum\s+up|conclude)|as\s+a\s+result"
     r"|conclusion|result|verdict|prediction|decision|guess|(?:ans|sol)\.?(?!\w)|solution|response|output|final|correct|namely"
-    r"|sure|certainly|absolutely|clearly|obviously|probably|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
+    r"|sure|certainly|absolutely|clearly|obviously|probably|possibly|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
 """Directly before an answer at the end of its clause: it is what is meant."""
 
 YES_NO = re.compile(
-    r"[\W_]*(yes|no)"
-    r"(?=\s*(?:$|[.,;:!)\]}\"'–—-])|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
+    r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
+    r"(?=\s*(?:$|[,;:!)\]}\"']|\.(?!\s*\d)|[–—-](?!\s*(?:yes|no)\b))"
+    r"|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
-"""A text that begins with one of them and does not take it back: not "no one", "yes or no"."""
-LED_YES_NO = re.compile(rf"(?:{LEADS}[ \t,:–-]*(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$)", re.IGNORECASE)
-"""`So no`, `I think yes`."""
+"""A text that begins with one of them and does not take it back: not "no one", "yes or no", "No. 3"."""
+LED_YES_NO = re.compile(
+    rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
+    r"|\b(?:statement|claim|answer|this|that|it)(?:\s+is|['’]s)\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
+    re.IGNORECASE,
+)
+"""`So no`, `I think yes`, `the statement is false`."""
+CHANGED_MIND = re.compile(
+    r"(?:^|[^\w\s])\s*wait\b|\b(?:correction|sorry|second\s+thoughts?|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
+    re.IGNORECASE,
+)
+"""What follows counts, rather than what was said before; not "it has to wait"."""
+ECHO = re.compile(r"[\[(]\s*yes\s*/\s*no\s*[\])]", re.IGNORECASE)
+"""Of the question."""
 
 BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
 FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
@@ -66,9 +87,9 @@ IS_CORRECT = (
     r"|(?:(?:the|my)\s+)?(?:correct|right|best|better|final|only\s+(?:correct|possible|remaining)|most\s+\w+)"
     r"\s+(?:answer|option|choice|one|description|match|action|guess|explanation)"
     rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
-    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*\?)"
+    r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|when|only|unless|provided|assuming|except|were|had)\b))"
 )
-"""Behind a letter: it is chosen."""
+"""Behind a letter: it is chosen, without a condition."""
 FITS = (
     rf"(?:{BEING}(?:better|left|preferable|true|likely|supported|what|(?:the\s+)?(?:closest|best|likeliest)"
     rf"|the\s+(?:one|cause|reason)|(?:the\s+)?(?:more|most)\s+{FITTING}"
@@ -92,9 +113,30 @@ PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|h
 """Behind `(A)`: something is said about the option, which is not to choose it."""
 SUBJECT = re.compile(
     r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
-    r"|used|held|being|likely|responsible|to\s+blame)\b)"
+    r"|used|held|being|likely|responsible|to\s+blame|at\s+fault)\b)"
 )
 """Behind an option's text: something is said about it."""
+UNDONE = re.compile(
+    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|forg[eo]t\w*|pretend\w*"
+    r"|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)|tr(?:y|ies|ied|ying)|supposed)\s+to|want(?:s|ed|ing)?|intend\w*"
+    r"|(?<!\bi\s)would)\b",
+    re.IGNORECASE,
+)
+"""In a clause before an option's text: it did not happen, or was only meant to."""
+LINK = (
+    r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
+    r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
+    r"|between|into|onto|under|over|near|inside|during|about|around|through|across|along|against|via|within|above|below)\b"
+)
+COMPOUND_BEFORE = re.compile(
+    rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice|colou?r)[^\W\d]+\s+$"
+)
+COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
+"""Beside an option of one word: it is part of a longer term, as in "the bus stop" and "stop line"."""
+IS = re.compile(r"(?:\b(?:is|are|was|were)|['’]s)\s+(?:an?\s+)?$")
+"""Before a word that more words may follow, as in "it is a red light"."""
+DIRECTIONS = ("left", "right", "up", "down", "forward", "forwards", "backward", "backwards")
+"""These may follow a noun, as in "it moves the cup left"."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",
@@ -108,7 +150,7 @@ POSSIBLY = re.compile(
     re.IGNORECASE,
 )
 """In the sentence before a letter: nothing is concluded yet."""
-HEDGE = re.compile(r"maybe|perhaps", re.IGNORECASE)
+HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
 """These lead to an option only where no other is named beside it."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
@@ -120,6 +162,6 @@ ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|wi
 
 MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
-    r"|compared\s+(?:to|with))\s+"
+    r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Before a letter: the option is talked about, not chosen."""
+"""Before a letter: the option is talked about, not chosen; a grade is no option."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dsreason.answers.phrases import LED_YES_NO, REFUSAL, VERDICT, YES_NO
-from dsreason.answers.text import last_boxed, without_markup
+from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL, REFUSAL, VERDICT, YES_NO
+from dsreason.answers.text import last_boxed, split_sentences, without_markup
 
 UNREAD = ("", "none")
 """No answer, and the rule that says so."""
@@ -20,22 +20,34 @@ def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int
 
 
 def is_refused(before: str) -> bool:
-    """Whether the clause that leads to a verdict takes it back: "I do not think that", "if"."""
-    clause = re.split(r"[.,;:!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
-    return REFUSAL.search(clause) is not None
+    """Whether the clause that leads to a verdict takes it back ("I do not think that") or its sentence ("at first", "if")."""
+    sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
+    clause = re.split("[,:]", sentence)[-1]
+    return REFUSAL.search(clause) is not None or PROVISIONAL.search(sentence) is not None
 
 
 def read_yes_no(text: str) -> tuple[str, str]:
-    """(`yes` or `no`, the rule); the last verdict ("the answer is no"), else what the lines begin with, if they agree."""
+    """(`yes` or `no`, the rule); the last verdict ("the answer is no"), else what lines or sentences begin with, if they agree.
+
+    "True" and "definitely not" are answers, too. After a second thought ("wait") only what follows counts.
+    """
     boxed = last_boxed(text)
-    plain = without_markup(text if boxed is None else boxed)
-    chosen = [found[1].lower() for _, line in verdicts(plain) if (found := YES_NO.match(line))]
+    plain = ECHO.sub("", without_markup(text if boxed is None else boxed))
+    plain = CHANGED_MIND.split(plain)[-1]
+    chosen = [_meant(found[1]) for _, line in verdicts(plain) if (found := YES_NO.match(line))]
     if chosen:
         return chosen[-1], "answer is"
-    begun = {found[1].lower() for line in plain.splitlines() if (found := YES_NO.match(line))}
-    if len(begun) == 1:
-        return begun.pop(), "yes or no"
+    for parts in (plain.splitlines(), split_sentences(plain)):
+        begun = {_meant(found[1]) for part in parts if (found := YES_NO.match(part))}
+        if begun:
+            return (begun.pop(), "yes or no") if len(begun) == 1 else UNREAD
     led = {
-        (found[1] or found[2]).lower() for found in LED_YES_NO.finditer(plain) if not is_refused(plain[: found.start()])
+        _meant(next(filter(None, found.groups())))
+        for found in LED_YES_NO.finditer(plain)
+        if not is_refused(plain[: found.start()])
     }
-    return (led.pop(), "conclusion") if len(led) == 1 and not begun else UNREAD
+    return (led.pop(), "conclusion") if len(led) == 1 else UNREAD
+
+
+def _meant(word: str) -> str:
+    return "yes" if word.lower() in ("yes", "true") else "no"

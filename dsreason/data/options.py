@@ -9,11 +9,28 @@ from string import ascii_uppercase
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 
+ANYWHERE, OWN_LINE = r"(?:^|(?<=[\s,;:?]))", r"^[ \t]*"
 STYLES = [
-    re.compile(rf"(?:^|(?<=[\s,;:?]))(?:\*\*)?{label}(?:\*\*)?[ \t]*", re.MULTILINE)
-    for label in (r"\(([A-Z])\)", r"([A-Z])\)", r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)", r"([A-Z]):(?=\s)")
+    re.compile(rf"{place}(?:[-•*][ \t]+)?(?:\*\*)?(?:[Oo]ption[ \t]+)?{label}(?:\*\*)?[ \t]*", re.MULTILINE)
+    for place, label in (
+        (ANYWHERE, r"\(([A-Za-z])\)"),
+        (ANYWHERE, r"\[([A-Z])\]"),
+        (ANYWHERE, r"([A-Za-z])\)"),
+        (ANYWHERE, r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)"),
+        (OWN_LINE, r"([A-Z])\.(?=\w)"),
+        (ANYWHERE, r"([A-Z]):(?=\s)"),
+        (ANYWHERE, r"([A-Z])、"),
+    )
 ]
-"""`(A) left`, `A) left`, `A. left`, `A: left`; all of a list have the same. Not the initials of a name."""
+"""`(A) left`, `[A] left`, `A) left`, `A. left`, `A.left`, `A: left`, `A、left`, bullets or "Option" before them aside.
+
+All of a list have the same. Not the initials of a name.
+"""
+MARKUP = re.compile(r"\\boxed\s*\{(.*)\}|\*\*|\$")
+LEAD = re.compile(
+    r"\A(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is|\s*:)?\s+(?:option\s+)?",
+    re.IGNORECASE,
+)
 LONGEST = 1000
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
@@ -24,7 +41,7 @@ def with_options(sample: Sample) -> Sample:
     The prompt stays as it is. The question is the user's last message; the answer is `sample.answer`, else the last
     assistant message. A row whose `question_kind` is another than multiple choice is left alone.
     """
-    if sample.options is not None or sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
+    if sample.options or sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
         return sample
     options = options_in_question(sample)
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
@@ -44,21 +61,23 @@ def listed_options(question: str) -> dict[str, str] | None:
     """The options that a text lists, a line each or one behind the other: two or more, lettered from A without a gap.
 
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
-    those the last. None where there is none. A text is cut after 1000 characters.
+    those the last. None where there is none. A text is cut after 1000 characters. Keys are capitals, as in `(a) Rain`.
     """
     runs: list[list[re.Match[str]]] = []
     for style in STYLES:
         for label in style.finditer(question):
-            if label[1] == "A":
+            if label[1].upper() == "A":
                 runs.append([label])
-            elif runs and label.re is runs[-1][0].re and label[1] == ascii_uppercase[len(runs[-1]) % 26]:
+            elif runs and label.re is runs[-1][0].re and label[1].upper() == ascii_uppercase[len(runs[-1]) % 26]:
                 runs[-1].append(label)
     for run in sorted((run for run in reversed(runs) if len(run) > 1), key=len, reverse=True):
         end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
         texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
         if all(re.search(r"\w", text) for text in texts):
-            return {label[1]: text for label, text in zip(run, texts, strict=True)}
+            if not any(text.endswith("?") for text in texts[:-1]):
+                texts[-1] = texts[-1].rstrip("? ")  # of the question: `Is it A) left or B) right?`
+            return {label[1].upper(): text for label, text in zip(run, texts, strict=True)}
     return None
 
 
@@ -68,10 +87,15 @@ def _plain(text: str) -> str:
 
 
 def option_letter(answer: str, options: dict[str, str]) -> str | None:
-    """The letter that an answer gives: `B`, `(b)`, `B.`, `B) left`, or the text of one option; inside `<answer>` tags, if any."""
+    """The letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of one option.
+
+    That is inside `<answer>` tags, if there are any; bold and boxed ones count.
+    """
     tagged = TAGGED.findall(answer)
     given = (tagged[-1] if tagged else answer).strip()
-    lettered = re.fullmatch(r"\(?([A-Za-z])(?:[).:]+|\Z)\s*(.*)", given, re.DOTALL)
+    if not any(_same(given, text) for text in options.values()):
+        given = LEAD.sub("", MARKUP.sub(r"\1", given).strip())
+    lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\Z)\s*(.*)", given, re.DOTALL)
     if lettered is not None:
         letter = next((letter for letter in options if letter.upper() == lettered[1].upper()), None)
         if letter is not None and (not lettered[2] or _same(lettered[2], options[letter])):

@@ -32,6 +32,7 @@ from dsreason.evaluation.report.results import (
     write_text,
 )
 from dsreason.evaluation.report.score import Summary, is_right, score, verdict
+from dsreason.evaluation.settings import FORMER_THRESHOLD, THRESHOLD
 from dsreason.evaluation.types import Result
 
 if TYPE_CHECKING:
@@ -125,9 +126,12 @@ def read_settings(folder: Path) -> dict[str, str]:
     settings = read_json(file)
     if not isinstance(settings, dict):
         raise DataError(f"{file}: must hold an object with the settings of the evaluation")
+    found = flat(settings)
+    if found.get("config.evaluation.scorer") is not None:
+        found.setdefault(f"config.{THRESHOLD}", FORMER_THRESHOLD)
     return {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in flat(settings).items()
+        for name, value in found.items()
         if value is not None
     }
 

@@ -72,13 +72,15 @@ def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
         total = sum(summary.graded_by.values())
         by = ", ".join(f"{name} ({count} of {total} answers)" for name, count in deciding.items())
         return f"An answer is right by evaluation.scorer and its evaluation.scorer_threshold, {by}, where anything was read."
-    scorer = settings.get("config.evaluation.scorer")
+    scorer, threshold = settings.get("config.evaluation.scorer"), settings.get("config.evaluation.scorer_threshold")
     if scorer is None:
         return ""
-    return (
-        f"The scorer {scorer} has a mean, see the scores, and decides nothing: what is right goes by the questions' kinds, as "
-        "evaluation.scorer_threshold is not set."
-    )
+    nothing = f"The scorer {scorer} has a mean, see the scores, and decides nothing: what is right goes by"
+    if settings.get("config.evaluation.parser") == "compat":
+        return f"{nothing} the letters alone, as in cosmos-reason1 (evaluation.parser is compat)."
+    if threshold is None:
+        return f"{nothing} the questions' kinds, as evaluation.scorer_threshold is not set."
+    return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # results that do not say it themselves
 
 
 def score_facts(summary: Summary) -> dict[str, str]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from dsreason.answers import choices
 from dsreason.answers.text import split_response
 from dsreason.evaluation import Parsed, parse
 
@@ -285,6 +286,115 @@ def test_options_that_say_yes_and_no_are_read_as_such(text, key):
     assert read(text, {"A": "Yes", "B": "No"})[0] == key
 
 
+DRIVING = {"A": "Turn left", "B": "Turn right", "C": "Go straight", "D": "Stop"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The driver failed to stop.",
+        "The driver refuses to stop.",
+        "The driver avoided the stop.",
+        "It almost had to stop.",
+        "The driver planned to stop but kept going.",
+        "The driver would stop, had the light been red.",
+        "It looks like a stop, but it is not a stop.",
+        "If the light is red, then stop.",
+        "The car passes the stop line.",
+        "The car reached the bus stop.",
+        "Type A personality drivers would turn left.",
+    ],
+)
+def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_longer_term(text):
+    assert read(text, DRIVING) == ("", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("The car has to stop at the line.", "D"),
+        ("I would say it has to stop.", "D"),
+        ("The best thing to do is to stop.", "D"),
+        ("The driver was supposed to stop. Instead, it will go straight.", "C"),
+    ],
+)
+def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
+    assert read(text, DRIVING) == (key, "option text named")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("At first glance the answer is A. Looking more closely at frame 12, it's C.", "C"),
+        ("The user thinks the answer is A. I think it is B.", "B"),
+        ("If the light were green, the answer would be C. It is red, though, so D.", "D"),
+        ("If you look closely, the answer is B.", "B"),
+        ("{'answer': 'C', 'confidence': 0.9}", "C"),
+        ("Answer (A/B/C/D): C", "C"),
+        ("Possibly B.", "B"),
+    ],
+)
+def test_a_verdict_is_read_that_its_sentence_does_not_take_back(text, key):
+    assert read(text, DRIVING)[0] == key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: B. On second thought, D.",
+        "Answer: B. The car slows down, so D.",
+        "The answer is B.\nD",
+        "If we assume the arrow is right, the answer is B. But the lane makes it A.",
+        "I initially chose B. After re-watching I changed my mind to D.",
+        "You said the answer is A, but I see D.",
+        "The letter on the door is B. The car stops. D",
+        "A would be correct if it were dark.",
+        "B is correct only at night.",
+        "Grade: A",
+        "They claim the answer is A.",
+        "C is right when the light is green.",
+        "Answer: A\n\nAfter checking again: B",
+    ],
+)
+def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition(text):
+    assert read(text, DRIVING) == ("", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("It moves the cup left.", "A"),
+        ("The car heads left to avoid the cone.", "A"),
+        ("The left one.", "A"),
+        ("It's a red light.", "B"),
+        ("The cup is in the left drawer.", ""),
+        ("It passes a red light.", ""),
+    ],
+)
+def test_an_option_of_one_word_may_be_a_direction_or_what_something_is(text, key):
+    assert read(text, {"A": "Left", "B": "Red"})[0] == key
+
+
+class CountingPattern:
+    """Searches as a pattern does, and counts the characters that it was given."""
+
+    def __init__(self, pattern):
+        self.pattern, self.characters = pattern, 0
+
+    def search(self, text, *place):
+        self.characters += len(text)
+        return self.pattern.search(text, *place)
+
+
+@pytest.mark.parametrize("name", ["DENIAL", "POSSIBLY"])
+@pytest.mark.parametrize("words", ["Stop ", "stop and ", "stop, ", "Stop. ", "not stop ", "turn left but "])
+def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monkeypatch, words, name):
+    counting = CountingPattern(getattr(choices, name))
+    monkeypatch.setattr(choices, name, counting)
+    read(words * 200, DRIVING)
+    assert counting.characters <= 5 * len(words * 200)
+
+
 # ---------------------------------------------------------------- other kinds
 
 
@@ -318,6 +428,27 @@ def test_options_that_say_yes_and_no_are_read_as_such(text, key):
         ("It stops too early, so no.", "no"),
         ("I do not think yes.", ""),
         ("There is no car, so no one is hurt", ""),
+        ("No, wait, yes.", "yes"),
+        ("No, wait, it does.", ""),
+        ("Yes, it has to wait.", "yes"),
+        ("Yes. Actually, no.", "no"),
+        ("Yes, it stops. Wait, it does not.", ""),
+        ("Yes, actually it does.", "yes"),
+        ("At first the answer is no. On second thought, yes.", "yes"),
+        ("If the light is red, the answer is no. It is green, so yes.", "yes"),
+        ("No. 3 is the car.", ""),
+        ("Yes-no", ""),
+        ("Yes—it stops", "yes"),
+        ("Does it stop? Yes.", "yes"),
+        ("It stops. Yes. It turns. No.", ""),
+        ("[Yes/No] Yes", "yes"),
+        ("True", "yes"),
+        ("False.", "no"),
+        ("false positives abound", ""),
+        ("Definitely not.", "no"),
+        ("The statement is false.", "no"),
+        ("I do not think the statement is true.", ""),
+        ("I believe that's true.", "yes"),
     ],
 )
 def test_yes_or_no(text, answer):

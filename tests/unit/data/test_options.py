@@ -41,6 +41,14 @@ def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
         QUESTION.replace("\n", "\n   ").replace("tram", "tram  "),
         QUESTION.replace("A)", "**A)**").replace("B)", "**B)**").replace("C)", "**C)**").replace("D)", "**D)**"),
         f"Plan (A) or (B) is not what is asked. {QUESTION}",
+        QUESTION.replace("\n", "\n- "),
+        QUESTION.replace("\n", "\n* Option ").replace(")", ":"),
+        QUESTION.replace("A)", "a)").replace("B)", "b)").replace("C)", "c)").replace("D)", "d)"),
+        "Who has right of way here?\n(a) The van\n(b) The tram\n(c) The cyclist\n(d) Nobody",
+        "Who has right of way here?\n[A] The van\n[B] The tram\n[C] The cyclist\n[D] Nobody",
+        QUESTION.replace(") ", "."),
+        QUESTION.replace(") ", "、"),
+        "Who has right of way here: A) The van B) The tram C) The cyclist or D) Nobody?",
     ],
 )
 def test_options_are_found_however_they_are_written(question):
@@ -65,6 +73,10 @@ def test_a_text_without_a_list_from_a_on_has_none(question):
     assert listed_options(question) is None
 
 
+def test_question_marks_of_several_options_are_theirs():
+    assert listed_options("What is asked?\nA) Where?\nB) When?") == {"A": "Where?", "B": "When?"}
+
+
 def test_a_gap_ends_the_list():
     question = "Which?\nA) one\nB) two\nD) four"
     assert listed_options(question) == {"A": "one", "B": "two"}
@@ -81,6 +93,14 @@ def test_a_gap_ends_the_list():
         ("B) The tram", "B"),
         ("(B) the tram.", "B"),
         ("the tram", "B"),
+        ("The answer is B", "B"),
+        ("Answer: B.", "B"),
+        ("Option B", "B"),
+        ("**B**", "B"),
+        ("[B]", "B"),
+        (r"$\boxed{B}$", "B"),
+        ("The answer is the tram.", "B"),
+        ("The answer is B or C", None),
         ("<think>It comes from the right.</think> <answer>B</answer>", "B"),
         ("E", None),
         ("A) The tram", None),
@@ -97,6 +117,15 @@ def test_an_answer_is_a_letter_or_the_text_of_an_option(answer, letter):
 
 def test_texts_that_two_options_share_are_no_answer():
     assert option_letter("left", {"A": "left", "B": "Left."}) is None
+
+
+def test_an_option_that_begins_like_an_announcement_is_itself():
+    assert option_letter("option B", {"A": "Option B", "B": "Option A"}) == "A"
+    assert option_letter("$5", {"A": "$5", "B": "5"}) == "A"
+
+
+def test_empty_options_of_a_row_are_none():
+    assert with_options(asks(QUESTION, options={})).options == OPTIONS
 
 
 def test_options_of_the_row_win():

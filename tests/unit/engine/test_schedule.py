@@ -62,8 +62,8 @@ def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
     [
         (9, None),
         (0.94, None),  # 9.4 steps
-        (10, r"optim.warmup \(10 steps\) is as long as the run: optim.lr is reached in the last step only"),
-        (0.96, r"optim.warmup \(10 steps\) is as long as the run"),
+        (10, r"optim.warmup \(10 steps\) is as long as the run \(10\): optim.lr is reached in the last step only"),
+        (0.96, r"optim.warmup \(0.96 of the run's steps\) is as long as the run \(10\)"),
         (20, r"optim.warmup \(20 steps\) is longer than the run \(10\) and is clipped to it"),
     ],
 )

@@ -155,6 +155,24 @@ def test_a_scorer_that_decided_nothing_is_named_with_the_key_that_lets_it(folder
     assert "evaluation.scorer\\_threshold is not set" in (folder / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (
+            {"parser": "compat", "scorer": "format", "scorer_threshold": 0.5},
+            "The scorer format has a mean, see the scores, and decides nothing: what is right goes by the letters alone",
+        ),
+        ({"parser": "default", "scorer": "judge.py:x"}, "right by evaluation.scorer (judge.py:x) from 0.5 on"),
+    ],
+    ids=["compat", "before there was a threshold"],
+)
+def test_what_a_scorer_decided_is_told_by_the_settings(folder: Path, settings: dict[str, Any], note: str) -> None:
+    (folder / "run.json").write_text(json.dumps({"config": {"evaluation": settings}}))
+    score_run(folder)
+    assert note in page(folder).text
+    assert "scorer_threshold is not set" not in page(folder).text
+
+
 def test_a_run_without_settings_is_scored(folder: Path) -> None:
     (folder / "run.json").unlink()
     assert read_settings(folder) == {}
