@@ -98,9 +98,8 @@ def evaluate(
         run(loaded)
         return
     check(loaded)
-    command = ["-m", "dsreason", "eval", *([] if config is None else [f"--config={config}"])]
-    command += [f"--set={change}" for change in changes]
-    launch.start_ranks(lambda attempt: command, ranks=ranks, log_dir=Path(loaded.results_dir) / "logs")
+    folder = Path(loaded.results_dir)
+    launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
 
 
 def load(config: Path | None, changes: list[str]) -> EvalConfig:
@@ -176,6 +175,12 @@ def model_overrides(model: str | None, server: str | None) -> list[str]:
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
     return [] if model is None and server is None else ["server.url=null", f"model.path={json.dumps(model)}"]
+
+
+def arguments(config: Path | None, changes: list[str]) -> list[str]:
+    """What python runs in a rank."""
+    given = [] if config is None else [f"--config={config}"]
+    return ["-m", "dsreason", "eval", *given, *(f"--set={change}" for change in changes)]
 
 
 def check(config: EvalConfig) -> None:

@@ -115,9 +115,7 @@ def infer(
         )
         for answering in run(settings, prompts, say):
             if as_json:
-                for _ in answering:
-                    pass
-                typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
+                write_json(answering, stdout)
             else:
                 write_text(answering, stdout, heading=len(prompts) > 1)
 
@@ -138,6 +136,12 @@ def frame_settings(
         raise ConfigError(f"--fps ({fps:g}) must be greater than 0")
     found = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
     return {key: value for key, value in found.items() if value is not None} | {"total_pixels": total_pixels}
+
+
+def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
+    for _ in answering:
+        pass
+    typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
 
 
 def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
