@@ -109,10 +109,10 @@ def test_the_label_is_the_answer_or_a_field(answer, field, label):
     assert label_of(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
 
 
-@pytest.mark.parametrize("answer", ["B", "(b)", "B.", "tunnel", "B) tunnel", "<answer>B</answer>"])
+@pytest.mark.parametrize("answer", ["B", "(b)", "B.", "tunnel", "B) tunnel", "<answer>B</answer>", "The answer is B"])
 def test_an_option_is_one_label_however_it_is_written_and_as_inspect_counts_it(tmp_path, answer):
-    data = config(tmp_path, [answer, "The answer is B"], "What?\nA) ramp\nB) tunnel")
-    assert labels_of(opened(data), data) == ["B", "The answer is B"]
+    data = config(tmp_path, [answer, "neither of them"], "What?\nA) ramp\nB) tunnel")
+    assert labels_of(opened(data), data) == ["B", "neither of them"]
     assert row_facts("", opened(data)[0], None).answer == "B"
 
 
