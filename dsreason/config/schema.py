@@ -213,23 +213,28 @@ class OptimConfig(Section):
     """Gradient clipping; 0 only measures the norm."""
 
 
-class UpdateConfig(Section):
-    """What SFT and GRPO share of `[train]`."""
+class JobTrainConfig(Section):
+    """What every trainer has of `[train]`."""
 
     epochs: int = Field(1, ge=1)
     """Passes over the training rows."""
     max_steps: int | None = Field(None, ge=1)
     """Stop earlier, after this many steps."""
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
-    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Padded tokens per forward on one rank, instead of a fixed number of samples."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights and activations; master weights, accumulation and reduction are always fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A NaN or infinite loss or gradient: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
     """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
+
+
+class UpdateConfig(JobTrainConfig):
+    """What SFT and GRPO share of `[train]`."""
+
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
+    max_tokens_per_micro_batch: int | None = Field(None, ge=1)
+    """Padded tokens per forward on one rank, instead of a fixed number of samples."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -403,25 +408,20 @@ class MonitorConfig(Section):
     """Name of the run there; unset: that of the output folder."""
 
 
-class RunConfig(Section):
+class JobConfig(Section):
     """What every training command has."""
 
-    deciding_sections: ClassVar[tuple[str, ...]] = ("model", "data", "optim")
+    deciding_sections: ClassVar[tuple[str, ...]] = ("optim",)
     """Sections that decide what a run computes: a resumed run must have the same."""
-    rows_need_answers: ClassVar[bool] = True
-    """Whether a row that has nothing to train on is an error."""
 
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
     """DeepSpeed JSON: a path, or the name of a shipped one (`--ds-config` wins)."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
-    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
-    train: UpdateConfig = UpdateConfig()
+    train: JobTrainConfig = JobTrainConfig()
 
     @property
     @abstractmethod
@@ -449,6 +449,19 @@ class RunConfig(Section):
             f"{self.batch_fact}, less than the number of ranks ({num_ranks}): "
             f"{idle} of them train on nothing in every step; raise it, or start fewer ranks"
         ]
+
+
+class RunConfig(JobConfig):
+    """What the commands that train a vision-language model have."""
+
+    deciding_sections: ClassVar[tuple[str, ...]] = ("model", "data", "optim")
+    rows_need_answers: ClassVar[bool] = True
+    """Whether a row that has nothing to train on is an error."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    validation: ValidationConfig = ValidationConfig()
+    train: UpdateConfig = UpdateConfig()
 
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:

@@ -23,6 +23,7 @@ FLOORS = [
     {"data_adapters", "rewards", "engine"},
     {"checkpoints", "rollout"},
     {"storage"},
+    {"world"},
     {"evaluation"},
     {"train"},
     {"cli"},

@@ -1,0 +1,1 @@
+"""World models (video diffusion): families, noise schedules and steps, sampling, data, rewards."""

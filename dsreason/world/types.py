@@ -1,0 +1,41 @@
+"""What the parts of world-model training hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClipSize:
+    """Of a clip in pixels. Example: `ClipSize(93, 704, 1280, 16.0)`."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float
+
+
+@dataclass(frozen=True)
+class WorldRow:
+    """One row of data."""
+
+    id: str
+    """Where it stands, for messages: file and line, or shard and member."""
+    prompt: str
+    clip: str | None = None
+    """What `WorldDataset.read_clip` reads; None where the row is a prompt only."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the row, for rewards."""
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Latent frames that are given rather than sampled."""
+
+    latents: Tensor
+    """`[B, C, T, h, w]`, float32; zero where `mask` is."""
+    mask: Tensor
+    """`[B, 1, T, 1, 1]`, float32: 1 for given latent frames, 0 for sampled ones."""
