@@ -41,9 +41,7 @@ def with_options(sample: Sample) -> Sample:
     The prompt stays as it is. The question is the user's last message; the answer is `sample.answer`, else the last
     assistant message. A row whose `question_kind` is another than multiple choice is left alone.
     """
-    if sample.options or sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
-        return sample
-    options = options_in_question(sample)
+    options = None if sample.options else options_in_question(sample)
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     answer = sample.answer if sample.answer is not None else (replies or [""])[-1]
     if options is None or option_letter(answer, options) is None:
@@ -52,7 +50,9 @@ def with_options(sample: Sample) -> Sample:
 
 
 def options_in_question(sample: Sample) -> dict[str, str] | None:
-    """Those that the user's last message lists, see `listed_options`."""
+    """Those that the user's last message lists, see `listed_options`; None where `question_kind` is another."""
+    if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
+        return None
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     return listed_options(asked[-1]) if asked else None
 

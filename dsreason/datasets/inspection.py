@@ -97,6 +97,8 @@ class PartReport:
     """Rows with more tokens than `max_length`; None without a model."""
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
+    unlisted_answers: int
+    """Rows whose question lists options, and whose short answer is none of them: they are not multiple choice."""
     answers: dict[str, int]
     """The most frequent short answers of rows without options."""
     best_constant: float | None
@@ -228,6 +230,7 @@ def report(
             if any(use.kind == kind for use in files)
         },
         letters=letters_of(rows),
+        unlisted_answers=sum(row.is_unlisted for row in rows),
         answers=dict(short.most_common(COMMON)),
         best_constant=best_constant(rows),
         system_prompts=dict(Counter(row.system_prompt for row in rows if row.system_prompt).most_common(COMMON)),

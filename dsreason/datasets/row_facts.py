@@ -12,6 +12,7 @@ from typing import Literal
 from dsreason.data.chat import Encoder
 from dsreason.data.labels import ANSWER, THINK, answer_label
 from dsreason.data.messages import media_parts, shown_seconds, text_of
+from dsreason.data.options import options_in_question
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.pixels import pixel_differences
@@ -46,6 +47,8 @@ class RowFacts:
     """A letter where there are options, else a short answer."""
     letters: tuple[str, ...]
     """Of the options."""
+    is_unlisted: bool
+    """The question lists options, and the answer is none of them."""
     system_prompt: str
     turns: int
     """Replies of the assistant."""
@@ -88,7 +91,7 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
-    shown = media_parts(sample.messages)
+    shown, answer = media_parts(sample.messages), answer_label(sample)
     return RowFacts(
         where=where,
         question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
@@ -97,8 +100,9 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
         seconds=tuple(map(shown_seconds, shown)),
-        answer=answer_label(sample),
+        answer=answer,
         letters=tuple(sample.options or ()),
+        is_unlisted=not sample.options and answer is not None and options_in_question(sample) is not None,
         system_prompt=system[0] if system else "",
         turns=len(replies),
         has_think=any(THINK.search(text) for text in replies),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dsreason.cli.inspection_tables import facts
 from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
 from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder
@@ -177,6 +178,8 @@ def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
     part = inspect(folder, *rows).parts["training"]
     assert part.letters == {"A": Letter(2, 1.5), "B": Letter(1, 1.5)}
     assert part.answers == {"no": 1}
+    assert part.unlisted_answers == 1
+    assert facts(part, None)["answers that are none of the question's options"] == "1"
 
 
 def test_letters_are_compared_with_even_chances(folder: Path) -> None:
