@@ -24,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from dsreason.answers.parsing import parse
-from dsreason.answers.text import split_response
+from dsreason.text import split_response
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "unit" / "answers"
 RESPONSES, OTHERS = FOLDER / "responses.jsonl", FOLDER / "others_readings.json"

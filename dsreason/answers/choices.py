@@ -36,8 +36,10 @@ from dsreason.answers.phrases import (
     SUPPORTED,
     UNDONE,
 )
-from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
+from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, split_sentences
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
+from dsreason.text import bare as _bare
+from dsreason.text import normalized
 
 PART = re.compile(r"[,;]|\bbut\b")
 """Between what is denied and what is said instead."""
@@ -101,11 +103,6 @@ def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
     """The letter of the one option with this text, case, brackets around it and final punctuation aside."""
     found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
     return found[0] if len(found) == 1 else None
-
-
-def _bare(text: str) -> str:
-    bare = normalized(text).rstrip(" .!;,")
-    return bare[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", bare) else bare
 
 
 class _Reader:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from dsreason.answers import choices
-from dsreason.answers.text import split_response
 from dsreason.evaluation import Parsed, parse
+from dsreason.text import split_response
 
 OPTIONS = {"A": "to the left", "B": "to the right", "C": "a car", "D": "A car and B"}
 
