@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.problems import listed
+from dsreason.text import split_response
 
 log = logging.getLogger(__name__)
 
-THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SHORT_ANSWER = 40
 """Longest answer in characters that counts as a label."""
 MANY_TIMES = 10
@@ -53,9 +51,8 @@ def answer_label(sample: Sample) -> str | None:
 
 
 def short_answer(text: str) -> str | None:
-    """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
-    tagged = ANSWER.findall(text)
-    answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
+    """What stands in `<answer>` tags, else behind the thoughts; None where that is a longer text or none."""
+    answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
