@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, check_complete, check_sizes, complete_checkpoints, read_json
-from dsreason.config.schema import UploadKind
+from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"

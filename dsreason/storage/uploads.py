@@ -24,7 +24,7 @@ from threading import Lock, Thread
 from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
 
-from dsreason.config.schema import CheckpointConfig, UploadKind, UploadWhat
+from dsreason.config.schema_checkpoint import CheckpointConfig, UploadKind, UploadWhat
 from dsreason.errors import DsReasonError, StorageError
 from dsreason.files.address import HubAddress, S3Address
 from dsreason.files.atomic import write_file

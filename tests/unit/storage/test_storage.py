@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsreason.config.schema import CheckpointConfig
+from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
