@@ -46,9 +46,9 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
     given, references = tagged_answer(completion), _references(sample)
     places = {letter.upper(): place for place, letter in enumerate(sample.options or {})}
     for place in (_whole_number, lambda text: places.get(text.upper())):
-        here, there = place(given), {place(right) for right in references} - {None}
+        here, there = place(given), [one for one in map(place, references) if one is not None]
         if here is not None and there:
-            return max(0.0, 1.0 - step * min(abs(here - other) for other in there))
+            return max(0.0, 1.0 - step * min(abs(here - one) for one in there))
     return float(given.lower() in {right.lower() for right in references})
 
 
