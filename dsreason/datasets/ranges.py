@@ -124,7 +124,11 @@ def fetch_part(source: Source, start: int, size: int, partial: Path, advance: Ad
 
 
 class RangedFile(io.RawIOBase):
-    """A file on a server, to be read at any place. Forward it is read in one stream as long as the gaps are small."""
+    """A file on a server, to be read at any place. Forward it is read in one stream as long as the gaps are small.
+
+    A tar of small files so takes few requests. The files of fsspec and `HfFileSystem` make one a block, and those of plain
+    servers have other errors, no second attempts, and read on in silence behind an end that came too early.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
