@@ -14,7 +14,11 @@ PUNCTUATION = str.maketrans(
 """Of other scripts and languages, where compatibility forms (NFKC) leave it."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Scripts that write a letter and the words around it without spaces."""
-ABBREVIATION = re.compile(r"\b(?:fig|no|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
+ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
+NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
+"""An abbreviation only where a digit follows; else it answers a question."""
+ABBREVIATION_LENGTH = 12
+"""Of the longest of them, with what sets it off."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -43,10 +47,15 @@ def cleaned(text: str) -> str:
 
 def split_sentences(text: str) -> list[str]:
     """Example: `It turns, see Fig. 2. So B.` has two."""
-    found: list[str] = []
+    found: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
-        if found and ABBREVIATION.search(found[-1]):
-            found[-1] += f" {part}"
+        if found and _is_abbreviated(found[-1][-1], part):
+            found[-1].append(part)
         elif part:
-            found.append(part)
-    return found
+            found.append([part])
+    return [" ".join(parts) for parts in found]
+
+
+def _is_abbreviated(part: str, following: str) -> bool:
+    end = part[-ABBREVIATION_LENGTH:]
+    return bool(ABBREVIATION.search(end) or (following[:1].isdigit() and NUMBER_SIGN.search(end)))

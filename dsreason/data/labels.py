@@ -183,7 +183,7 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             examples.setdefault(reason, where)
             found.append(None)
         else:
-            found.append(first.setdefault(label.rstrip(".").casefold(), label))
+            found.append(first.setdefault(label_key(label), label))
     told = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
     if not first:
         raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(told)}")
@@ -195,6 +195,11 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             listed(told, separator="\n  "),
         )
     return found
+
+
+def label_key(label: str) -> str:
+    """What is the same of labels that differ in case or a last full stop only."""
+    return label.rstrip(".").casefold()
 
 
 def label_of(sample: Sample, field: str) -> str:
@@ -214,10 +219,21 @@ def label_of(sample: Sample, field: str) -> str:
     value = value_at(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
-            f"sample.meta has {value!r:.80} as {field}, which is no label; name a field with a text or a number "
-            f"(there are {', '.join(sample.meta) or 'none'}), or answer"
+            f"sample.meta has no text or number as {field}; name a field that has one "
+            f"(there are {', '.join(fields_of(sample.meta)) or 'none'}), or answer"
         )
     return str(value)
+
+
+def fields_of(values: dict[str, Any]) -> list[str]:
+    """The names of all texts and numbers: `{"id": 1, "label": {"weather": "rain"}}` has `id` and `label.weather`."""
+    names: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            names += [f"{name}.{inner}" for inner in fields_of(value)]
+        elif isinstance(value, str | int | float):
+            names.append(name)
+    return names
 
 
 def value_at(values: Any, field: str) -> Any:

@@ -182,6 +182,13 @@ def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
     assert facts(part, None)["answers that are none of the question's options"] == "1"
 
 
+def test_answers_that_differ_in_case_or_a_full_stop_are_one(folder: Path) -> None:
+    answers = ["ja", "Ja.", "JA", "nein", "nein.", "<answer>ja</answer>"]
+    part = inspect(folder, *(row(i, answer=answer) for i, answer in enumerate(answers))).parts["training"]
+    assert part.answers == {"ja": 4, "nein": 2}
+    assert part.best_constant == pytest.approx(4 / 6)
+
+
 def test_letters_are_compared_with_even_chances(folder: Path) -> None:
     four, two = {"A": "a", "B": "b", "C": "c", "D": "d"}, {"A": "a", "B": "b"}
     rows = [row(0, options=four, answer="B"), row(1, options=four, answer="B"), row(2, options=two, answer="A")]
