@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import json
 import logging
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +19,6 @@ from dsreason.data.order import Part
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.files.address import is_s3
-from dsreason.files.disk import json_object
 from dsreason.problems import listed
 from dsreason.text import split_response
 
@@ -34,8 +26,6 @@ log = logging.getLogger(__name__)
 
 SHORT_ANSWER = 40
 """Longest answer in characters that counts as a label."""
-LABELS = "DSREASON_LABELS"
-"""The variable with the file in which the labels of a job's rows are left."""
 MANY_TIMES = 10
 """A row that an epoch shows more often than this is worth a warning."""
 
@@ -69,19 +59,12 @@ def short_answer(text: str) -> str | None:
 def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
     """What `StepOrder` takes: the sources with their weights, or their rows by label where `data.balance` asks for it.
 
-    Labels are read and told of once in a job: the command that looks at the rows leaves them for the ranks it starts.
-
     Raises:
         DataError: a row without a label, unless `data.on_bad_row` leaves it out.
     """
     if data.balance is None:
         return dataset.weighted_parts
-    known = left_labels(dataset, data)
-    if known is not None:
-        return [part for parts in balance(dataset.weighted_parts, known).values() for part in parts]
-    found = labels_of(dataset, data)
-    leave_labels(dataset, data, found)
-    by_label = balance(dataset.weighted_parts, found)
+    by_label = balance(dataset.weighted_parts, labels_of(dataset, data))
     labels = count_labels(by_label)
     log.info("data.balance: %d labels, of each %d rows an epoch", len(labels), next(iter(labels.values())).per_epoch)
     rare = [
@@ -92,32 +75,6 @@ def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
     if rare:
         log.warning("data.balance: few rows come often in an epoch; more of these would teach more: %s", listed(rare))
     return [part for parts in by_label.values() for part in parts]
-
-
-def leave_labels(dataset: SampleDataset, data: DataConfig, labels: list[str | None]) -> None:
-    """For the processes that this one starts, and until it ends."""
-    handle, name = tempfile.mkstemp(prefix="dsreason-labels-")
-    atexit.register(Path(name).unlink, missing_ok=True)
-    with open(handle, "w", encoding="utf-8") as file:
-        json.dump({"of": fingerprint(dataset, data), "labels": labels}, file)
-    os.environ[LABELS] = name
-
-
-def left_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None] | None:
-    """What was left of these very rows; None where nothing was."""
-    left = json_object(Path(os.environ[LABELS])) if LABELS in os.environ else {}
-    return left["labels"] if left.get("of") == fingerprint(dataset, data) else None
-
-
-def fingerprint(dataset: SampleDataset, data: DataConfig) -> str:
-    """Of the settings, the rows that are chosen, and the files that hold them."""
-    stats = [Path(source.path).expanduser().stat() for source in data.all_sources() if is_local_file(source.path)]
-    files = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
-    return hashlib.sha256(f"{data.model_dump_json()} {files}".encode() + dataset.rows.tobytes()).hexdigest()
-
-
-def is_local_file(path: str) -> bool:
-    return not is_s3(path) and Path(path).expanduser().is_file()
 
 
 def labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,19 +12,12 @@ import numpy as np
 import pytest
 
 from dsreason.config.schema import DataConfig
-from dsreason.data import labels
 from dsreason.data.labels import Label, balance, count_labels, label_of, labels_of, labels_per_epoch, order_parts
 from dsreason.data.order import Part, StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.datasets.row_facts import row_facts
 from dsreason.errors import DataError
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(labels.LABELS, "")
-
 
 ANSWERS = ["no"] * 8 + ["yes"] * 2
 
@@ -72,35 +62,6 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_
     whole = [at_once.indices(step) for step in range(6)]
     shares = [[resumed.indices(step)[rank::num_ranks] for rank in range(num_ranks)] for step in range(3, 6)]
     assert [sorted(row for share in step for row in share) for step in shares] == [sorted(rows) for rows in whole[3:]]
-
-
-def test_rows_are_read_and_told_of_once_in_a_job_unless_they_change(tmp_path, monkeypatch, caplog):
-    read = []
-    one = SampleDataset.without_media
-    monkeypatch.setattr(SampleDataset, "without_media", lambda self, index: read.append(index) or one(self, index))
-    data = config(tmp_path, [*ANSWERS, "long " * 20], on_bad_row="skip", validation=2)
-    looked_at, trained_on = order(data, batch_size=2), order(data, batch_size=2)  # as preflight and the ranks do
-    assert len(read) == 9
-    assert caplog.text.count("rows have no label") <= 1
-    assert [looked_at.indices(step) for step in range(4)] == [trained_on.indices(step) for step in range(4)]
-    order(data.model_copy(update={"balance": "site"}), batch_size=2)
-    assert len(read) == 18
-    order(config(tmp_path, ANSWERS[::-1] + ["left"], on_bad_row="skip", validation=2), batch_size=2)
-    assert len(read) == 27
-
-
-def test_what_is_left_for_the_ranks_does_not_stay(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from dsreason.config.schema import DataConfig\n"
-        "from dsreason.data import labels; from dsreason.data.sources import open_datasets\n"
-        "data = DataConfig(adapter='jsonl', path=sys.argv[1], balance='answer')\n"
-        "labels.order_parts(open_datasets(data)[0], data); assert Path(os.environ[labels.LABELS]).is_file()"
-    )
-    data = config(tmp_path, ANSWERS)
-    (tmp_path / "left").mkdir()
-    environment = os.environ | {"TMPDIR": str(tmp_path / "left")}
-    subprocess.run([sys.executable, "-c", code, data.path], check=True, env=environment, timeout=120)
-    assert list((tmp_path / "left").iterdir()) == []
 
 
 def test_weights_of_sources_keep_their_proportion_within_a_label():
