@@ -1,6 +1,6 @@
 """Answers read, left unread and misread: our reader beside VLMEvalKit's and lmms-eval's rules, on the same responses.
 
-    python benchmarks/answer_reading.py [--show tuned|held-out] [--write]
+    python benchmarks/answer_reading.py [--show tuned|held-out|new] [--write]
 
 The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null where it
 names none. Their rules run here where their packages are (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
@@ -24,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from dsreason.answers.parsing import parse
-from dsreason.answers.text import split_response
+from dsreason.text import split_response
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "unit" / "answers"
 RESPONSES, OTHERS = FOLDER / "responses.jsonl", FOLDER / "others_readings.json"
@@ -38,7 +38,7 @@ Rule = Callable[[str, "dict[str, str] | None"], str]
 
 class Row(NamedTuple):
     part: str
-    """`tuned`: the rules were written with these in view; `held-out`: not."""
+    """`tuned`: the rules were written with these in view; `held-out`: not; `new`: written after the last change of a rule."""
     options: dict[str, str] | None
     response: str
     reading: str | None
@@ -170,7 +170,7 @@ def read_by(rule: Rule, rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--show", choices=["tuned", "held-out"], help="print the rows of a part that we do not read right"
+        "--show", choices=["tuned", "held-out", "new"], help="print the rows of a part that we do not read right"
     )
     parser.add_argument("--write", action="store_true", help="keep what the others' rules give")
     arguments = parser.parse_args()

@@ -19,6 +19,11 @@ from dsreason.errors import DataError
 
 def rows(data: Any) -> list[dict[str, Any]]:
     folder = (Path(data.path).expanduser().absolute() if data.path else builtin_folder()) / data.split
+    if Path(data.path).is_file():
+        raise DataError(
+            f"{data.path}: data.adapter is builtin, which reads folders of its own; for rows of yours set data.adapter, such as "
+            '"jsonl"'
+        )
     if not (folder / "conversations.json").is_file():
         raise DataError(f"{folder}: no split of the built-in task; data.split is train or validation")
     found = json.loads((folder / "conversations.json").read_text())

@@ -78,8 +78,12 @@ def video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "label" not in row:
-        advice = "" if data.video_pattern else "; if its camera has a dot in its name, set data.video_pattern"
-        raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}{advice}")
+        advice = "if its camera has a dot in its name, set data.video_pattern"
+        if data.video_pattern:
+            advice = f"by data.video_pattern ({data.video_pattern!r}) its id is {row['id']!r}"
+            if row["id"].endswith("."):
+                advice += f"; set {data.video_pattern.replace('*', '*.', 1)!r}"
+        raise DataError(f"{row['videos'][0]} has no label metas/{row['id']}{LABEL}; {advice}")
     label = Path(row["label"])
     pattern = data.video_pattern or "*.*"
     videos = row.get("videos", [str(label.parent.parent / "videos" / pattern.replace("*", row["id"], 1))])

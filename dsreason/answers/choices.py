@@ -9,19 +9,13 @@ read, and neither where another option follows a verdict, or two are named witho
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
 
+from dsreason.answers.mentions import OptionTexts, is_denied
 from dsreason.answers.phrases import (
     ARTICLES,
     ASIDE,
-    COMPOUND_BEFORE,
-    COMPOUND_BEHIND,
-    DENIAL,
-    DIRECTIONS,
     FITS,
     HEDGE,
-    IS,
     IS_CORRECT,
     JUDGEMENT,
     LEADS,
@@ -32,22 +26,14 @@ from dsreason.answers.phrases import (
     REASON,
     REJECTED,
     SECOND_THOUGHT,
-    SUBJECT,
     SUPPORTED,
-    UNDONE,
 )
-from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, normalized, split_sentences
+from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, split_sentences
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
+from dsreason.text import normalized
 
-PART = re.compile(r"[,;]|\bbut\b")
-"""Between what is denied and what is said instead."""
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
 """Of JSON."""
-MARKED = re.compile("«(.+?)»")
-"""Where an option's text was."""
-OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
-MENTION_WINDOW = 50
-"""Characters beside an option's text that can say what part it plays."""
 WINDOW = 500
 """Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
@@ -97,17 +83,6 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
     return UNREAD
 
 
-def option_with_text(text: str, options: dict[str, str] | None) -> str | None:
-    """The letter of the one option with this text, case, brackets around it and final punctuation aside."""
-    found = [letter.upper() for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
-    return found[0] if len(found) == 1 else None
-
-
-def _bare(text: str) -> str:
-    bare = normalized(text).rstrip(" .!;,")
-    return bare[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", bare) else bare
-
-
 class _Reader:
     """The rules. Each takes a text and gives an option's key, or None."""
 
@@ -115,10 +90,7 @@ class _Reader:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
         self.order = list(self.keys.values())
         self.letter = "|".join(re.escape(key) for key in self.keys)
-        self.texts = {key: cleaned(text) for key, text in (options or {}).items()}
-        bare = {key: _bare(text) for key, text in sorted(self.texts.items(), key=lambda item: -len(item[1]))}
-        times = Counter(bare.values())
-        self.phrases = {key: text for key, text in bare.items() if times[text] == 1 and text not in ("", "yes", "no")}
+        self.texts = OptionTexts(options)
         self.led = re.compile(
             rf"""{LEADS}(?:[ \t,–-]*|\s*:\s*)(?:only\s+)?(?:the\s+)?(?:(?:correct|right)\s+)?"""
             r"""(?:(?:option|choice|letter|answer)\s+)?"""
@@ -165,12 +137,11 @@ class _Reader:
         return self._key(found[1]) if found else None
 
     def option_text(self, text: str) -> str | None:
-        letter = option_with_text(text, self.texts) if text.strip(" .!;,") else None
-        return self._key(letter) if letter else None
+        return self.texts.key_of(text)
 
     def yes_or_no(self, text: str) -> str | None:
         """Where options say just yes and no."""
-        by_text = {_bare(option): key for key, option in self.texts.items()}
+        by_text = {option: key for key, option in self.texts.bare.items()}
         if not {"yes", "no"} <= by_text.keys() or self._named(text):
             return None
         return by_text.get(read_yes_no(text)[0])
@@ -288,7 +259,7 @@ class _Reader:
 
     def only_one_right(self, text: str) -> str | None:
         """`A: no. B: yes. C: no.`"""
-        if {_bare(option) for option in self.texts.values()} & {"yes", "no", "true", "false", "right"}:
+        if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         found = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
         right, wrong = ({letter for letter, *words in found if words[i]} for i in (0, 1))
@@ -304,82 +275,24 @@ class _Reader:
             return None
         [key] = named
         naming = [sentence for sentence in sentences if self._named(sentence)]
-        if any(self._is_denied(one) or PROVISIONAL.search(one) for one in naming) or self._is_taken_back(sentences):
+        if any(is_denied(one) or PROVISIONAL.search(one) for one in naming) or self._is_taken_back(sentences):
             return None
         naming = [self.mentioned.sub("", sentence) for sentence in naming]
         return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None
 
     def only_text_named(self, text: str) -> str | None:
-        """The one option whose text the response says and does not deny: a short one in a short response or the last sentence."""
-        said: dict[str, list[bool]] = {}
+        """The one option whose text the response answers with; see `mentions`."""
         sentences = split_sentences(text)
-        for number, sentence in enumerate(sentences):
-            marked = self._with_marks(normalized(sentence))
-            if marked is None:
-                return None
-            is_near = len(sentences) < 3 or number == len(sentences) - 1
-            for key, is_said in self._mentions(marked, is_first=number == 0):
-                counts = is_near or " " in self.phrases[key]
-                said.setdefault(key, []).append(counts and is_said)
-        chosen = [key for key, times in said.items() if any(times)]
-        if len(chosen) != 1 or SECOND_THOUGHT.search(text) or self._is_taken_back(sentences):
+        key = self.texts.answered(sentences, self._named(text))
+        if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
             return None
-        [key] = chosen
-        return None if not all(said[key]) or self._named(text) - {key} or self.mentioned.search(text) else key
-
-    def _with_marks(self, sentence: str) -> str | None:
-        """`it is ice on the road` → `it is «B»`, longer texts first.
-
-        None where the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
-        """
-        for key, phrase in self.phrases.items():
-            found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
-            if found is None:
-                continue
-            end = sentence[found.start() :]
-            if end != phrase and any(other.startswith(end) for other in self._other_texts(key)):
-                return None
-            if " " not in phrase and any(self._is_part(place, sentence) for place in found.re.finditer(sentence)):
-                return None
-            sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
-        return sentence
-
-    def _mentions(self, marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
-        """Each option that a sentence mentions, and whether the sentence answers with it.
-
-        It does not where the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an "if" before.
-        """
-        is_open = marked.endswith("?")
-        clauses = re.split(PART, marked)
-        for number, (clause, following) in enumerate(zip(clauses, [*clauses[1:], ""], strict=True)):
-            is_open = is_open or POSSIBLY.search(clause) is not None
-            mentions = list(MARKED.finditer(clause))
-            before_last = clause[: mentions[-1].start()] if mentions else ""
-            is_denied = self._is_denied(clause) or UNDONE.search(before_last) is not None
-            for found in mentions:
-                before, after = clause[: found.start()][-MENTION_WINDOW:], clause[found.end() :][:MENTION_WINDOW]
-                is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
-                is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
-                yield found[1], not (is_open or is_denied or is_heading or is_offered or SUBJECT.match(after))
-
-    @staticmethod
-    def _is_part(word: re.Match[str], sentence: str) -> bool:
-        before = sentence[: word.start()][-MENTION_WINDOW:]
-        is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
-        return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS.search(before))
-
-    def _other_texts(self, key: str) -> Iterator[str]:
-        return (_bare(option) for other, option in self.texts.items() if other != key)
-
-    def _is_denied(self, sentence: str) -> bool:
-        return sentence.rstrip("\"')").endswith("?") or DENIAL.search(re.sub("«.+?»", "", sentence)) is not None
+        return key
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
         """`Option A. That is wrong.`"""
         short = [one for one in sentences[1:] if len(one.split()) < 6]
         return any(
-            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", one) and self._is_denied(one)
-            for one in short
+            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", one) and is_denied(one) for one in short
         )
 
     # ------------------------------------------------------------ letters in a text
@@ -394,7 +307,7 @@ class _Reader:
         for found in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
             before = text[: found.start()][-WINDOW:]
             told = normalized(before).rstrip(" ([")
-            others = self._other_texts(self.keys[found[1]])
+            others = self.texts.others(self.keys[found[1]])
             is_other = before.endswith("(") and any(told.endswith(other) for other in others if other)
             if is_other or self._contradicts(text[found.start() :][:WINDOW]):
                 return True

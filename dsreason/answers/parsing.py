@@ -9,9 +9,10 @@ from typing import Literal, get_args
 from dsreason.answers.choices import read_option
 from dsreason.answers.compat import parse_compat
 from dsreason.answers.phrases import VERDICT
-from dsreason.answers.text import Response, last_boxed, split_response, without_markup
+from dsreason.answers.text import last_boxed, without_markup
 from dsreason.answers.types import AnswerType, Kind, Parsed
 from dsreason.answers.verdicts import UNREAD, read_yes_no, verdicts
+from dsreason.text import Response, split_response
 
 Parser = Literal["default", "compat"]
 

@@ -18,6 +18,7 @@ DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
 OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
 REFUSAL = re.compile(
     rf"\b(?:not|never|nor|neither|or|if|whether|unless|{DOUBT}|cannot|wrong|incorrect|false|worst|least|unlikely|odd|would\s+have"
+    rf"|exclude[ds]?|eliminate[ds]?|reject(?:s|ed)?|dismiss(?:es|ed)?|discard(?:s|ed)?|avoid(?:s|ed)?"
     rf"|{OTHERS_SAY})\b|n['’]t\b|\brule[sd]?\s+out\b|\b(?:second|third|next|other|another|previous)\s+(?:\w+\s+(?:is\s+)?)?$",
     re.IGNORECASE,
 )
@@ -32,7 +33,7 @@ PROVISIONAL = re.compile(
 """In the sentence before a verdict: it held at first, for others, or under a condition."""
 SECOND_THOUGHT = re.compile(
     r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
-    r"|(?:^|[.!?])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
+    r"|(?:^|[.!])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
     re.IGNORECASE,
 )
 """Behind what looked like the answer: it may not be."""
@@ -73,7 +74,8 @@ LED_YES_NO = re.compile(
 )
 """`So no`, `I think yes`, `the statement is false`."""
 CHANGED_MIND = re.compile(
-    r"(?:^|[^\w\s])\s*wait\b|\b(?:correction|sorry|second\s+thoughts?|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
+    r"(?:^|[^\w\s])\s*wait\b|\b(?:(?:(?<!no\s)correction|sorry(?!\s+(?:for|about|if|to)))(?=\W*\w)|second\s+thoughts?"
+    r"|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
     re.IGNORECASE,
 )
 """What follows counts, rather than what was said before; not "it has to wait"."""
@@ -90,12 +92,34 @@ IS_CORRECT = (
     r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|when|only|unless|provided|assuming|except|were|had)\b))"
 )
 """Behind a letter: it is chosen, without a condition."""
+ASIDE = (
+    r"[,;]?\s+(?:because|since|as(?!\s+(?:well|long|soon|far|if))|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
+    r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
+)
+"""Begins a reason, or what was not chosen."""
+DOUBTFUL = (
+    r"(?:\b(?:not?|nothing|none|never|nor|neither|wrong|incorrect|false|exclu\w*|eliminat\w*|reject\w*|dismiss\w*|avoid\w*"
+    r"|poor\w*|bad\w*|un(?!der|it|ion)\w+|im\w+able|only(?!\s+(?:option|choice|answer|one)\b)|except|but|yet|though|however|if|when"
+    r"|unless|whether|hardly|barely|scarcely|part(?:ly|ially)?|some\w*|least|less|worse|worst|open|doubtful|question\w*|out|else"
+    r"|as\s+(?:long|soon|far)|many|others?|people|nobody|everyone|(?<!\bi\s)would)\b|n['’]t\b|\?)"
+)
+"""Takes back what was said of an option."""
+FITS_END = (
+    r"(?=\s*(?:$|[\n.,;!)\]:–—-])|\s+(?:because|since|as\s+(?:the|it|its|there|this)|here|to\s+me|for\s+me|given|with"
+    r"|(?:in|for)\s+(?:the|this))\b)"
+)
+FITS_WHAT = r"\s+(?:the|this|these|those|that|what|all|it|its|best|better|well|most|more|perfectly|exactly|closely)\b"
 FITS = (
-    rf"(?:{BEING}(?:better|left|preferable|true|likely|supported|what|(?:the\s+)?(?:closest|best|likeliest)"
-    rf"|the\s+(?:one|cause|reason)|(?:the\s+)?(?:more|most)\s+{FITTING}"
-    r"|the\s+only\s+(?:option|choice|answer|one)\s+(?:left|remaining|that\s+(?:fits|matches|remains|makes\s+sense)))"
-    r"|remains|(?:best\s+)?(?:fits|matches|describes|applies)|makes\s+(?:more\s+|(?:the\s+)?most\s+)?sense|works\s+best)\b"
-    r"(?!\s*\?)"
+    rf"(?:{BEING}(?:(?:better|left|preferable|true|likely|(?:better\s+)?supported|(?:the\s+)?(?:closest|best|likeliest)"
+    rf"|(?:the\s+)?(?:more|most)\s+{FITTING})"
+    r"(?:\s+(?:to\s+be\s+)?(?:the\s+)?(?:correct|right|best|true)(?:\s+(?:option|choice|answer|one))?|\s+by\s+the\s+\w+)?"
+    rf"{FITS_END}"
+    r"|what\b|the\s+(?:one|cause|reason)\b"
+    r"|the\s+only\s+(?:option|choice|answer|one)\s+(?:left|remaining|that\s+(?:fits|matches|remains|makes\s+sense))\b)"
+    r"|(?:remains|makes\s+(?:more\s+|(?:the\s+)?most\s+)?sense|works\s+best)\b"
+    rf"{FITS_END}"
+    rf"|(?:best\s+)?(?:fits|matches|describes|applies)\b(?:{FITS_WHAT}|\s+to\s+(?:the|this|what)\b|{FITS_END}))"
+    rf"(?!(?:(?!{ASIDE})[^.!?\n]){{0,200}}?{DOUBTFUL})"
 )
 """Behind a letter: what is said of the one chosen, and hardly of another."""
 JUDGEMENT = (
@@ -103,40 +127,10 @@ JUDGEMENT = (
     r"(?=\s*(?:$|[.,;!\n)]))"
 )
 """Behind a letter, where each option is judged: the words for right and for wrong."""
-ASIDE = (
-    r"[,;]?\s+(?:because|since|as(?!\s+well)|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
-    r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
-)
 REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
 """Ends what is chosen: "B because A is too slow", "B, not A"."""
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
 """Behind `(A)`: something is said about the option, which is not to choose it."""
-SUBJECT = re.compile(
-    r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
-    r"|used|held|being|likely|responsible|to\s+blame|at\s+fault)\b)"
-)
-"""Behind an option's text: something is said about it."""
-UNDONE = re.compile(
-    r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|forg[eo]t\w*|pretend\w*"
-    r"|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)|tr(?:y|ies|ied|ying)|supposed)\s+to|want(?:s|ed|ing)?|intend\w*"
-    r"|(?<!\bi\s)would)\b",
-    re.IGNORECASE,
-)
-"""In a clause before an option's text: it did not happen, or was only meant to."""
-LINK = (
-    r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
-    r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
-    r"|between|into|onto|under|over|near|inside|during|about|around|through|across|along|against|via|within|above|below)\b"
-)
-COMPOUND_BEFORE = re.compile(
-    rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice|colou?r)[^\W\d]+\s+$"
-)
-COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
-"""Beside an option of one word: it is part of a longer term, as in "the bus stop" and "stop line"."""
-IS = re.compile(r"(?:\b(?:is|are|was|were)|['’]s)\s+(?:an?\s+)?$")
-"""Before a word that more words may follow, as in "it is a red light"."""
-DIRECTIONS = ("left", "right", "up", "down", "forward", "forwards", "backward", "backwards")
-"""These may follow a noun, as in "it moves the cup left"."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",

@@ -1,10 +1,9 @@
-"""The parts of a response, and texts without what does not count."""
+"""Texts of responses without their markup, and their sentences."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from typing import NamedTuple
 
 PUNCTUATION = str.maketrans(
     {"。": ". ", "、": ", "}
@@ -15,38 +14,11 @@ PUNCTUATION = str.maketrans(
 """Of other scripts and languages, where compatibility forms (NFKC) leave it."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Scripts that write a letter and the words around it without spaces."""
-ABBREVIATION = re.compile(r"\b(?:fig|no|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
-TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
-
-
-class Response(NamedTuple):
-    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
-
-    thoughts: str
-    answer: str
-    tagged: bool
-    """Whether the answer stood in `<answer>` tags."""
-
-
-def split_response(text: str) -> Response:
-    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
-
-    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
-    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
-    follows the thoughts.
-    """
-    text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
-    thoughts, closed, said = text.rpartition("</think>")
-    if not closed:
-        said, _, thoughts = text.partition("<think>")
-    if not said.strip():  # thoughts that hold the answer, or that nothing closes
-        thoughts, tag, said = thoughts.partition("<answer>")
-        said = tag + said
-    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
-    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
-    # Without closing tags that stand alone, one that was cut off included.
-    answer = re.sub(r"</[a-z]*\Z", "", TAG.sub("", answer))
-    return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))
+ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
+NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
+"""An abbreviation only where a digit follows; else it answers a question."""
+ABBREVIATION_LENGTH = 12
+"""Of the longest of them, with what sets it off."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -63,16 +35,6 @@ def without_markup(text: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def normalized(text: str) -> str:
-    """Comparable: case and the amount of white space do not count."""
-    return " ".join(text.split()).casefold()
-
-
-def normalized_answer(text: str) -> str:
-    """Comparable: case, the amount of white space and a final full stop do not count."""
-    return normalized(text).removesuffix(".").rstrip()
-
-
 def cleaned(text: str) -> str:
     """Without markup, pictographs, bullets, and numbers before a letter that has a line to itself."""
     plain = re.sub(
@@ -85,10 +47,15 @@ def cleaned(text: str) -> str:
 
 def split_sentences(text: str) -> list[str]:
     """Example: `It turns, see Fig. 2. So B.` has two."""
-    found: list[str] = []
+    found: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
-        if found and ABBREVIATION.search(found[-1]):
-            found[-1] += f" {part}"
+        if found and _is_abbreviated(found[-1][-1], part):
+            found[-1].append(part)
         elif part:
-            found.append(part)
-    return found
+            found.append([part])
+    return [" ".join(parts) for parts in found]
+
+
+def _is_abbreviated(part: str, following: str) -> bool:
+    end = part[-ABBREVIATION_LENGTH:]
+    return bool(ABBREVIATION.search(end) or (following[:1].isdigit() and NUMBER_SIGN.search(end)))

@@ -63,6 +63,8 @@ def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
             rows[f"{kind} {label}, pixels"] = shown(numbers)
         if kind == "video":
             rows |= {"video, seconds": shown(media.seconds), "video, frames a second": shown(media.fps)}
+    if part.unlisted_answers:
+        rows["answers that are none of the question's options"] = str(part.unlisted_answers)
     if part.best_constant is not None:
         rows["right by always giving one answer"] = f"{part.best_constant:.1%}"
     for label, count in (

@@ -63,7 +63,8 @@ def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) ->
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
     others = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
     if others:
-        return "; ".join(others) + (f", or set {types}" if types else "")
+        has_advice = any(error["type"] == "value_error" for error in errors)  # of the form that the value has
+        return "; ".join(others) + (f", or set {types}" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
     return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
 
@@ -93,6 +94,8 @@ def _one(error: ErrorDetails, default: Any) -> str:
                 if isinstance(name, str)
                 else f"{value} is incomplete; give all its values"
             )
+        case "too_short" | "string_too_short":
+            return f"{value} is too short; give at least {context['min_length']}, or leave the key out"
         case "too_long":
             return f"has {context['actual_length']} entries, at most {context['max_length']} belong here; remove some"
         case "value_error":

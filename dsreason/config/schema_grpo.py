@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
-from dsreason.config.schema import RunConfig, Section, UpdateConfig
+from dsreason.config.schema import RunConfig, UpdateConfig
+from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
 

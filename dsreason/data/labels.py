@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.problems import listed
+from dsreason.text import split_response
 
 log = logging.getLogger(__name__)
 
-THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SHORT_ANSWER = 40
 """Longest answer in characters that counts as a label."""
 MANY_TIMES = 10
@@ -53,9 +51,8 @@ def answer_label(sample: Sample) -> str | None:
 
 
 def short_answer(text: str) -> str | None:
-    """What stands in `<answer>` tags, else what is not in `<think>` tags; None where that is a longer text."""
-    tagged = ANSWER.findall(text)
-    answer = (tagged[-1] if tagged else THINK.sub("", text)).strip()
+    """What stands in `<answer>` tags, else behind the thoughts; None where that is a longer text or none."""
+    answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
@@ -143,7 +140,7 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             examples.setdefault(reason, where)
             found.append(None)
         else:
-            found.append(first.setdefault(label.rstrip(".").casefold(), label))
+            found.append(first.setdefault(label_key(label), label))
     told = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
     if not first:
         raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(told)}")
@@ -155,6 +152,11 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             listed(told, separator="\n  "),
         )
     return found
+
+
+def label_key(label: str) -> str:
+    """What is the same of labels that differ in case or a last full stop only."""
+    return label.rstrip(".").casefold()
 
 
 def label_of(sample: Sample, field: str) -> str:
@@ -174,10 +176,21 @@ def label_of(sample: Sample, field: str) -> str:
     value = value_at(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
-            f"sample.meta has {value!r:.80} as {field}, which is no label; name a field with a text or a number "
-            f"(there are {', '.join(sample.meta) or 'none'}), or answer"
+            f"sample.meta has no text or number as {field}; name a field that has one "
+            f"(there are {', '.join(fields_of(sample.meta)) or 'none'}), or answer"
         )
     return str(value)
+
+
+def fields_of(values: dict[str, Any]) -> list[str]:
+    """The names of all texts and numbers: `{"id": 1, "label": {"weather": "rain"}}` has `id` and `label.weather`."""
+    names: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            names += [f"{name}.{inner}" for inner in fields_of(value)]
+        elif isinstance(value, str | int | float):
+            names.append(name)
+    return names
 
 
 def value_at(values: Any, field: str) -> Any:

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import replace
 from string import ascii_uppercase
 
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
+from dsreason.text import bare, split_response
 
-ANYWHERE, OWN_LINE = r"(?:^|(?<=[\s,;:?]))", r"^[ \t]*"
+WIDE = str.maketrans(
+    {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
+)
+"""Letters and brackets as East Asian texts write them, to ordinary ones."""
+BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
+"""Not the power of a number."""
+BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
-    re.compile(rf"{place}(?:[-•*][ \t]+)?(?:\*\*)?(?:[Oo]ption[ \t]+)?{label}(?:\*\*)?[ \t]*", re.MULTILINE)
-    for place, label in (
-        (ANYWHERE, r"\(([A-Za-z])\)"),
-        (ANYWHERE, r"\[([A-Z])\]"),
-        (ANYWHERE, r"([A-Za-z])\)"),
-        (ANYWHERE, r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)"),
-        (OWN_LINE, r"([A-Z])\.(?=\w)"),
-        (ANYWHERE, r"([A-Z]):(?=\s)"),
-        (ANYWHERE, r"([A-Z])、"),
+    re.compile(rf"{place}{BEFORE}{label}[ \t]*", re.MULTILINE)
+    for place, labels in (
+        (
+            r"(?:^|(?<=[\s,;:?]))",
+            (
+                r"\(([A-Za-z])\)",
+                r"\[([A-Z])\]",
+                r"([A-Za-z])\)",
+                r"(?<!\b[A-Z]\.\s)([A-Z])\.(?=\s)",
+                r"([A-Z]):(?=\s)",
+                r"([A-Z])[、．：]",
+            ),
+        ),
+        (
+            r"^[ \t]*",
+            (
+                r"\(([A-Za-z])\)",
+                r"\[([A-Z])\]",
+                r"([A-Za-z])\)",
+                r"([A-Z])[.:](?=[\s\w])",
+                r"([a-z])\.(?=[ \t])",
+                r"([A-Z])[ \t]+[-–—](?=[ \t])(?![ \t]+[A-Z]$)",
+            ),
+        ),
     )
+    for label in labels
 ]
-"""`(A) left`, `[A] left`, `A) left`, `A. left`, `A.left`, `A: left`, `A、left`, bullets or "Option" before them aside.
+"""`(A) left`, `[A] left`, `A) left`, `A. left`, `A: left`, `A、left`, anywhere; lines `A.left`, `a. left` or `A - left`.
 
-All of a list have the same. Not the initials of a name.
+All of a list have the same, bullets or "Option" before them aside. Not the initials of a name, nor edges `A - B`. Lines count
+for more than what is anywhere: an option may name another one.
 """
 MARKUP = re.compile(r"\\boxed\s*\{(.*)\}|\*\*|\$")
 LEAD = re.compile(
@@ -32,7 +57,6 @@ LEAD = re.compile(
     re.IGNORECASE,
 )
 LONGEST = 1000
-TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 def with_options(sample: Sample) -> Sample:
@@ -41,9 +65,7 @@ def with_options(sample: Sample) -> Sample:
     The prompt stays as it is. The question is the user's last message; the answer is `sample.answer`, else the last
     assistant message. A row whose `question_kind` is another than multiple choice is left alone.
     """
-    if sample.options or sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
-        return sample
-    options = options_in_question(sample)
+    options = None if sample.options else options_in_question(sample)
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
     answer = sample.answer if sample.answer is not None else (replies or [""])[-1]
     if options is None or option_letter(answer, options) is None:
@@ -52,7 +74,9 @@ def with_options(sample: Sample) -> Sample:
 
 
 def options_in_question(sample: Sample) -> dict[str, str] | None:
-    """Those that the user's last message lists, see `listed_options`."""
+    """Those that the user's last message lists, see `listed_options`; None where `question_kind` is another."""
+    if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
+        return None
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     return listed_options(asked[-1]) if asked else None
 
@@ -63,14 +87,18 @@ def listed_options(question: str) -> dict[str, str] | None:
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
     those the last. None where there is none. A text is cut after 1000 characters. Keys are capitals, as in `(a) Rain`.
     """
+    question = BOLD.sub("", question)
     runs: list[list[re.Match[str]]] = []
     for style in STYLES:
-        for label in style.finditer(question):
+        for label in style.finditer(question.translate(WIDE)):
             if label[1].upper() == "A":
                 runs.append([label])
             elif runs and label.re is runs[-1][0].re and label[1].upper() == ascii_uppercase[len(runs[-1]) % 26]:
-                runs[-1].append(label)
-    for run in sorted((run for run in reversed(runs) if len(run) > 1), key=len, reverse=True):
+                text = label.string[runs[-1][-1].end() : label.start()]
+                if text.count("(") <= text.count(")"):  # not `A) the van (see B)`
+                    runs[-1].append(label)
+    found = [run for run in reversed(runs) if len(run) > 1]
+    for run in sorted(found, key=lambda run: (len(run), run[0].start(1)), reverse=True):
         end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
         texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
@@ -89,25 +117,15 @@ def _plain(text: str) -> str:
 def option_letter(answer: str, options: dict[str, str]) -> str | None:
     """The letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of one option.
 
-    That is inside `<answer>` tags, if there are any; bold and boxed ones count.
+    That is inside `<answer>` tags, or behind the thoughts; bold and boxed ones count.
     """
-    tagged = TAGGED.findall(answer)
-    given = (tagged[-1] if tagged else answer).strip()
-    if not any(_same(given, text) for text in options.values()):
+    given = unicodedata.normalize("NFKC", split_response(answer).answer)
+    if bare(given) not in map(bare, options.values()):
         given = LEAD.sub("", MARKUP.sub(r"\1", given).strip())
-    lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\Z)\s*(.*)", given, re.DOTALL)
+    lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\s+[-–—]\s|\Z)\s*(.*)", given, re.DOTALL)
     if lettered is not None:
         letter = next((letter for letter in options if letter.upper() == lettered[1].upper()), None)
-        if letter is not None and (not lettered[2] or _same(lettered[2], options[letter])):
+        if letter is not None and (not lettered[2] or bare(lettered[2]) == bare(options[letter])):
             return letter
-    named = [letter for letter, text in options.items() if _same(given, text)]
+    named = [letter for letter, text in options.items() if bare(given) == bare(text)]
     return named[0] if len(named) == 1 else None
-
-
-def _same(one: str, other: str) -> bool:
-    """Case, white space and a full stop at the end do not count."""
-    return _comparable(one) == _comparable(other)
-
-
-def _comparable(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(" .")

@@ -9,7 +9,6 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -161,43 +160,6 @@ class SelectedRows(Rows):
     def location(self, index: int) -> str:
         rows, position = self._find(index)
         return rows.location(position)
-
-
-@dataclass(frozen=True)
-class Split:
-    """`train`, `train[:100]` or `train[10%:20%]`, with the meaning that Hugging Face datasets gives them."""
-
-    name: str
-    start: str | None = None
-    stop: str | None = None
-
-    def span(self, length: int) -> range:
-        """Positions in a split of `length` rows; like a Python slice, it ends where the rows do."""
-        return range(length)[_position(self.start, length) : _position(self.stop, length)]
-
-
-def _position(bound: str | None, length: int) -> int | None:
-    if bound is None or not bound.endswith("%"):
-        return None if bound is None else int(bound)
-    return round(int(bound[:-1]) * length / 100)
-
-
-_SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
-
-
-def parse_splits(split: str | Sequence[str]) -> list[Split]:
-    """The splits named by `data.split`: one, several, or several joined with `+`."""
-    expressions = [split] if isinstance(split, str) else split
-    splits = []
-    for expression in (part.replace(" ", "") for text in expressions for part in text.split("+")):
-        match = _SPLIT.fullmatch(expression)
-        if match is None:
-            raise ConfigError(f'data.split ("{expression}") is not a split; write train, train[:100] or train[10%:20%]')
-        bounds = match.group(2), match.group(3)
-        if any(b is not None and b.endswith("%") and abs(int(b[:-1])) > 100 for b in bounds):
-            raise ConfigError(f'data.split ("{expression}") goes beyond 100%')
-        splits.append(Split(match.group(1), *bounds))
-    return splits
 
 
 def read_rows(data: SourceConfig) -> Rows:
@@ -398,9 +360,3 @@ def _undecoded_features(features: Any) -> Any:
         return feature
 
     return datasets.Features(walk(dict(features)))
-
-
-def select(parts: Iterable[tuple[Rows, Split]], limit: int | None) -> Rows:
-    """The splits' ranges one after the other, cut after `limit` rows."""
-    selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
-    return selected if limit is None else selected[:limit]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import Label
+from dsreason.data.labels import Label, label_key
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.datasets.processes import tracked
@@ -97,6 +97,8 @@ class PartReport:
     """Rows with more tokens than `max_length`; None without a model."""
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
+    unlisted_answers: int
+    """Rows whose question lists options, and whose short answer is none of them: they are not multiple choice."""
     answers: dict[str, int]
     """The most frequent short answers of rows without options."""
     best_constant: float | None
@@ -211,7 +213,7 @@ def report(
     bad = [row for row in facts if isinstance(row, UnusableRow)]
     files = {use: media[use] for row in rows for use in row.media}
     readable = [(use.kind, file) for use, file in files.items() if isinstance(file, MediumFacts)]
-    short = Counter(row.answer for row in rows if row.answer is not None and not row.letters)
+    short = count_answers(row.answer for row in rows if not row.letters)
     return PartReport(
         rows=num_rows,
         inspected=len(facts),
@@ -228,6 +230,7 @@ def report(
             if any(use.kind == kind for use in files)
         },
         letters=letters_of(rows),
+        unlisted_answers=sum(row.is_unlisted for row in rows),
         answers=dict(short.most_common(COMMON)),
         best_constant=best_constant(rows),
         system_prompts=dict(Counter(row.system_prompt for row in rows if row.system_prompt).most_common(COMMON)),
@@ -268,8 +271,14 @@ def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
     }
 
 
+def count_answers(answers: Iterable[str | None]) -> Counter[str]:
+    """Those that differ in case or a last full stop only are one, written as the first of them."""
+    given, first = [answer for answer in answers if answer is not None], dict[str, str]()
+    return Counter(first.setdefault(label_key(answer), answer) for answer in given)
+
+
 def best_constant(rows: Iterable[RowFacts]) -> float | None:
-    answers = Counter(row.answer for row in rows if row.answer is not None)
+    answers = count_answers(row.answer for row in rows)
     return max(answers.values()) / answers.total() if answers else None
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -23,6 +24,14 @@ SKIPPED = 4 * 1024**2
 """Bytes that are rather read and thrown away than left out by a new request."""
 PAUSE_S = 1.0
 """Before a request is made again."""
+
+
+class Version(NamedTuple):
+    """What a file on a server is known by; of another version nothing is continued."""
+
+    size: int
+    tag: str
+    """The server's `ETag`, else when the file was last modified; "" where it says neither."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,17 @@ class Source:
         with self.open() as response:
             return bytes(response.read())
 
-    def size(self) -> int:
+    @cached_property
+    def version(self) -> Version:
+        """Asked for once."""
         with self.open(0, 1) as response:
-            return int(response.headers["Content-Range"].rpartition("/")[2])
+            headers = response.headers
+            size = headers.get("Content-Range", "").rpartition("/")[2]
+            if not size.isdecimal():
+                raise DataError(
+                    f"{self.url}: the server does not say how large the file is ({size or 'no Content-Range'})"
+                )
+            return Version(int(size), headers.get("ETag", headers.get("Last-Modified", "")))
 
 
 def is_transient(error: HTTPError) -> bool:
@@ -107,11 +124,15 @@ def fetch_part(source: Source, start: int, size: int, partial: Path, advance: Ad
 
 
 class RangedFile(io.RawIOBase):
-    """A file on a server, to be read at any place. Forward it is read in one stream as long as the gaps are small."""
+    """A file on a server, to be read at any place. Forward it is read in one stream as long as the gaps are small.
+
+    A tar of small files so takes few requests. The files of fsspec and `HfFileSystem` make one a block, and those of plain
+    servers have other errors, no second attempts, and read on in silence behind an end that came too early.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.length = source.size()
+        self.length = source.version.size
         self.position = 0
         self.arrived = 0
         """Position of the open stream, with what is in `left`."""

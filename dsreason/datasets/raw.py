@@ -238,7 +238,7 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
-    partials = {found: partial_of(plan, " ".join(map(str, (source.url, *found)))) for found in members.values()}
+    partials = {found: partial_of(plan, source, *found) for found in members.values()}
     left = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
     check_room(plan.folder, left)
     with track(f"fetching raw videos of {plan.dataset}", left, "bytes") as advance:
@@ -254,9 +254,8 @@ def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
     """A whole file, unless it is there."""
     if file.is_file():
         return
-    partial = partial_of(plan, source.url)
     with server_errors(source):
-        size = source.size()
+        size, partial = source.version.size, partial_of(plan, source)
         left = size - size_of(partial)
         check_room(plan.folder, left)
         with track(f"fetching {file.name}", left, "bytes") as advance:
@@ -264,7 +263,9 @@ def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
     os.replace(partial, file)
 
 
-def partial_of(plan: RawPlan, what: str) -> Path:
+def partial_of(plan: RawPlan, source: Source, *part: str | int) -> Path:
+    """The file that a part of this version of a file is fetched into."""
+    what = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(what.encode()).hexdigest()[:24]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dsreason.datasets.ranges import RangedFile, Source
+from dsreason.datasets.ranges import RangedFile, Source, Version
 from dsreason.errors import DataError
 from dsreason.files.archives import TarMember
 from dsreason.files.atomic import write_file
@@ -27,7 +27,8 @@ SUFFIX = ".mp4"
 class Index:
     """What is known of a tar: of its first `offset` bytes."""
 
-    length: int
+    version: tuple[int, str]
+    """Of the tar, see `Version`."""
     offset: int = 0
     is_complete: bool = False
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -46,7 +47,7 @@ def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> di
     """
     with RangedFile(source) as file:
         index_file = indices / f"{hashlib.sha256(source.url.encode()).hexdigest()[:24]}.json"
-        index = read_index(index_file, file.length)
+        index = read_index(index_file, source.version)
         missing = set(wanted.values()) - chosen(index, wanted).keys()
         if missing and not index.is_complete:
             indices.mkdir(parents=True, exist_ok=True)
@@ -93,10 +94,10 @@ def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int,
     return found
 
 
-def read_index(file: Path, length: int) -> Index:
-    """A new one where there is none, or the tar was replaced by one of another length."""
+def read_index(file: Path, version: Version) -> Index:
+    """A new one where there is none, or the tar was replaced by another."""
     try:
         found = Index(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
-        return Index(length)
-    return found if found.length == length else Index(length)
+        return Index(version)
+    return found if tuple(found.version) == version else Index(version)

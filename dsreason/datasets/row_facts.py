@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import ANSWER, THINK, answer_label
+from dsreason.data.labels import answer_label
 from dsreason.data.messages import media_parts, shown_seconds, text_of
+from dsreason.data.options import options_in_question
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.datasets.pixels import pixel_differences
 from dsreason.errors import DataError
 from dsreason.media.media import local_path, probe_image, probe_video
+from dsreason.text import split_response
 
 MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
 """Matches the DataErrors about a missing file, whichever adapter looked for it."""
@@ -46,6 +48,8 @@ class RowFacts:
     """A letter where there are options, else a short answer."""
     letters: tuple[str, ...]
     """Of the options."""
+    is_unlisted: bool
+    """The question lists options, and the answer is none of them."""
     system_prompt: str
     turns: int
     """Replies of the assistant."""
@@ -87,8 +91,9 @@ def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> Row
 def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
+    parts = list(map(split_response, replies))
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
-    shown = media_parts(sample.messages)
+    shown, answer = media_parts(sample.messages), answer_label(sample)
     return RowFacts(
         where=where,
         question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
@@ -97,12 +102,13 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
         seconds=tuple(map(shown_seconds, shown)),
-        answer=answer_label(sample),
+        answer=answer,
         letters=tuple(sample.options or ()),
+        is_unlisted=not sample.options and answer is not None and options_in_question(sample) is not None,
         system_prompt=system[0] if system else "",
         turns=len(replies),
-        has_think=any(THINK.search(text) for text in replies),
-        has_answer_tag=any(ANSWER.search(text) for text in replies),
+        has_think=any(part.thoughts for part in parts),
+        has_answer_tag=any(part.tagged for part in parts),
         pixel_differences=tuple(differences),
     )
 

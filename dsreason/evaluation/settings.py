@@ -128,6 +128,8 @@ def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[s
     if before.get("evaluation.scorer") is not None and THRESHOLD not in before:
         before = before | {THRESHOLD: FORMER_THRESHOLD}
     compared = {key for key in before.keys() | settings.keys() if not key.startswith(SOURCES)}
+    if settings["evaluation.parser"] == "compat":  # no scorer decides there
+        before, settings = before | {THRESHOLD: None}, settings | {THRESHOLD: None}
     differing = [
         f"{key} was {before.get(key)!r} and is {settings.get(key)!r}"
         for key in sorted(compared | before.keys() & settings.keys())

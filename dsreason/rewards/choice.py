@@ -9,17 +9,17 @@ from dsreason.answers.compat import tagged_answer
 from dsreason.answers.correct import is_same, kind_of
 from dsreason.answers.parsing import parse
 from dsreason.answers.types import Kind
+from dsreason.data.options import option_letter
 from dsreason.data.types import Sample
 
 
 def single_choice(completion: str, sample: Sample) -> float:
     """1 if the answer is the reference to the letter, case aside, else 0; the same as cosmos-rl's.
 
-    Both are what is inside the first `<answer>…</answer>`, or the whole text where there is none. `(A)` is not `A`.
+    Both are what is inside the first `<answer>…</answer>`, or the whole text where there is none. `(A)` is not `A`. Of a
+    sample with options the reference may also be written `(A)`, "The answer is A", or as an option's text.
     """
-    if sample.answer is None:
-        return 0.0
-    return float(tagged_answer(completion).lower() == tagged_answer(sample.answer).lower())
+    return float(tagged_answer(completion).lower() in {right.lower() for right in _references(sample)})
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
@@ -43,15 +43,21 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
     Whole numbers are as far apart as they differ, letters as their places in the sample's options. Other answers are right
     or wrong (case aside). Answers are read as in `single_choice`.
     """
-    if sample.answer is None:
-        return 0.0
-    given, right = tagged_answer(completion), tagged_answer(sample.answer)
+    given, references = tagged_answer(completion), _references(sample)
     places = {letter.upper(): place for place, letter in enumerate(sample.options or {})}
     for place in (_whole_number, lambda text: places.get(text.upper())):
-        here, there = place(given), place(right)
-        if here is not None and there is not None:
-            return max(0.0, 1.0 - step * abs(here - there))
-    return float(given.lower() == right.lower())
+        here, there = place(given), [one for one in map(place, references) if one is not None]
+        if here is not None and there:
+            return max(0.0, 1.0 - step * min(abs(here - one) for one in there))
+    return float(given.lower() in {right.lower() for right in references})
+
+
+def _references(sample: Sample) -> list[str]:
+    """How the right answer may be written: as the row has it, and the letter of the option that this names."""
+    if sample.answer is None:
+        return []
+    letter = option_letter(sample.answer, sample.options or {})
+    return [tagged_answer(sample.answer), *([letter] if letter else [])]
 
 
 def _whole_number(text: str) -> int | None:

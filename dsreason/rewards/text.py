@@ -6,8 +6,8 @@ import dataclasses
 import re
 
 from dsreason.answers.compat import hash_number
-from dsreason.answers.text import normalized, split_response
 from dsreason.data.types import Sample
+from dsreason.text import normalized, split_response
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
 """Thoughts, then the answer, any white space around them and nothing else."""

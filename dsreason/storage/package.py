@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, check_complete, check_sizes, complete_checkpoints, read_json
-from dsreason.config.schema import UploadKind
+from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 
 MANIFEST = "UPLOADED.json"
@@ -84,7 +84,7 @@ def opened_package(folder: Path) -> Iterator[Package]:
 
 def is_logs(folder: Path) -> bool:
     folder = folder.absolute()
-    return folder.name == LOGS and (folder.parent / "metrics.jsonl").is_file()
+    return folder.name == LOGS and folder.is_dir() and (folder.parent / "metrics.jsonl").is_file()
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
@@ -153,7 +153,7 @@ def written_at(folder: Path) -> int:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir()
+    return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir() or is_logs(folder / LOGS)
 
 
 def finished_folders(run: Path) -> list[Path]:

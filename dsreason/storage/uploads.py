@@ -5,7 +5,8 @@
         uploads.add(folder, last=step == total_steps)
         prune(…, keep=uploads.in_use())              # what is still to be uploaded must not be deleted
 
-On the way out it waits; what cannot be uploaded is a StorageError that names the command for doing it later.
+On the way out it waits; what cannot be uploaded is a StorageError that names the command for doing it later. Of a run that
+fails or is stopped only the logs are waited for, and not for long.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from threading import Lock, Thread
 from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
 
-from dsreason.config.schema import CheckpointConfig, UploadKind, UploadWhat
+from dsreason.config.schema_checkpoint import CheckpointConfig, UploadKind, UploadWhat
 from dsreason.errors import DsReasonError, StorageError
 from dsreason.files.address import HubAddress, S3Address
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import json_object
+from dsreason.job.failures import CRASH_LOG, failure_of
 from dsreason.job.launch import is_first_rank
 from dsreason.monitor.progress import track_in_lines
 from dsreason.secrets import hide_secrets
@@ -51,6 +53,8 @@ RECORD = "uploads.json"
 RECORDING = Lock()
 """Held while the record is changed: each target has a thread of its own."""
 REPORT_EVERY_S = 30.0
+LOGS_TIME_S = 12.0
+"""How long a run that has failed or is stopped waits for its logs: less than the watchdog's `CLOSING_TIME`."""
 
 
 @contextmanager
@@ -66,7 +70,8 @@ def uploading(config: CheckpointConfig) -> Iterator[Uploads]:
         disable_progress_bars()  # they would draw over the run's own
     try:
         yield uploads
-    except BaseException:
+    except BaseException as error:
+        uploads.finish_logs(error)
         if missing := uploads.missing():
             log.warning("%s", missing)
         raise
@@ -103,6 +108,20 @@ class Uploads:
                 missing.append(str(error))
         if missing:
             raise StorageError("\n".join(missing))
+
+    def finish_logs(self, error: BaseException) -> None:
+        """Upload the logs of a run that ends with an error, which they name, where they were asked for; `LOGS_TIME_S` at most.
+
+        What fails is only logged.
+        """
+        threads = [one.logs_thread() for one in self.uploaders if one.has_logs()]
+        if threads:
+            logging.getLogger(CRASH_LOG).critical("the run ends: %s", failure_of(error).text)
+        until = time.monotonic() + LOGS_TIME_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
         """What is not in storage, by target, why, and the command for each; empty where all is there."""
@@ -186,12 +205,24 @@ class Uploader:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-        left = sorted(folder for folder in self.in_use() if kind_of(folder) != "logs")
-        logs = [] if self._run is None else [self._run / LOGS]
-        for folder in left + [one for one in logs if self._goes(one)]:
+        for folder in sorted(folder for folder in self.in_use() if kind_of(folder) != "logs"):
             self._upload(folder)
+        if self._run is not None and self.has_logs():
+            self._upload(self._run / LOGS)
         if self.in_use():
             raise StorageError(self.missing())
+
+    def has_logs(self) -> bool:
+        """Whether the run has logs, and they go to this target."""
+        return self._run is not None and self._goes(self._run / LOGS)
+
+    def logs_thread(self) -> Thread:
+        """One that uploads the logs beside all else. Nobody has to wait for it."""
+        assert self._run is not None
+        logs = self._run / LOGS
+        with self._lock:
+            self._unfinished[logs] = WAITING
+        return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
     def missing(self) -> str:
         """What is not in storage, why, and the command for each."""

@@ -23,7 +23,8 @@ from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
 from PIL import Image
 
-from dsreason.config.schema import CheckpointConfig, DataConfig, ModelConfig
+from dsreason.config.schema import DataConfig, ModelConfig
+from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
 from dsreason.files import remote, retries, s3

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = [
     {"dsreason", "errors", "imports"},  # `dsreason` itself holds only the version
-    {"problems", "secrets", "families"},
+    {"problems", "secrets", "text", "families"},
     {"user_code"},
     {"files"},
     {"config", "media"},

@@ -7,13 +7,13 @@ from typing import Self
 
 from dsreason.answers.correct import is_same
 from dsreason.answers.parsing import parse
-from dsreason.answers.text import split_response
 from dsreason.answers.types import Parsed
 from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.evaluation.questions.similarity import Similarity, overlap
 from dsreason.evaluation.types import KIND, Question
 from dsreason.rewards.scoring import Scorer
+from dsreason.text import split_response
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any, get_args
 
 from dsreason.answers.correct import kind_of, reference_of
 from dsreason.answers.parsing import parse
-from dsreason.answers.text import split_response
 from dsreason.answers.types import Kind
 from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
@@ -36,6 +35,7 @@ from dsreason.evaluation.types import Question
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.own_files import is_inside
 from dsreason.problems import nearest
+from dsreason.text import split_response
 
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
 PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")

@@ -105,7 +105,7 @@ def export(run: Run[C], output: Path, *, last: bool) -> None:
             step=run.state.step,
         )
     run.uploads.add(output, last=last)
-    if run.world.is_main:
+    if config.export == "all" and run.world.is_main:
         best = {output.parent / f"step_{run.state.best_step}"} if config.keep_best else set()
         try:
             prune_exports(output.parent, config.export_keep, best | run.uploads.in_use())

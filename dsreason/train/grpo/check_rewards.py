@@ -57,7 +57,8 @@ def check_answer(rewards: Iterable[str], sample: Sample) -> None:
             continue
         if not isinstance(sample.answer, str) or not sample.answer.strip():
             raise DataError(
-                f"sample {sample.id!r}: field 'answer' is {sample.answer!r}; the reward {name} compares with it"
+                f"sample {sample.id!r}: field 'answer' is {sample.answer!r}; the reward {name} compares with it; "
+                "add it, leave such rows out (data.on_bad_row), or take a reward that needs none"
             )
         problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
         if problem is not None:

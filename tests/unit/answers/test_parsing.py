@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-from dsreason.answers import choices
-from dsreason.answers.text import split_response
+from dsreason.answers import mentions
+from dsreason.answers import text as texts
+from dsreason.answers.text import split_sentences
 from dsreason.evaluation import Parsed, parse
+from dsreason.text import split_response
 
 OPTIONS = {"A": "to the left", "B": "to the right", "C": "a car", "D": "A car and B"}
 
@@ -146,7 +148,14 @@ def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule
         ("答案是B。", "B", "only option named"),
         ("La respuesta correcta es la B.", "B", "only option named"),
         ("Looks blue to me (B)", "B", "only option named"),
-        ("A robot turns to the left", "A", "option text named"),
+        ("The robot turns to the left", "A", "option text named"),
+        ("Is A right? No. (B) fits the arrows.", "B", "conclusion"),
+        ("It does not. No. 3 is nearer. So B", "B", "conclusion"),
+        ("B is likely.", "B", "conclusion"),
+        ("B remains.", "B", "conclusion"),
+        ("B fits best because A is not visible.", "B", "conclusion"),
+        ("B is better supported by the arrows.", "B", "conclusion"),
+        ("B makes the most sense because of the arrows", "B", "conclusion"),
         ("It does not turn to the right. It turns to the left.", "A", "option text named"),
     ],
 )
@@ -213,6 +222,19 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "It turns to the left or to the right",
         "It does not turn to the left",
         "Does it turn to the left?",
+        "B is likely wrong.",
+        "B is likely to be excluded.",
+        "B matches nothing.",
+        "B fits poorly.",
+        "B fits as long as it is dark.",
+        "B fits the arrows, but not the light.",
+        "B applies to other cars.",
+        "B remains unclear.",
+        "B is left out.",
+        "B makes sense only at night.",
+        "B is best avoided.",
+        "B is what many would say.",
+        "The only option I exclude is B.",
     ],
 )
 def test_nothing_is_read_where_no_single_option_is_chosen(text):
@@ -310,12 +332,62 @@ def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_lon
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "The options include turn left.",
+        "My first thought was turn left.",
+        "The other car will stop.",
+        "The passenger will stop.",
+        "The passenger tells the driver to turn left.",
+        "The instruction says: stop.",
+        "The law says the car must stop.",
+        "When the light is red, the car must stop.",
+        "The car must stop. Then it moves on.",
+        "The car must stop, then it moves on.",
+        "The car must stop and then turn left.",
+        "On a red light cars stop.",
+        "It took a while to stop.",
+    ],
+)
+def test_an_options_text_is_not_read_where_the_last_sentence_has_not_the_shape_of_an_answer(text):
+    assert read(text, DRIVING) == ("", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("There are 10 cars.", "A"),
+        ("It is 10", "A"),
+        ("The number of cars is 10.", "A"),
+        ("Frame 10 shows it.", ""),
+        ("The speed limit is 10.", ""),
+        ("There are 10 seconds left.", ""),
+        ("At 10 it starts.", ""),
+        ("It is a cat.", "B"),
+        ("It looks like a cat.", "B"),
+        ("It is larger than a cat.", ""),
+        ("The girl is chasing a cat.", ""),
+        ("It used to be red.", ""),
+        ("The car is red.", "C"),
+        ("The man in the red jacket waves.", ""),
+        ("Its colour is red.", "C"),
+        ("Its lid is red.", ""),
+    ],
+)
+def test_a_number_and_a_thing_are_read_behind_what_says_that_it_is_them(text, key):
+    assert read(text, {"A": "10", "B": "a cat", "C": "red", "D": "20"})[0] == key
+
+
+@pytest.mark.parametrize(
     ("text", "key"),
     [
         ("The car has to stop at the line.", "D"),
         ("I would say it has to stop.", "D"),
         ("The best thing to do is to stop.", "D"),
         ("The driver was supposed to stop. Instead, it will go straight.", "C"),
+        ("Does it turn left? No. The car will turn right.", "B"),
+        ("The lane is blocked, so the ego vehicle should turn left.", "A"),
+        ("I would say the car has to turn left because of the cone.", "A"),
     ],
 )
 def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
@@ -363,10 +435,9 @@ def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("It moves the cup left.", "A"),
-        ("The car heads left to avoid the cone.", "A"),
-        ("The left one.", "A"),
-        ("It's a red light.", "B"),
+        ("It moves left.", "A"),
+        ("The car heads to the left because of the cone.", "A"),
+        ("The light is red.", "B"),
         ("The cup is in the left drawer.", ""),
         ("It passes a red light.", ""),
     ],
@@ -385,14 +456,51 @@ class CountingPattern:
         self.characters += len(text)
         return self.pattern.search(text, *place)
 
+    def fullmatch(self, text):
+        self.characters += len(text)
+        return self.pattern.fullmatch(text)
 
-@pytest.mark.parametrize("name", ["DENIAL", "POSSIBLY"])
-@pytest.mark.parametrize("words", ["Stop ", "stop and ", "stop, ", "Stop. ", "not stop ", "turn left but "])
-def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monkeypatch, words, name):
-    counting = CountingPattern(getattr(choices, name))
-    monkeypatch.setattr(choices, name, counting)
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (mentions, "DENIAL"),
+        (mentions, "POSSIBLY"),
+        (mentions, "ANSWERS"),
+        (texts, "ABBREVIATION"),
+        (texts, "NUMBER_SIGN"),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", ["Stop ", "stop and ", "stop, ", "Stop. ", "not stop ", "turn left but ", "No. ", "i.e. ", "No. 3 "]
+)
+def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monkeypatch, words, module, name):
+    counting = CountingPattern(getattr(module, name))
+    monkeypatch.setattr(module, name, counting)
     read(words * 200, DRIVING)
     assert counting.characters <= 5 * len(words * 200)
+
+
+def test_a_long_sentence_is_not_searched_for_the_shape_of_an_answer(monkeypatch):
+    counting = CountingPattern(mentions.ANSWERS)
+    monkeypatch.setattr(mentions, "ANSWERS", counting)
+    assert read("so the car " * 1000 + "must stop", DRIVING) == ("", "none")
+    assert counting.characters == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("It turns, see Fig. 2. So B.", ["It turns, see Fig. 2.", "So B."]),
+        ("See no. 3. No. 4 turns.", ["See no. 3.", "No. 4 turns."]),
+        ("Does it turn? No. The car stops.", ["Does it turn?", "No.", "The car stops."]),
+        ("i.e. e.g. a car", ["i.e. e.g. a car"]),
+        ("No.\nB", ["No.", "B"]),
+        ("", []),
+    ],
+)
+def test_sentences_end_where_no_abbreviation_does(text, sentences):
+    assert split_sentences(text) == sentences
 
 
 # ---------------------------------------------------------------- other kinds
@@ -434,6 +542,13 @@ def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monke
         ("Yes. Actually, no.", "no"),
         ("Yes, it stops. Wait, it does not.", ""),
         ("Yes, actually it does.", "yes"),
+        ("Yes, sorry.", "yes"),
+        ("Yes. No correction needed.", "yes"),
+        ("Yes. (Sorry for the delay.)", "yes"),
+        ("Sorry, yes.", "yes"),
+        ("Yes. Sorry, it does not.", ""),
+        ("Yes. Correction: no.", "no"),
+        ("Yes. No, wait.", ""),
         ("At first the answer is no. On second thought, yes.", "yes"),
         ("If the light is red, the answer is no. It is green, so yes.", "yes"),
         ("No. 3 is the car.", ""),

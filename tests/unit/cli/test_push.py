@@ -91,6 +91,24 @@ def test_the_logs_of_a_run_can_be_pushed_alone(tmp_path: Path, sent: list[tuple[
     assert f"{tmp_path / 'logs'} (2 files, 8 bytes) → s3://bucket/run/logs" in ended.stderr
 
 
+def test_the_logs_of_a_run_that_saved_nothing_else_can_be_pushed(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    ended = call(tmp_path, "--to", "s3://bucket/run", "--include", "logs")
+    assert ended.exit_code == 0, ended.output
+    assert sent == [("logs", "s3://bucket/run/logs")]
+    ended = call(tmp_path, "--to", "s3://bucket/run")
+    assert "the run has no complete checkpoint and no export yet" in str(ended.exception)
+
+
+def test_a_run_without_logs_has_none_to_push(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+    make_export(tmp_path / "export" / "final")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    ended = call(tmp_path, "--to", "s3://bucket/run", "--include", "logs")
+    assert isinstance(ended.exception, CheckpointError)
+    assert "the run has no logs yet" in str(ended.exception)
+
+
 def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "step_1")
     (make_checkpoint(tmp_path / "checkpoints" / "step_2") / "weights.pt").write_text("half")

@@ -190,6 +190,29 @@ def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
             "[data]\nvalidation = 1.5",
             "data.validation: 1.5 is not less than 1; lower it, or set a whole number or a section",
         ),
+        (
+            "[checkpoint]\nupload = ['s3://bucket/a', 'bad']",
+            "checkpoint.upload.1: 'bad' is not a place to upload to; write s3://bucket/prefix or "
+            "hub:user/name[/folder][@branch]",
+        ),
+        (
+            "[checkpoint]\nupload = ['']",
+            "checkpoint.upload.0: '' is not a place to upload to; write s3://bucket/prefix or "
+            "hub:user/name[/folder][@branch]",
+        ),
+        (
+            "[[checkpoint.upload]]\nto = ''",
+            "checkpoint.upload.0.to: '' is not a place to upload to; write s3://bucket/prefix or "
+            "hub:user/name[/folder][@branch]",
+        ),
+        (
+            "[[checkpoint.upload]]\nto = 's3://bucket'\ninclude = []",
+            "checkpoint.upload.0.include: [] is too short; give at least 1, or leave the key out",
+        ),
+        (
+            "[data]\nbalance = ' '",
+            "data.balance: ' ' does not say what to balance; name answer, or a field of the rows",
+        ),
         ("[data]\nvalidation = true", "data.validation: True is neither a share nor a number of rows"),
         ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1; lower it"),
         (

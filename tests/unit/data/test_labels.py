@@ -147,8 +147,8 @@ def test_the_last_reply_is_the_answer_where_the_sample_has_none():
     [
         (None, "answer", r"^the row has no answer of at most 40 characters"),
         ("It turns left at the crossing, then right again.", "answer", "no answer of at most 40 characters"),
-        ("B", "sight", r"^sample\.meta has None as sight.*there are site, label\), or answer"),
-        ("B", "label", r"sample\.meta has \{'weather': 'rain'\} as label"),
+        ("B", "sight", r"^sample\.meta has no text or number as sight; .*there are site, label\.weather\), or answer"),
+        ("B", "label", r"no text or number as label; .*there are site, label\.weather\), or answer"),
     ],
 )
 def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):

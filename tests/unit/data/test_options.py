@@ -15,10 +15,16 @@ from dsreason.data.messages import text_of
 from dsreason.data.options import listed_options, option_letter, with_options
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
-from dsreason.rewards import ordinal_choice, single_choice_lenient
+from dsreason.rewards import ordinal_choice, single_choice, single_choice_lenient
 
 QUESTION = "Who has right of way here?\nA) The van\nB) The tram\nC) The cyclist\nD) Nobody"
 OPTIONS = {"A": "The van", "B": "The tram", "C": "The cyclist", "D": "Nobody"}
+WIDE_LETTERS = {ord(letter): ord(letter) + 0xFEE0 for letter in "ABCD"}
+LOWER, UPPER = "abcd", "ABCD"
+MARKED = [
+    (LOWER, [f". {text}" for text in OPTIONS.values()]),
+    *((UPPER, [f" {dash} {text}" for text in OPTIONS.values()]) for dash in "-–—"),
+]
 
 
 def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
@@ -48,6 +54,14 @@ def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
         "Who has right of way here?\n[A] The van\n[B] The tram\n[C] The cyclist\n[D] Nobody",
         QUESTION.replace(") ", "."),
         QUESTION.replace(") ", "、"),
+        *(QUESTION.replace(")", f"{mark}**").replace("\n", "\n**") for mark in ".:)"),
+        *(QUESTION.replace(")", f"**{mark}").replace("\n", "\n**") for mark in ".:)"),
+        *(QUESTION.replace(") ", mark) for mark in "）．："),
+        QUESTION.replace(") ", "）").translate(WIDE_LETTERS),
+        *(
+            "\n".join([QUESTION[:27], *(f"{letter}{text}" for letter, text in zip(*marked, strict=True))])
+            for marked in MARKED
+        ),
         "Who has right of way here: A) The van B) The tram C) The cyclist or D) Nobody?",
     ],
 )
@@ -67,10 +81,33 @@ def test_options_are_found_however_they_are_written(question):
         "Who is right?\nA) The van\nC) The cyclist",
         "Did J. A. Smith meet C. B. Jones?",
         "Is the U.S. A. B. C. network shown?",
+        "Plan A - we go left. Plan B - we go right. Which one?",
+        "Plan A - we go left.\nPlan B - we go right.\nWhich one?",
+        "Does it have more vitamin a. Or more of vitamin b. Or of c.?",
+        "Which of the edges is red?\nA - B\nB - C\nC - A",
+        "Is 2**a. 2**b. shown?",
+        "Which is right (see A) and (see B)?",
+        "Who meets whom?\nA. Smith and\nC. Jones",
+        "Is it at 3 a.m. or at 4 b.c.?",
     ],
 )
 def test_a_text_without_a_list_from_a_on_has_none(question):
     assert listed_options(question) is None
+
+
+@pytest.mark.parametrize("between", ["\n", " "])
+def test_an_option_may_name_another(between):
+    listed = between.join(["Who?", "A) The van (see B)", "B) The tram", "C) Both (A and B)"])
+    assert listed_options(listed) == {"A": "The van (see B)", "B": "The tram", "C": "Both (A and B)"}
+
+
+def test_lines_count_for_more_than_letters_inside_them():
+    assert listed_options("Who?\n(A) as fast as (B) is\n(B) faster") == {"A": "as fast as (B) is", "B": "faster"}
+
+
+def test_a_power_is_no_bold_text():
+    assert listed_options("How many?\n**A)** 2**3\n**B)** 2 ** 4") == {"A": "2**3", "B": "2 ** 4"}
+    assert option_letter("2**3", {"A": "2**3", "B": "2 ** 4"}) == "A"
 
 
 def test_question_marks_of_several_options_are_theirs():
@@ -102,6 +139,13 @@ def test_a_gap_ends_the_list():
         ("The answer is the tram.", "B"),
         ("The answer is B or C", None),
         ("<think>It comes from the right.</think> <answer>B</answer>", "B"),
+        ("<think>It comes from the right, as A) does.</think>\nB", "B"),
+        ("<think>It comes from the right.</think>\n\nThe answer is B.", "B"),
+        ("B - The tram", "B"),
+        ("B）The tram", "B"),
+        ("Ｂ", "B"),
+        ('"The tram"', "B"),
+        ("<think>B", None),
         ("E", None),
         ("A) The tram", None),
         ("the red tram", None),
@@ -176,6 +220,21 @@ def test_validation_and_rewards_read_its_answers(dataset, completion):
 def test_wrong_letters_are_wrong_and_near_ones_nearly_right(dataset):
     assert not is_correct("C) The cyclist", dataset[0])
     assert [ordinal_choice(letter, dataset[0]) for letter in "ABCD"] == [0.5, 1, 0.5, 0]
+
+
+@pytest.mark.parametrize("answer", ["The tram", "(B)", "The answer is B", "<think>x</think>\nB"])
+def test_strict_rewards_resolve_the_reference_and_read_completions_as_ever(answer):
+    sample = with_options(asks(QUESTION, answer))
+    assert kind_of(sample) == "multiple_choice"
+    letters = [f"<answer>{letter}</answer>" for letter in "ABCD"]
+    assert [single_choice(letter, sample) for letter in letters] == [0, 1, 0, 0]
+    assert [ordinal_choice(letter, sample) for letter in letters] == [0.5, 1, 0.5, 0]
+    assert single_choice("I think B", sample) == ordinal_choice("I think B", sample) == 0
+
+
+def test_numbers_among_the_options_keep_their_distance():
+    sample = asks("How many?\nA) 1\nB) 2\nC) 5", "2", options={"A": "1", "B": "2", "C": "5"})
+    assert [ordinal_choice(text, sample, step=0.25) for text in ("2", "5", "B", "C")] == [1, 0.25, 1, 0.75]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_adapters import conversations, cosmos_reason1, jsonl, llava, local_labels
+from data_adapters import builtin, conversations, cosmos_reason1, jsonl, llava, local_labels
 from dsreason.config.schema import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
 from dsreason.data.sources import open_datasets, open_source
@@ -201,6 +201,15 @@ def test_ids_of_local_labels_may_have_dots(tmp_path, pattern):
     files = [f"videos/{name}.camera_front_wide_120fov.mp4" for name in ids] + [f"metas/{i}.label.json" for i in ids]
     data = label_folder(tmp_path, *files).model_copy(update={"video_pattern": pattern})
     assert shown(data) == {name: f"{name}.camera_front_wide_120fov.mp4" for name in ids}
+
+
+def test_a_pattern_that_leaves_the_dot_to_the_id_is_told(tmp_path):
+    data = label_folder(tmp_path, "videos/night-7.v1.2.roof360.mp4", "metas/night-7.v1.2.label.json")
+    data = data.model_copy(update={"video_pattern": "*roof360.mp4"})
+    row = next(row for row in local_labels.rows(data) if "label" not in row)
+    expected = r"data\.video_pattern \('\*roof360\.mp4'\) its id is 'night-7\.v1\.2\.'; set '\*\.roof360\.mp4'"
+    with pytest.raises(DataError, match=expected):
+        local_labels.to_sample(row, data)
 
 
 @pytest.mark.parametrize("files", [("run.4.camera_left.mp4",), ("run.4.camera_left.mp4", "run.camera_front.mp4")])
@@ -421,3 +430,9 @@ def test_an_own_adapter_is_found_by_path(tmp_path):
 def test_an_unknown_adapter_names_the_nearest():
     with pytest.raises(ConfigError, match='did you mean "llava"'):
         find_adapter("lava")
+
+
+def test_rows_of_ones_own_without_an_adapter_are_told_to_name_one(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(DataError, match=r"rows\.jsonl: data\.adapter is builtin.*set data\.adapter, such as \"jsonl\""):
+        builtin.rows(DataConfig(path=str(tmp_path / "rows.jsonl"), split="train"))

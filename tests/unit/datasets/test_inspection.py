@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dsreason.cli.inspection_tables import facts
 from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
 from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder
@@ -177,6 +178,15 @@ def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
     part = inspect(folder, *rows).parts["training"]
     assert part.letters == {"A": Letter(2, 1.5), "B": Letter(1, 1.5)}
     assert part.answers == {"no": 1}
+    assert part.unlisted_answers == 1
+    assert facts(part, None)["answers that are none of the question's options"] == "1"
+
+
+def test_answers_that_differ_in_case_or_a_full_stop_are_one(folder: Path) -> None:
+    answers = ["ja", "Ja.", "JA", "nein", "nein.", "<answer>ja</answer>"]
+    part = inspect(folder, *(row(i, answer=answer) for i, answer in enumerate(answers))).parts["training"]
+    assert part.answers == {"ja": 4, "nein": 2}
+    assert part.best_constant == pytest.approx(4 / 6)
 
 
 def test_letters_are_compared_with_even_chances(folder: Path) -> None:

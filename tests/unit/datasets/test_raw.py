@@ -183,6 +183,38 @@ def test_what_was_fetched_before_an_outage_is_not_fetched_again_and_needs_no_roo
     assert not (tmp_path / "raw" / raw.PARTIALS).exists()
 
 
+@pytest.mark.parametrize("more", [0, 100])
+def test_nothing_is_continued_of_a_tar_that_the_server_has_replaced(hub: Hub, tmp_path: Path, more: int) -> None:
+    fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4", "R9_coarse_0_fine_4")  # looks through all of it
+    hub.cut_at, hub.refuse = 3000, 403
+    with pytest.raises(DataError, match="403"):
+        fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
+    hub.refuse = None
+    videos = [(f"./{name}/Export_py/Video_pitchshift.mp4", b"new" * (2000 + more)) for name in ("R3", "R2", "R1")]
+    old = len(hub.plain["/holo/video_pitch_shifted.tar"])
+    hub.plain["/holo/video_pitch_shifted.tar"] = tar_of(*videos)[: old if more == 0 else None].ljust(old, b"\0")
+    assert fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4") == []
+    assert (tmp_path / "raw/videos/R1/Export_py/Video_pitchshift.mp4").read_bytes() == b"new" * (2000 + more)
+
+
+def test_a_replaced_shard_is_fetched_from_its_beginning(hub: Hub, tmp_path: Path) -> None:
+    name, shard = "a-b-val.9.totalframe001.clipframe001", "/bridge/bridge_dataset-val.tfrecord-00000-of-00001"
+    hub.plain[shard] = episode("a/b/val", 8, *["green"] * 9) + episode("a/b/val", 9, "red")
+    hub.cut_at, hub.refuse = 300, 403
+    with pytest.raises(DataError, match="403"):
+        fetch(tmp_path, "bridgev2", name)
+    hub.refuse = None
+    hub.plain[shard] = episode("a/b/val", 8, *["white"] * 9) + episode("a/b/val", 9, "blue")
+    assert fetch(tmp_path, "bridgev2", name) == []
+    assert (source_of(tmp_path, "bridgev2", name) / "im_0.png").read_bytes() == png("blue")
+
+
+def test_a_server_that_does_not_tell_the_size_of_a_file_is_told(hub: Hub, tmp_path: Path) -> None:
+    hub.tells_sizes = False
+    with pytest.raises(DataError, match=r"does not say how large the file is \(\*\).*By hand"):
+        fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
+
+
 def test_a_server_without_ranges_is_told(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "build_hf_headers", dict)
     monkeypatch.setattr("tests.unit.datasets.hub.re.fullmatch", lambda pattern, text: None)

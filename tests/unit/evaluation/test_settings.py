@@ -120,6 +120,17 @@ def test_a_scorers_threshold_is_compared_and_was_a_half_before_there_was_a_key(t
     open_run_folder(tmp_path, config(evaluation=own | {"scorer_threshold": 0.5}), MODEL)
 
 
+@pytest.mark.parametrize("recorded", [{}, {"evaluation.scorer_threshold": 0.7}])
+def test_compat_has_never_used_a_scorers_threshold(tmp_path: Path, recorded: dict[str, float]) -> None:
+    own = config(evaluation={"scorer": "exact_match", "parser": "compat"})
+    open_run_folder(tmp_path, own, MODEL)
+    write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["settings"]["evaluation.scorer_threshold"]
+    write_text(tmp_path / "run.json", json.dumps(record | {"settings": record["settings"] | recorded}))
+    open_run_folder(tmp_path, own, MODEL)
+
+
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = set()

@@ -15,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsreason.config.schema import CheckpointConfig
-from dsreason.errors import CheckpointError, ConfigError, StorageError
+from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.disk import json_object
 from dsreason.files.retries import with_retries
+from dsreason.job import watchdog
+from dsreason.job.failures import CRASH_LOG
 from dsreason.monitor import progress
 from dsreason.monitor.progress import Advance
 from dsreason.storage import uploads
@@ -598,6 +600,44 @@ def test_logs_go_also_where_nothing_else_is_saved(logged: Path, places: dict[str
     with uploading(config) as uploader:
         uploader.add_not_uploaded(logged)  # as a run does when it begins
     assert places["s3"] == ["s3://bucket/run/logs"]
+
+
+@pytest.mark.parametrize("what", ["final", "all"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("of loss"), Stopped("stopped by SIGTERM"), KeyboardInterrupt()])
+def test_logs_of_a_run_that_fails_or_is_stopped_are_sent_and_say_why(
+    logged: Path, places: dict[str, list[str]], caplog: pytest.LogCaptureFixture, what: str, error: BaseException
+) -> None:
+    config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), upload_what=what)
+    with pytest.raises(type(error)), uploading(config) as uploader:
+        uploader.add_not_uploaded(logged)
+        while uploader.in_use():
+            time.sleep(0.01)
+        places["s3"].clear()
+        raise error
+    assert places["s3"] == ["s3://bucket/run/logs"]
+    assert str(error) in next(one.getMessage() for one in caplog.records if one.name == CRASH_LOG)
+
+
+def test_logs_that_take_too_long_or_fail_hide_no_failure(
+    logged: Path, storage: FakeStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uploads, "LOGS_TIME_S", 0.05)
+    storage.gate.clear()
+    with pytest.raises(ZeroDivisionError), uploading(config(upload_include=("logs",))) as uploader:
+        uploader.add_not_uploaded(logged)
+        raise ZeroDivisionError
+    assert f"dsreason push {logged / 'logs'} --to s3://bucket/run/logs" in caplog.text
+    storage.gate.set()
+    monkeypatch.setattr(uploads, "LOGS_TIME_S", 10.0)
+    storage.errors = [StorageError("denied")]
+    with pytest.raises(ZeroDivisionError), uploading(config(upload_include=("logs",))) as uploader:
+        uploader.add_not_uploaded(logged)
+        raise ZeroDivisionError
+    assert "denied" in caplog.text
+
+
+def test_a_failing_run_waits_for_logs_less_than_the_watchdog_lets_it_close() -> None:
+    assert uploads.LOGS_TIME_S < watchdog.CLOSING_TIME
 
 
 def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places: dict[str, list[str]]) -> None:

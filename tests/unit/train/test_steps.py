@@ -175,6 +175,16 @@ def test_the_newest_exports_stay_beside_the_final_one_and_that_of_the_best_step(
     assert saved.exports == expected
 
 
+def test_exports_of_an_earlier_job_stay_where_only_the_final_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        (tmp_path / "export" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "export" / f"step_{step}" / "config.json").touch()
+    saved = Saved(tmp_path, monkeypatch, every=2, export="final", export_keep=1, keep_best=False).train()
+    assert saved.exports == {"step_2", "step_4", "final"}
+
+
 def test_an_export_that_waits_for_its_upload_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all", export_keep=1, keep_best=False)
     saved.run.uploads.in_use = lambda: {tmp_path / "export" / "step_2"}

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from dsreason.config.schema import RunConfig, Section
+from dsreason.config.schema import RunConfig
+from dsreason.config.section import Section
 
 
 class ToySection(Section):

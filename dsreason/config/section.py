@@ -1,0 +1,25 @@
+"""What every section of a configuration is."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values cannot be changed after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def check_exclusive(self, first: str, second: str) -> None:
+        """ValueError where both of these keys are set."""
+        a, b = getattr(self, first), getattr(self, second)
+        if a is not None and b is not None:
+            raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
+
+    def check_order(self, low: str, high: str) -> None:
+        """ValueError where both of these keys are set and the first is the greater one."""
+        a, b = getattr(self, low), getattr(self, high)
+        if a is not None and b is not None and a > b:
+            raise ValueError(f"{low} ({a}) is greater than {high} ({b})")

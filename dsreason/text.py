@@ -1,0 +1,55 @@
+"""The parts of a response, and texts without what does not count."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
+
+
+class Response(NamedTuple):
+    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
+
+    thoughts: str
+    answer: str
+    tagged: bool
+    """Whether the answer stood in `<answer>` tags."""
+
+
+def split_response(text: str) -> Response:
+    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
+
+    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
+    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
+    follows the thoughts.
+    """
+    text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
+    thoughts, closed, said = text.rpartition("</think>")
+    if not closed:
+        said, _, thoughts = text.partition("<think>")
+    if not said.strip():  # thoughts that hold the answer, or that nothing closes
+        thoughts, tag, said = thoughts.partition("<answer>")
+        said = tag + said
+    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
+    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
+    # Without closing tags that stand alone, one that was cut off included.
+    answer = re.sub(r"</[a-z]*\Z", "", TAG.sub("", answer))
+    return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))
+
+
+def normalized(text: str) -> str:
+    """Comparable: case and the amount of white space do not count."""
+    return " ".join(text.split()).casefold()
+
+
+def normalized_answer(text: str) -> str:
+    """Comparable: case, the amount of white space and a final full stop do not count."""
+    return normalized(text).removesuffix(".").rstrip()
+
+
+def bare(text: str) -> str:
+    """Comparable as an option's text: as `normalized`, without final punctuation or brackets and quotes around all of it."""
+    plain = normalized(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
+    return plain[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", plain) else plain
