@@ -111,7 +111,7 @@ define lock
 	$(COMPILE) --python-version $(2) --extra cpu --group dev $(call pins,$(4),$(5)) -c $(1)/cpu.txt -o $(1)/dev.txt \
 		$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' $(1)/cpu.txt)
 	@# What each of these extras adds to cuda.txt, for the image, in the versions that are tested.
-	for extra in wandb similarity; do \
+	for extra in wandb similarity world; do \
 		$(COMPILE) --python-version $(2) --extra $$extra -c $(1)/cuda.txt -c $(1)/dev.txt -o $(1)/$$extra.txt \
 			$$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' $(1)/cuda.txt); \
 	done
