@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ GIVEN_FRAME_TIME = 1e-4
 
 
 @torch.no_grad()
-def encode_text(
+def embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
-) -> Tensor:
-    """The hidden states of all layers, each normalised, one behind another: `[B, max_length, layers x hidden size]`.
+) -> Iterator[Tensor]:
+    """The hidden states of all layers, each normalised, one behind another: `[1, max_length, layers x hidden size]`.
 
     There is no attention mask, as in training of the model: the padding takes part.
     """
@@ -32,10 +32,10 @@ def encode_text(
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     encoder = load_encoder(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", device, dtype)
-    embeddings = [_embedding(encoder, token_ids(tokenizer, prompt, max_length).to(device)) for prompt in prompts]
+    for prompt in prompts:
+        yield _embedding(encoder, token_ids(tokenizer, prompt, max_length).to(device))
     del encoder
     free_memory()
-    return torch.cat(embeddings)
 
 
 def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
@@ -215,7 +215,7 @@ COSMOS_PREDICT2_5 = WorldFamily(
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
     max_conditional_frames=2,
     guidance_offset=1.0,  # the pipeline computes v + scale · (v − v_negative)
-    encode_text=encode_text,
+    embeddings=embeddings,
     velocity=velocity,
     solver_times=lambda scheduler: scheduler.sigmas[:-1],
     parallelise=parallelise,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +14,13 @@ from dsreason.world.families.components import scheduler_sigmas
 from dsreason.world.types import Conditioning
 
 
-class EncodeText(Protocol):
+class Embeddings(Protocol):
     def __call__(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
-    ) -> Tensor:
-        """Embeddings `[B, L, D]`, as the family's pipeline makes them; the encoder is loaded, and freed at the end.
+    ) -> Iterator[Tensor]:
+        """Of each prompt `[1, max_length, D]`, as the family's pipeline makes it; the encoder is freed at the end.
 
-        Prompts are encoded one by one, so an embedding does not depend on the others.
+        Prompts are encoded one by one: an embedding does not depend on the others, and only one is in memory.
         """
 
 
@@ -68,7 +68,7 @@ class WorldFamily:
     """Latent frames that can be given."""
     guidance_offset: float
     """What to add to the pipeline's own `guidance_scale` to get ours, in which 1 is without guidance."""
-    encode_text: EncodeText
+    embeddings: Embeddings
     velocity: Velocity
     solver_times: Callable[[Any], Tensor]
     """The noise levels `[steps]` that the pipeline gives to the transformer, of a scheduler after `set_timesteps`. Some
@@ -80,3 +80,9 @@ class WorldFamily:
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
     """Why a folder with this model_index.json cannot be trained; empty where it can."""
+
+    def encode_text(
+        self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> Tensor:
+        """The embeddings of a few prompts: `[B, L, D]`."""
+        return torch.cat(list(self.embeddings(folder, prompts, max_length, device, dtype)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,22 @@ TINY_WORDS = (
 
 
 @torch.no_grad()
-def encode_text(
+def embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
-) -> Tensor:
-    """The encoder's last hidden states: `[B, max_length, hidden size]`, zero behind the prompt's end."""
+) -> Iterator[Tensor]:
+    """The encoder's last hidden states: `[1, max_length, hidden size]`, zero behind the prompt's end."""
     from transformers import UMT5EncoderModel
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     encoder = load_encoder(UMT5EncoderModel, folder / "text_encoder", device, dtype)
-    embeddings = []
     for prompt in prompts:
         encoded = tokenizer(
             clean(prompt), padding="max_length", max_length=max_length, truncation=True, return_tensors="pt"
         ).to(device)
         states = encoder(encoded.input_ids, encoded.attention_mask).last_hidden_state
-        embeddings.append(states * encoded.attention_mask[..., None])
+        yield states * encoded.attention_mask[..., None]
     del encoder
     free_memory()
-    return torch.cat(embeddings)
 
 
 def clean(prompt: str) -> str:
@@ -199,7 +197,7 @@ WAN = WorldFamily(
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
     max_conditional_frames=0,
     guidance_offset=0.0,  # the pipeline computes v_negative + scale · (v − v_negative)
-    encode_text=encode_text,
+    embeddings=embeddings,
     velocity=velocity,
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,
     parallelise=parallelise,
