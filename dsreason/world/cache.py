@@ -48,7 +48,8 @@ class TextCache:
 
         The encoder is loaded only where there is something to encode, and freed at the end.
         """
-        missing = [prompt for prompt in dict.fromkeys(prompts) if not self._file(prompt).is_file()][rank::num_ranks]
+        share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
+        missing = [prompt for prompt in share if not self._file(prompt).is_file()]
         if missing:
             embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
             for prompt, embedding in zip(missing, embeddings, strict=True):

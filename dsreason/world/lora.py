@@ -38,7 +38,9 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
         try:
             transformer.add_adapter(settings, adapter_name=ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"lora.targets ({', '.join(targets)}): {error}; name linear layers of the model") from None
+            raise ConfigError(
+                f"lora.targets ({', '.join(targets)}): {error}; name linear layers of the model"
+            ) from None
 
 
 def lora_metadata(transformer: Any) -> dict[str, Any]:

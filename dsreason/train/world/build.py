@@ -105,9 +105,7 @@ class WorldRun(JobRun[WorldConfig]):
 def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None) -> Iterator[WorldRun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
-        opened = open_job(
-            config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack
-        )
+        opened = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
         config, world, folder = opened.config, opened.world, opened.model_path
         with opened.watchdog.phase("open_data"), first_rank_first(world):
             training, validation = open_data(config)
@@ -176,9 +174,7 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
     transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
-        add_lora(
-            transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed
-        )
+        add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
         metadata = lora_metadata(transformer)
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
