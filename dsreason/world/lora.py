@@ -32,7 +32,7 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
     from peft import LoraConfig
 
     transformer.requires_grad_(False)
-    settings = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))  # type: ignore[arg-type]  # any number
+    settings = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

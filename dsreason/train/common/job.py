@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
@@ -81,9 +81,6 @@ class JobRun(OpenedJob[J]):
     A trainer's own run is this with more, and says how it is measured and exported.
     """
 
-    export_file: ClassVar[str] = "config.json"
-    """In every export; how new it is says how new the export is."""
-
     engine: DeepSpeedEngine
     metrics: Metrics
     progress: Progress
@@ -98,6 +95,11 @@ class JobRun(OpenedJob[J]):
     @property
     def checkpoints(self) -> Path:
         return self.output_dir / "checkpoints"
+
+    @property
+    def export_file(self) -> str:
+        """In every export; how new it is says how new the export is."""
+        return "config.json"
 
     def measure(self) -> Measured | None:
         """Validate the policy as it is; None where there is nothing to measure. Collective."""

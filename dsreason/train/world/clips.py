@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tu
     """
     begin, end = (i * len(places) // share.count for i in (share.index, share.index + 1))
     own = list(places[begin:end])
-    num_groups = -(-(-(-len(places) // share.count)) // size)
+    num_groups = ceil(ceil(len(places) / share.count) / size)
     groups = [tuple(own[i * size : (i + 1) * size]) for i in range(num_groups)]
     return [(group, True) if group else ((places[0],), False) for group in groups]
 

@@ -113,15 +113,15 @@ def with_data(config: WorldConfigSection, plan: Plan, number: int) -> bool:
 def data_loss(world: WorldRun, batch: MicroBatch, number: int, rollout_step: int) -> Tensor:
     """DDRL's data term (2512.04332): the velocity's error on the rows' own clips, at the noise level of a trained step. `[B]`."""
     config, here = world.config, batch.to(world.device)
-    assert here.clean is not None
-    noise = here.start
+    clean, noise = here.clean, here.start
+    assert clean is not None
     if config.world.data_noise == "fresh":
         seed, purpose = config.train.seed, f"data {number}"
         noise = clip_noise(batch.places, world.shape, seed, rollout_step, purpose).to(world.device)
     s = float(world.sigmas[number])
     here = replace(here, start=noise)
-    v = at(velocity_of(world, here, 1.0), (1 - s) * here.clean + s * noise, world, number)
-    return flow_matching_loss(v, here.clean, noise, here.free)
+    v = at(velocity_of(world, here, 1.0), (1 - s) * clean + s * noise, world, number)
+    return flow_matching_loss(v, clean, noise, here.free)
 
 
 def check_ratio(world: WorldRun, error: float) -> None:

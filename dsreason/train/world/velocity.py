@@ -28,7 +28,8 @@ def velocity_of(world: WorldRun, batch: MicroBatch, scale: float) -> Velocity:
         both = family.velocity(
             transformer, torch.cat([x, x]), torch.cat([s, s]), twice.text, twice.conditioning, twice.start
         )
-        return guided(*both.chunk(2), scale)
+        positive, negative = both.chunk(2)
+        return guided(positive, negative, scale)
 
     return guided_velocity
 
