@@ -50,6 +50,7 @@ class WeightAverage:
                 own.copy_(share)
             yield
 
+    @torch.no_grad()
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter by its name, whole and in float32. All ranks must go through all of it together."""
         for name, parameter in trained_parameters(self.engine).items():

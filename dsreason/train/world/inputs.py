@@ -26,6 +26,9 @@ from dsreason.world.types import ClipSize, WorldRow
 
 log = logging.getLogger(__name__)
 
+MOST_LOSSES = 64
+"""Held-out clips whose loss a validation measures."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -113,10 +116,11 @@ def open_inputs(
 
 def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:
     """The prompts of all steps and of validation, each once, and the negative one."""
-    training, _ = datasets
+    training, validation = datasets
     rows = (index for step in range(order.num_steps) for index in order.indices(step))
     prompts = dict.fromkeys(training[index].prompt for index in dict.fromkeys(rows))
     prompts |= dict.fromkeys(row.prompt for row in validation_rows(config, datasets))
+    prompts |= dict.fromkeys(validation[index].prompt for index in loss_rows(config, validation))
     return [config.data.negative_prompt, *(prompt for prompt in prompts if prompt != config.data.negative_prompt)]
 
 
@@ -126,3 +130,10 @@ def validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldData
     source = validation if len(validation) else training
     limit = config.validation.max_samples
     return [source[index] for index in evenly(len(source), limit)] if limit else []
+
+
+def loss_rows(config: WorldConfig, validation: WorldDataset) -> list[int]:
+    """The held-out rows whose clips the loss is measured on, evenly spaced; none where training has no such loss."""
+    if config.world.algorithm not in ("sft", "ddrl"):
+        return []
+    return evenly(len(validation), MOST_LOSSES)

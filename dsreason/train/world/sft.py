@@ -14,6 +14,7 @@ from dsreason.train.common.steps import count_skipped
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import MicroBatch, Place, share_out
 from dsreason.train.world.gradients import add, backward, gathered
+from dsreason.train.world.inputs import loss_rows
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.data import WorldDataset
 from dsreason.world.noise import generator
@@ -88,7 +89,8 @@ def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dic
 @torch.no_grad()
 def held_out_loss(world: WorldRun) -> float:
     """The mean loss on the held-out clips, with noise and noise levels that never change. Collective."""
-    batches, _ = read_batches(world, world.validation, range(len(world.validation)), step=0)
+    rows = loss_rows(world.config, world.validation)
+    batches, _ = read_batches(world, world.validation, rows, step=0)
     sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
     for batch in batches:
         losses = clip_losses(world, batch, step=0)

@@ -17,7 +17,7 @@ from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import write_rows
 from dsreason.train.world.build import WorldRun, sigmas_of
 from dsreason.train.world.clips import MicroBatch, Place, share_out
-from dsreason.train.world.inputs import validation_rows
+from dsreason.train.world.inputs import loss_rows, validation_rows
 from dsreason.train.world.rollout import ask, pixels_of
 from dsreason.train.world.sft import held_out_loss
 from dsreason.train.world.show import Look, look_at, looks, save_clip
@@ -78,7 +78,7 @@ def validate(world: WorldRun) -> WorldResult | None:
     clips: list[Shown] = []
     rows = validation_rows(world.config, (world.training, world.validation))
     with averaged(world):
-        if world.config.world.algorithm in ("sft", "ddrl") and len(world.validation):
+        if loss_rows(world.config, world.validation):
             with world.progress.phase("validation: loss"):
                 metrics["val/loss"] = held_out_loss(world)
         if rows:
