@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 RUN = """
 [model]
 path = "tiny:cosmos_predict2_5"
-max_prompt_length = 48
+max_prompt_length = 64
 [data]
 frames = 9
 height = 32
