@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from dsreason.config.schema_world import WorldModelConfig
 from dsreason.errors import CheckpointError, ConfigError, DataError
@@ -80,9 +79,7 @@ def tiny_world_model(family: str, cache: Path) -> Path:
 def fetch(model: WorldModelConfig) -> Path:
     """A local copy of a folder in S3, without pickled weights."""
     try:
-        return local_folder(
-            model.path, lambda name: any(fnmatch.fnmatch(name, f"*{pattern}") for pattern in MODEL_FILES)
-        )
+        return local_folder(model.path, lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES))
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be a model folder in diffusers' format") from None
 
@@ -95,15 +92,17 @@ def download(model: WorldModelConfig) -> Path:
         raise CheckpointError(str(hub_error(error, where, page=page, revision=model.revision))) from error
 
 
+def transformer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "transformer" / "config.json")
+
+
 def empty_transformer(folder: Path) -> Any:
     """The transformer of a model's folder without memory behind its parameters; its buffers are computed."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
 
-    family = family_of(folder)
-    file = folder / "transformer" / "config.json"
-    config = read_json(file)
+    family, config, file = family_of(folder), transformer_config(folder), folder / "transformer" / "config.json"
     if config.get("_class_name") != family.transformer:
         raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
     try:
@@ -136,11 +135,13 @@ def load_transformer(
     else:
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(device, dtype, copy=True)
-    move_buffers(transformer, device)
+    place_buffers(transformer, device)
     return transformer.train()
 
 
-def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+def place_buffers(model: Any, device: torch.device | str) -> None:
+    """No file holds them: they are positions. DeepSpeed would turn them into bfloat16 but for this list."""
+    model._keep_in_fp32_modules_strict = {name for name, _ in model.named_buffers()}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)

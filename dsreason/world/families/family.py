@@ -60,8 +60,6 @@ class WorldFamily:
     """`_class_name` in model_index.json."""
     transformer: str
     """Its class in diffusers."""
-    heads: str
-    """Key of the transformer's configuration that says how many attention heads it has."""
     lora_targets: tuple[str, ...]
     """Names of the linear layers of attention and feed-forward."""
     max_conditional_frames: int
