@@ -20,14 +20,12 @@ from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
 from dsreason.secrets import without_credentials
 from dsreason.world.families import FAMILIES, family_of
-from dsreason.world.families.components import read_json
+from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
 
 TINY = "tiny:"
 TINY_VERSION = 1
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
-STEM = "diffusion_pytorch_model"
-"""Of the files in which diffusers keeps weights."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What a model folder needs; pickled weights are left where they are."""
 
@@ -107,9 +105,11 @@ def empty_transformer(folder: Path) -> Any:
         raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            return getattr(diffusers, family.transformer).from_config(config)
+            transformer = getattr(diffusers, family.transformer).from_config(config)
     except Exception as error:  # a size that is negative, of the wrong type or too large
         raise CheckpointError(f"{file}: no model can be built from it: {type(error).__name__}: {error}") from error
+    family.accept_projected(transformer)
+    return transformer
 
 
 def load_transformer(
@@ -125,7 +125,7 @@ def load_transformer(
     in float32. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
     transformer = empty_transformer(folder)
-    weights = find_weights(folder / "transformer", str, STEM)
+    weights = find_weights(folder / "transformer", str, WEIGHTS)
     check_weights(transformer, weights)
     map_parameters(transformer, weights)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:

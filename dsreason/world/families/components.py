@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dsreason.errors import CheckpointError
 
+WEIGHTS = "diffusion_pytorch_model"
+"""Of the files in which diffusers keeps weights: their names without what follows."""
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
