@@ -66,7 +66,8 @@ class TextCache:
 
         The encoder is loaded only where there is something to encode, and freed at the end.
         """
-        missing = [prompt for prompt in dict.fromkeys(prompts) if not self._file(prompt).is_file()][rank::num_ranks]
+        share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
+        missing = [prompt for prompt in share if not self._file(prompt).is_file()]
         if not missing:
             return
         project: Callable[[Tensor], Tensor] = lambda text: text  # noqa: E731

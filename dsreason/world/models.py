@@ -84,10 +84,16 @@ def fetch(model: WorldModelConfig) -> Path:
 
 def download(model: WorldModelConfig) -> Path:
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
+        folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
     except HUB_ERRORS as error:
         where, page = f"model.path {model.path}: no local folder", f"{hub()}/{model.path}"
         raise CheckpointError(str(hub_error(error, where, page=page, revision=model.revision))) from error
+    if not (folder / "model_index.json").is_file():
+        raise CheckpointError(
+            f"model.path {model.path}: revision {model.revision or 'main'} has no model_index.json, so it is not in diffusers' "
+            "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
+        )
+    return folder
 
 
 def transformer_config(folder: Path) -> dict[str, Any]:

@@ -131,6 +131,31 @@ def test_a_revision_is_downloaded_without_pickles(
     assert not any("bin" in pattern or "pt" in pattern for pattern in MODEL_FILES)
 
 
+def test_a_repository_whose_diffusers_folder_is_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsreason.world.models.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"revision main has no model_index\.json.*model\.revision, such as diffusers/base"
+    ):
+        resolve_world_model(WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B"), tmp_path)
+
+
+def test_folders_in_s3_are_copied_without_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[str] = []
+
+    def local_folder(address: str, want: Any) -> Path:
+        names = ["model_index.json", "vae/config.json", "transformer/a.safetensors", "transformer/a.bin", "vae/b.pt"]
+        wanted.extend(filter(want, names))
+        return folder
+
+    monkeypatch.setattr("dsreason.world.models.local_folder", local_folder)
+    assert resolve_world_model(WorldModelConfig(path="s3://bucket/model"), tmp_path) == folder
+    assert wanted == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
+
+
 def sharded(folder: Path, name: str) -> Path:
     import diffusers
 
