@@ -8,6 +8,7 @@ group they are the whole gradient. DeepSpeed averages over ranks, so the loss is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,33 +28,37 @@ KEY = "train.context_parallel_size"
 def parallelise(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
     """Make a transformer (before DeepSpeed wraps it) share the tokens of each clip among the ranks of `group`.
 
-    All ranks of the group must call it with the same arguments. ConfigError where the attention heads do not divide; the
-    first forward raises one where the tokens do not.
+    All ranks of the group call it with the same arguments, after `check_sizes`.
     """
-    size = dist.get_world_size(group)
-    heads = transformer.config[family.heads]  # type: ignore[index]
-    if heads % size:
-        raise ConfigError(
-            f"{KEY} ({size}) does not divide the model's attention heads ({heads}); set it to a divisor of {heads}"
-        )
     family.parallelise(transformer, group)
 
 
-def check_tokens(shape: tuple[int, ...], patch: tuple[int, int, int], size: int) -> None:
-    """ConfigError where latents `[C, T, h, w]`, cut in patches, do not divide among `size` ranks."""
-    frames, height, width = (length // side for length, side in zip(shape[-3:], patch, strict=True))
-    if frames * height * width % size:
+def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) -> None:
+    """ConfigError where a model's heads or a clip's tokens do not divide among `size` ranks.
+
+    Args:
+        config: the transformer's config.json.
+        shape: of a clip's latents, `(C, t, h, w)`.
+    """
+    heads = config["num_attention_heads"]
+    if heads % size:
         raise ConfigError(
-            f"{KEY} ({size}) does not divide a clip's {frames * height * width} tokens ({frames} x {height} x {width}); "
-            "change data.frames, data.height or data.width, or set another size"
+            f"{KEY} ({size}) does not divide the model's {heads} attention heads; set it to a divisor of {heads}"
+        )
+    frames, height, width = (length // side for length, side in zip(shape[-3:], config["patch_size"], strict=True))
+    tokens = frames * height * width
+    if tokens % size:
+        raise ConfigError(
+            f"{KEY} ({size}) does not divide a clip's {tokens} tokens ({frames} x {height} x {width}); change data.frames, "
+            "data.height or data.width, or set another size"
         )
 
 
 def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's share along one axis."""
+    """This rank's share along one axis. ValueError where it does not divide: `chunk` would cut unequal parts."""
     size = dist.get_world_size(group)
     if tensor.shape[dim] % size:
-        raise ConfigError(f"{KEY} ({size}) does not divide a clip's {tensor.shape[dim]} tokens; change the clip's size")
+        raise ValueError(f"{tensor.shape[dim]} tokens or heads do not divide among {size} ranks")
     return tensor.chunk(size, dim)[dist.get_rank(group)]
 
 

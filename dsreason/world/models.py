@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from dsreason.config.schema_world import WorldModelConfig
 from dsreason.errors import CheckpointError, ConfigError, DataError
@@ -21,14 +20,12 @@ from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
 from dsreason.secrets import without_credentials
 from dsreason.world.families import FAMILIES, family_of
-from dsreason.world.families.components import read_json
+from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
 
 TINY = "tiny:"
 TINY_VERSION = 1
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
-STEM = "diffusion_pytorch_model"
-"""Of the files in which diffusers keeps weights."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What a model folder needs; pickled weights are left where they are."""
 
@@ -80,19 +77,27 @@ def tiny_world_model(family: str, cache: Path) -> Path:
 def fetch(model: WorldModelConfig) -> Path:
     """A local copy of a folder in S3, without pickled weights."""
     try:
-        return local_folder(
-            model.path, lambda name: any(fnmatch.fnmatch(name, f"*{pattern}") for pattern in MODEL_FILES)
-        )
+        return local_folder(model.path, lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES))
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be a model folder in diffusers' format") from None
 
 
 def download(model: WorldModelConfig) -> Path:
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
+        folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
     except HUB_ERRORS as error:
         where, page = f"model.path {model.path}: no local folder", f"{hub()}/{model.path}"
         raise CheckpointError(str(hub_error(error, where, page=page, revision=model.revision))) from error
+    if not (folder / "model_index.json").is_file():
+        raise CheckpointError(
+            f"model.path {model.path}: revision {model.revision or 'main'} has no model_index.json, so it is not in diffusers' "
+            "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
+        )
+    return folder
+
+
+def transformer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "transformer" / "config.json")
 
 
 def empty_transformer(folder: Path) -> Any:
@@ -101,16 +106,16 @@ def empty_transformer(folder: Path) -> Any:
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
 
-    family = family_of(folder)
-    file = folder / "transformer" / "config.json"
-    config = read_json(file)
+    family, config, file = family_of(folder), transformer_config(folder), folder / "transformer" / "config.json"
     if config.get("_class_name") != family.transformer:
         raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            return getattr(diffusers, family.transformer).from_config(config)
+            transformer = getattr(diffusers, family.transformer).from_config(config)
     except Exception as error:  # a size that is negative, of the wrong type or too large
         raise CheckpointError(f"{file}: no model can be built from it: {type(error).__name__}: {error}") from error
+    family.accept_projected(transformer)
+    return transformer
 
 
 def load_transformer(
@@ -126,7 +131,7 @@ def load_transformer(
     in float32. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
     transformer = empty_transformer(folder)
-    weights = find_weights(folder / "transformer", str, STEM)
+    weights = find_weights(folder / "transformer", str, WEIGHTS)
     check_weights(transformer, weights)
     map_parameters(transformer, weights)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
@@ -136,11 +141,13 @@ def load_transformer(
     else:
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(device, dtype, copy=True)
-    move_buffers(transformer, device)
+    place_buffers(transformer, device)
     return transformer.train()
 
 
-def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+def place_buffers(model: Any, device: torch.device | str) -> None:
+    """No file holds them: they are positions. DeepSpeed would turn them into bfloat16 but for this list."""
+    model._keep_in_fp32_modules_strict = {name for name, _ in model.named_buffers()}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)

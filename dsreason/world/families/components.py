@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dsreason.errors import CheckpointError
 
+WEIGHTS = "diffusion_pytorch_model"
+"""Of the files in which diffusers keeps weights: their names without what follows."""
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
@@ -69,10 +71,12 @@ def scheduler_sigmas(folder: Path, steps: int) -> Tensor:
 def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Any:
     """A frozen text encoder of class `kind`, from safetensors only."""
     try:
-        encoder = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
+        encoder = kind.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True
+        )
     except Exception as error:  # what transformers raises for missing, damaged or pickled weights has no common class
         raise CheckpointError(f"{folder}: the text encoder cannot be loaded: {error}") from error
-    return encoder.to(device).eval().requires_grad_(False)
+    return encoder.eval().requires_grad_(False)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -24,6 +24,11 @@ class Embeddings(Protocol):
         """
 
 
+class ProjectText(Protocol):
+    def __call__(self, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The transformer's own first layer for text, which makes embeddings smaller: `[B, L, D]` → `[B, L, d]`."""
+
+
 class Velocity(Protocol):
     def __call__(
         self,
@@ -40,7 +45,7 @@ class Velocity(Protocol):
             transformer: the model, or the DeepSpeed engine around it.
             x: latents `[B, C, T, h, w]`, float32.
             s: noise levels `[B]`, float32, from 0 (data) to 1 (noise).
-            text: embeddings `[B, L, D]`.
+            text: embeddings `[B, L, D]`, or `[B, L, d]` where they are projected.
             conditioning: latent frames that are given. The velocity there is `initial_noise` − `conditioning.latents`.
             initial_noise: what `x` is made of at s = 1; needed with `conditioning`.
         """
@@ -60,8 +65,6 @@ class WorldFamily:
     """`_class_name` in model_index.json."""
     transformer: str
     """Its class in diffusers."""
-    heads: str
-    """Key of the transformer's configuration that says how many attention heads it has."""
     lora_targets: tuple[str, ...]
     """Names of the linear layers of attention and feed-forward."""
     max_conditional_frames: int
@@ -78,6 +81,10 @@ class WorldFamily:
     build_tiny: BuildTiny
     sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
+    project_text: ProjectText | None = None
+    """For embeddings that are too large to keep. Only where this layer is not trained."""
+    accept_projected: Callable[[nn.Module], None] = lambda transformer: None
+    """Make a transformer take projected embeddings, too; the names of its parameters stay."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
     """Why a folder with this model_index.json cannot be trained; empty where it can."""
 

@@ -91,25 +91,36 @@ def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5
     return s * residual - (centre + (1 - s) * spread**2 * residual)
 
 
+def cosmos_levels(count: int) -> list[float]:
+    """The schedule of Cosmos-Predict2.5: EDM's ramp of exponent 7 from 200 to 0.01, as flow times."""
+    first, last = 200 ** (1 / 7), 0.01 ** (1 / 7)
+    sigmas = [(first + i / (count - 1) * (last - first)) ** 7 for i in range(count)]
+    return [sigma / (1 + sigma) for sigma in sigmas] + [0.0]
+
+
 @pytest.mark.parametrize(
-    ("kind", "eta", "count", "spread", "tolerance"),
+    ("grid", "kind", "eta", "count", "spread", "tolerance"),
     [
-        ("ode", 0.0, 10, 0.431, 0.006),
-        ("flow", 0.7, 10, 0.478, 0.006),
-        ("flow", 0.7, 200, 0.500, 0.01),
-        ("dance", 0.3, 200, 0.500, 0.01),
-        ("cps", 0.5, 10, 0.400, 0.006),
-        ("cps", 0.8, 10, 0.352, 0.006),
-        ("ddim", 0.7, 10, 0.414, 0.006),
+        ("linear", "ode", 0.0, 10, 0.431, 0.006),
+        ("linear", "flow", 0.7, 10, 0.478, 0.006),
+        ("linear", "flow", 0.7, 200, 0.500, 0.01),
+        ("linear", "dance", 0.3, 200, 0.500, 0.01),
+        ("linear", "cps", 0.5, 10, 0.400, 0.006),
+        ("linear", "cps", 0.8, 10, 0.352, 0.006),
+        ("linear", "ddim", 0.7, 10, 0.414, 0.006),
+        ("cosmos", "ode", 0.0, 10, 0.356, 0.006),
+        ("cosmos", "flow", 0.7, 10, 0.499, 0.006),
+        ("cosmos", "flow", 0.7, 100, 0.4945, 0.006),
+        ("cosmos", "cps", 0.8, 10, 0.297, 0.006),
     ],
 )
 def test_samples_of_a_gaussian_have_its_mean_and_spread(
-    kind: Kind, eta: float, count: int, spread: float, tolerance: float
+    grid: str, kind: Kind, eta: float, count: int, spread: float, tolerance: float
 ) -> None:
     """The exact velocity, float64: Euler's error at 10 steps is known, and gone at 200."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(50_000, generator=numbers, dtype=torch.float64)
-    levels = linear(count, 1.0).tolist()
+    levels = linear(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)
     for s, s_next in zip(levels, levels[1:], strict=False):
         step = step_of(kind, s, s_next, eta, s_cap=levels[1])
         x = mean(step, x, exact_velocity(x, s)) + step.std * torch.randn(x.shape, generator=numbers, dtype=x.dtype)
