@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import data, demo, eval, export, infer, push, reward_serve, score
+from dsreason.cli import data, demo, eval, export, infer, push, reward_serve, score, unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
@@ -31,6 +31,7 @@ app.command()(export.export)
 app.command("eval")(eval.evaluate)
 app.command()(score.score)
 app.command()(infer.infer)
+data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")
 app.command()(push.push)
 app.command()(demo.demo)

@@ -31,7 +31,7 @@ class Retry(Exception):
 
     def pause(self, first: float, attempt: int) -> float:
         """Seconds until the next attempt: `first`, doubled for every further one, or what the server asks for."""
-        return min(max(first * 2**attempt, self.wait), LONGEST_PAUSE)
+        return min(max(first * 2.0**attempt, self.wait), LONGEST_PAUSE)
 
 
 class Refused(Exception):

@@ -196,7 +196,7 @@ def find_functions(name: str) -> dict[str, ClipReward]:
     if not isinstance(found, ModuleType):
         attribute = name.rpartition(":")[2]
         return {attribute: with_options(found, {}, name, {"clips": None, "samples": []})}
-    functions = {
+    functions: dict[str, ClipReward] = {
         key: value
         for key, value in vars(found).items()
         if inspect.isfunction(value)

@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         content = bytearray(size)
         view, filled = memoryview(content), 0
         while filled < size:
-            count = self.rfile.readinto(view[filled : filled + PIECE])  # type: ignore[attr-defined]  # a BufferedReader
+            count = self.rfile.readinto(view[filled : filled + PIECE])
             if not count:
                 raise ConnectionError(f"the body broke off after {filled} of {size} bytes")
             filled += count

@@ -23,6 +23,8 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
+from dsreason.files.npy import read_npy
+
 Media = Literal["video", "image", "latent"]
 Array = NDArray[Any]
 
@@ -54,7 +56,7 @@ def enqueue_body(request: Request) -> bytes:
     head = {key: getattr(request, key) for key in KNOWN} | dict(request.extra)
     buffer = io.BytesIO()
     buffer.write(json.dumps(head, allow_nan=False).encode() + b"\n")
-    np.lib.format.write_array(buffer, request.array, allow_pickle=False)
+    np.save(buffer, request.array, allow_pickle=False)
     return buffer.getvalue()
 
 
@@ -76,7 +78,10 @@ def read_body(body: bytes | bytearray) -> Request:
     media_type = head.get("media_type", "latent")
     if media_type not in get_args(Media):
         raise ValueError(f"media_type is {media_type!r}; it must be video, image or latent")
-    array = read_npy(memoryview(body)[end + 1 :])
+    try:
+        array = read_npy(memoryview(body)[end + 1 :])
+    except ValueError as error:
+        raise ValueError(f"what follows the JSON: {error}") from None
     if array.ndim != NUM_AXES[media_type] or 0 in array.shape:
         raise ValueError(f"{media_type} of shape {list(array.shape)}; it must have {NUM_AXES[media_type]} axes")
     prompts, infos, weights = head.get("prompts"), head.get("video_infos"), head.get("reward_fn")
@@ -91,28 +96,6 @@ def read_body(body: bytes | bytearray) -> Request:
         raise ValueError("reward_fn must be an object of names and weights")
     extra = {key: value for key, value in head.items() if key not in KNOWN}
     return Request(prompts, weights, infos, media_type, array, extra)
-
-
-def read_npy(content: memoryview) -> Array:
-    """The array in `.npy` bytes: plain numbers only, and nothing is unpickled. ValueError where it is no such array."""
-    file = io.BytesIO(content[: 16 * 1024])  # holds the header, which is short
-    try:
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"format version {version}")
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read_header(file)
-    except ValueError as error:
-        raise ValueError(f"what follows the JSON is not a .npy array: {error}") from None
-    if dtype.kind not in "uif":
-        raise ValueError(f"the array has the type {dtype}; it must be one of plain numbers")
-    if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
-        raise ValueError(
-            f"the array of shape {list(shape)} and type {dtype} should have {math.prod(shape) * dtype.itemsize} bytes, "
-            f"{len(content) - file.tell()} were sent"
-        )
-    array = np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
-    return array.astype(dtype.newbyteorder("="), copy=False)
 
 
 def bfloat16_bits(array: Array) -> Array:

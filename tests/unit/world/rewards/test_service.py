@@ -187,7 +187,7 @@ def test_a_scorer_adds_the_service_to_functions_while_the_caller_goes_on(service
         gone_on.set()
         scores = pending.result()
     light = scores.by_name["brightness"].tolist()
-    assert scores.total.tolist() == pytest.approx([10 * light[0] + 0.5, 10 * light[1] + 1])
+    assert scores.total.tolist() == pytest.approx([10 * light[0] + 1, 10 * light[1] + 2])
     assert scores.by_name["dance_grpo/overall_reward"].tolist() == [1, 2]
 
 
@@ -479,8 +479,8 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (body(VIDEO, media_type="video", reward_fn={"hps": 1}), "no reward function 'hps'; served are level, facts"),
         (body(VIDEO, media_type="video", reward_fn={"level": 0}), "names no function of positive weight"),
         (body(VIDEO, media_type="video", reward_fn=["level"]), "reward_fn must be an object"),
-        (body(VIDEO, media_type="video")[:-1], "should have 48 bytes, 47 were sent"),
-        (b"{}\n" + b"x" * 200, "not a .npy array"),
+        (body(VIDEO, media_type="video")[:-1], "should have 48 bytes, there are 47"),
+        (b"{}\n" + b"x" * 200, "what follows the JSON: not a .npy array"),
         (b"{}\n" + PICKLED.getvalue(), "it must be one of plain numbers"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "should have 216"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(-2, 3, -2,2,2)"), "array"),
