@@ -37,14 +37,17 @@ JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
 
 SHARED = re.compile(
-    "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|REMOTE_REWARD_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*|TRANSFORMERS_OFFLINE"
-    "|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
+    "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
+    "|TRANSFORMERS_OFFLINE|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
     "|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
 )
 """Variables that hosts take from the first one where they have none of their own."""
 OWN = {"VLLM_HOST_IP", "VLLM_PORT"}
-CREDENTIALS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"}
-"""They belong together: a host that has one takes none."""
+CREDENTIALS = (
+    {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"},
+    {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
+)
+"""Those of a set belong together: a host that has one takes none of them."""
 
 SHOWN = 5
 """Differences between hosts in one error."""
@@ -214,8 +217,8 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 def lacking(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
     """Those of the first host's variables that a host with `environment` takes."""
-    missing = set(names) - environment.keys()
-    return missing - CREDENTIALS if CREDENTIALS & environment.keys() else missing
+    own = set().union(*(together for together in CREDENTIALS if together & environment.keys()))
+    return set(names) - environment.keys() - own
 
 
 def use_interface(addresses: Sequence[str | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +14,7 @@ from dsreason.config.schema_world import WorldDataConfig
 from dsreason.errors import DataError
 from dsreason.files.remote import check_place
 from dsreason.problems import listed
-from dsreason.world.data import builtin, mock, prompts
+from dsreason.world.data import builtin, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
 from dsreason.world.data.rows import Rows
 from dsreason.world.types import ClipSize, WorldRow
@@ -27,6 +28,7 @@ class WorldDataset:
 
     rows: Sequence[WorldRow]
     read: Callable[[WorldRow, ClipSize], Tensor]
+    read_stored: Callable[[WorldRow, str], Tensor | None] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -43,6 +45,10 @@ class WorldDataset:
         if row.clip is None:
             raise DataError(f"{row.id}: the row is a prompt without a clip; use data with clips (data.format)")
         return self.read(row, size)
+
+    def read_array(self, row: WorldRow, kind: Literal["latent", "text"]) -> Tensor | None:
+        """What a shard holds of the row, computed before, as float32: latents `[C, T, h, w]` or text `[L, D]`; None without."""
+        return self.read_stored(row, kind) if self.read_stored is not None else None
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
@@ -80,11 +86,14 @@ def open_rows(data: WorldDataConfig, seed: int) -> WorldDataset:
         log.warning("%s; they are left out", problem)
     if not found.rows:
         raise DataError(f"{data.path or data.format}: the data set is empty")
-    return WorldDataset(found.rows[: data.limit], read)
+    stored = shards.read_array if data.format == "shards" else None
+    return WorldDataset(found.rows[: data.limit], read, stored)
 
 
 FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[Rows, Callable[[WorldRow, ClipSize], Tensor]]]] = {
     "builtin": lambda data, seed: (builtin.rows(seed, data.path), builtin.read_clip),
     "mock": lambda data, seed: (mock.rows(), mock.read_clip),
     "prompts": lambda data, seed: (prompts.read_prompts(data.path), read_clip),
+    "folder": lambda data, seed: (folder.read_folder(data.path), read_clip),
+    "shards": lambda data, seed: (shards.read_shards(data.path), shards.read_clip),
 }

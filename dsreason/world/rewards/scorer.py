@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +20,7 @@ from dsreason.rewards.functions import reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.worker import described
 from dsreason.world.rewards.functions import BUILT_IN, KIND, check_scores, find_clip_reward
+from dsreason.world.rewards.service import RewardService, service_total
 from dsreason.world.types import WorldRow
 
 Values = dict[str, list[float]]
@@ -43,17 +46,24 @@ class Pending:
     config: WorldRewardConfig
     labels: Sequence[str]
     """Of `config.functions`, in their order."""
-    built_in: Values
-    own: Future[Values] | None
+    num_clips: int
+    here: Values
+    """Scores of the functions that were called at once."""
+    futures: Sequence[Future[Values]]
+    """Of the worker processes and of the service."""
 
     def result(self) -> Scores:
         """Waits for the scores. RewardError: a function or the service failed, or took too long."""
-        values = self.built_in | (self.own.result() if self.own else {})
-        by_name = {label: torch.tensor(values[label], dtype=torch.float32) for label in self.labels}
-        weights = self.config.functions.values()
-        total = torch.stack([weight * by_name[label] for label, weight in zip(self.labels, weights, strict=True)]).sum(
-            0
-        )
+        values = dict(self.here)
+        for future in self.futures:
+            values |= future.result()
+        by_name = {name: torch.tensor(found, dtype=torch.float32) for name, found in values.items()}
+        functions = dict(zip(self.labels, self.config.functions.values(), strict=True))
+        total = torch.zeros(self.num_clips)
+        for label, weight in functions.items():
+            total += weight * by_name[label]
+        if self.config.services:
+            total += torch.from_numpy(service_total(self.config, values))
         return Scores(total, by_name)
 
 
@@ -78,6 +88,7 @@ class ClipScorer:
         self._here: dict[str, Callable[..., Any]] = {}
         found = [(name, config.options.get(name, {})) for name in self._own]
         self._pool = Pool(KIND, found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
+        self._service = RewardService(config) if config.services else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         """Calls of a pool follow each other."""
 
@@ -91,6 +102,8 @@ class ClipScorer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._service is not None:
+            self._service.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
@@ -112,8 +125,13 @@ class ClipScorer:
         samples = [replace(row, meta={**row.meta, "fps": fps}) for row in rows]
         pixels = clips.contiguous().numpy()
         here = {self._label[name]: call_here(name, function, pixels, samples) for name, function in self._here.items()}
-        own = self._thread.submit(self._call_own, pixels, samples) if self._own else None
-        return Pending(self.config, self.labels, here, own)
+        futures = [self._thread.submit(self._call_own, pixels, samples)] if self._own else []
+        if self._service is not None:
+            # A copy of the latents: the caller may go on with theirs.
+            sent = pixels if self.config.media == "video" else latents.detach().to("cpu", torch.float16).numpy()
+            prompts = [row.prompt for row in rows]
+            futures.append(in_background(partial(self._service.score, sent, prompts, fps, of_rows(rows))))
+        return Pending(self.config, self.labels, len(rows), here, futures)
 
     def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
         subject = of_rows(samples)
@@ -126,11 +144,25 @@ def open_scorer(config: WorldRewardConfig) -> ClipScorer:
     """A scorer of everything that the configuration names.
 
     Raises:
-        ConfigError: no reward is named.
+        ConfigError: no reward is named, or a service without its addresses.
     """
-    if not config.functions:
-        raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }")
+    if not config.functions and not config.services:
+        raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }, or reward.services")
     return ClipScorer(config)
+
+
+def in_background(call: Callable[[], Values]) -> Future[Values]:
+    """Its result, from a thread that a process which ends does not wait for: a service may take minutes."""
+    future: Future[Values] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward service", daemon=True).start()
+    return future
 
 
 def call_here(
