@@ -27,7 +27,7 @@ from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
-from dsreason.train.world.inputs import Inputs, open_inputs
+from dsreason.train.world.inputs import Inputs, keeps_projected, open_inputs
 from dsreason.train.world.preflight import check, clip_size, find_model, open_data, step_order, total_steps
 from dsreason.world.context_parallel import parallelise
 from dsreason.world.data import WorldDataset
@@ -172,6 +172,8 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
     family, metadata = family_of(folder), None
     log.info("loading %s", folder)
     transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
+    if keeps_projected(config):
+        family.accept_projected(transformer)
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)

@@ -101,7 +101,8 @@ def open_inputs(
 ) -> Inputs:
     """Encode all prompts that the run will need, each rank its share, and free the encoder. Collective."""
     dtype = DTYPES[config.train.precision]
-    texts = TextCache.open(family_of(folder), folder, config.model.max_prompt_length, dtype, cache_dir())
+    length, project = config.model.max_prompt_length, keeps_projected(config)
+    texts = TextCache.open(family_of(folder), folder, length, dtype, cache_dir(), project=project)
     prompts = used_prompts(config, datasets, order)
     log.info("%d different prompts", len(prompts))
     with errors_on_all_ranks():  # every host has a cache of its own
@@ -112,6 +113,11 @@ def open_inputs(
     latents = LatentCache.open(codec, folder, dtype, cache_dir())
     size = clip_size(config.data)
     return Inputs(config, texts, latents, size, codec.shape(size))
+
+
+def keeps_projected(config: WorldConfig) -> bool:
+    """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
+    return config.lora.rank > 0 and not any("proj" in target for target in config.lora.targets)
 
 
 def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:
