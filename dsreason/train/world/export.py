@@ -17,8 +17,8 @@ from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import frozen_names, full_parameters
 from dsreason.errors import SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
+from dsreason.world.families.components import WEIGHTS
 from dsreason.world.lora import FILE, save_lora
-from dsreason.world.models import STEM
 
 INDEX = "model_index.json"
 
@@ -86,7 +86,7 @@ def write_folder(
         partial.mkdir(parents=True)
         if lora is None:
             copy_pipeline(source, partial)
-            write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=STEM)
+            write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=WEIGHTS)
         else:
             save_lora({name: tensor.to("cpu", DTYPES[dtype], copy=True) for name, tensor in tensors}, partial, lora)
         (partial / CARD).write_text(card, encoding="utf-8")

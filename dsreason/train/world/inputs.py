@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,7 +44,11 @@ class Inputs:
 
     def negative(self, count: int) -> Tensor:
         """`[count, L, D]`: what guidance leads away from."""
-        return self.texts.read([self.config.data.negative_prompt]).expand(count, -1, -1)
+        return self._negative.expand(count, -1, -1)
+
+    @cached_property
+    def _negative(self) -> Tensor:
+        return self.texts.read([self.config.data.negative_prompt])
 
     def clean(self, dataset: WorldDataset, row: WorldRow) -> Tensor:
         """`[C, T, h, w]`: latents of the row's clip. DataError names a row whose clip cannot be used."""

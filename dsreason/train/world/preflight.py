@@ -15,11 +15,13 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.monitor.metrics import check_wandb
 from dsreason.train.common.preflight import check_deepspeed, coarse_to_fine
+from dsreason.world.context_parallel import check_sizes
 from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.families.components import read_json
 from dsreason.world.models import check_installed, resolve_world_model
 from dsreason.world.rewards import open_scorer
+from dsreason.world.rewards.functions import find_clip_reward
 from dsreason.world.schedule import linear
 from dsreason.world.steps import step_of
 from dsreason.world.types import ClipSize
@@ -30,8 +32,8 @@ DATA_SEED = 0
 """Which rows are held out does not depend on `train.seed`."""
 NUM_CLIPS = 8
 """Rows whose clips are looked at."""
-TIME = 4
-"""Frames of a clip, after the first one, that become one latent frame."""
+TIME, SPACE = 4, 8
+"""Frames of a clip, after the first one, that become one latent frame; pixels a side that become one latent."""
 
 
 def check(config: WorldConfig) -> None:
@@ -51,7 +53,7 @@ def check(config: WorldConfig) -> None:
     check_exchange(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
         trained_steps(config, [float(s) for s in noise_levels(config, folder)])
-    check_heads(config, folder, family)
+    check_division(config, folder)
     training, validation = open_data(config)
     if note := warmup_note(total_steps(config, step_order(config, len(training))), config.optim):
         log.warning("%s", note)
@@ -136,6 +138,8 @@ def check_rewards(config: WorldConfig) -> None:
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
         open_scorer(config.reward)
+        for name in config.reward.functions:
+            find_clip_reward(name, config.reward.options.get(name))
     elif world.algorithm != "sft":
         raise ConfigError(
             f"world.algorithm ({world.algorithm}) needs a reward; set reward.functions, such as {{ colour = 1.0 }}, or "
@@ -191,14 +195,12 @@ def check_exchange(config: WorldConfig) -> None:
             )
 
 
-def check_heads(config: WorldConfig, folder: Path, family: WorldFamily) -> None:
-    size = config.train.context_parallel_size
-    heads = read_json(folder / "transformer" / "config.json").get(family.heads)
-    if size > 1 and isinstance(heads, int) and heads % size:
-        raise ConfigError(
-            f"train.context_parallel_size ({size}) does not divide the model's attention heads ({heads}); set it to a "
-            f"divisor of {heads}"
-        )
+def check_division(config: WorldConfig, folder: Path) -> None:
+    """ConfigError where a clip does not divide among the ranks of a context-parallel group."""
+    data, size = config.data, config.train.context_parallel_size
+    if size > 1:
+        shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
+        check_sizes(read_json(folder / "transformer" / "config.json"), shape, size)
 
 
 def needs_clips(config: WorldConfig) -> bool:
