@@ -199,6 +199,19 @@ def test_diffusers_loads_the_exported_adapter_exactly(nft: Path) -> None:
         assert not changed.equal(FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text))
 
 
+@pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
+def test_a_checkpoint_is_exported_as_the_run_was(
+    runs: str, file: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from dsreason.cli.export import export
+
+    folder = request.getfixturevalue(runs)
+    export(checkpoint=folder / runs, output=tmp_path / "out", dtype="fp32")
+    found, expected = load_file(tmp_path / "out" / file), exported(folder / runs, file)
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+
+
 def run_facts(run: Path) -> dict[str, Any]:
     from dsreason.config.output import read_record
 
