@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.schema import CheckpointConfig, Count, JobConfig, JobTrainConfig, Section, Share
+from dsreason.config.schema import (
+    CheckpointConfig,
+    Count,
+    JobConfig,
+    JobTrainConfig,
+    JobValidationConfig,
+    Section,
+    Share,
+)
 from dsreason.errors import ConfigError
 
 
@@ -218,11 +226,7 @@ class WorldRewardConfig(Section):
         return self
 
 
-class WorldValidationConfig(Section):
-    every: int = Field(0, ge=0)
-    """Steps between validations; 0: only before the first and after the last step."""
-    before_training: bool = True
-    """Also validate before the first step."""
+class WorldValidationConfig(JobValidationConfig):
     max_samples: int = Field(16, ge=0)
     """Clips sampled, of the held-out prompts (or, without those, of the training prompts), with noise that never changes."""
     sampling_steps: int | None = Field(None, ge=1)

@@ -25,7 +25,7 @@ import dsreason
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import flat
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.files.disk import sha256_of
 from dsreason.job import launch
@@ -235,7 +235,7 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 # One code and one configuration
 
 
-def check_alike(config: RunConfig, options: Mapping[str, str | None]) -> None:
+def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
     """Compare the hosts, where there are several. Every rank calls it.
 
     Args:
@@ -281,7 +281,7 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return texts
 
 
-def code_facts(config: RunConfig) -> dict[str, str]:
+def code_facts(config: JobConfig) -> dict[str, str]:
     """Hashes of this package, and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):

@@ -1,0 +1,100 @@
+"""Supervised training on real clips by flow matching (rectified flow, 2209.03003)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsreason.errors import DataError
+from dsreason.job.ranks import errors_on_all_ranks, gather_objects
+from dsreason.losses.diffusion import flow_matching_loss
+from dsreason.train.common.steps import count_skipped
+from dsreason.train.world.build import WorldRun
+from dsreason.train.world.clips import MicroBatch, Place, share_out
+from dsreason.train.world.gradients import add, backward, gathered
+from dsreason.train.world.inputs import loss_rows
+from dsreason.train.world.velocity import velocity_of
+from dsreason.world.data import WorldDataset
+from dsreason.world.noise import generator
+
+
+def next_batches(world: WorldRun) -> list[MicroBatch]:
+    """This rank's clips of the next step; with `data.on_bad_row = "skip"` those that cannot be read are left out."""
+    step = world.state.step
+    batches, skipped = read_batches(world, world.training, world.order.indices(step), step + 1)
+    count_skipped(world, skipped)
+    return batches
+
+
+def read_batches(
+    world: WorldRun, dataset: WorldDataset, indices: Sequence[int], step: int
+) -> tuple[list[MicroBatch], list[str]]:
+    """This rank's share of the rows, as many micro-batches on every rank, and which rows of all ranks cannot be read.
+
+    Collective.
+    """
+    config = world.config
+    places = [Place(number, 0) for number in range(len(indices))]
+    own = [place for group, counted in share_out(places, world.share, 1) for place in group if counted]
+    bad: dict[Place, str] = {}
+    with errors_on_all_ranks():
+        for place in own:
+            try:
+                world.inputs.clean(dataset, dataset[indices[place.prompt]])  # now it is in the cache
+            except DataError as error:
+                if config.data.on_bad_row == "error":
+                    raise
+                bad[place] = str(error)
+    unusable = {place: text for part in gather_objects(bad) for place, text in part.items()}
+    usable = [place for place in places if place not in unusable]
+    if not usable:
+        raise DataError(f"none of the {len(places)} clips of a step can be used; the first: {unusable[places[0]]}")
+    groups = share_out(usable, world.share, config.train.micro_batch_size)
+    with errors_on_all_ranks():
+        batches = [world.inputs.real_batch(*group, dataset, indices, step) for group in groups]
+    return batches, list(unusable.values())
+
+
+def draw_times(places: Sequence[Place], shift: float, seed: int, step: int) -> Tensor:
+    """`[B]`, float32: s = shift u / (1 + (shift - 1) u) with logit-normal u (Stable Diffusion 3, 2403.03206)."""
+    drawn = [generator(seed, step, place.prompt, place.clip, "time").standard_normal() for place in places]
+    u = torch.sigmoid(torch.tensor(drawn, dtype=torch.float64))
+    return (shift * u / (1 + (shift - 1) * u)).float()
+
+
+def clip_losses(world: WorldRun, batch: MicroBatch, step: int) -> Tensor:
+    """The velocity's error on each clip, at a noise level drawn for it: `[B]`."""
+    config, here = world.config, batch.to(world.device)
+    times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(world.device)
+    s = times.view(-1, 1, 1, 1, 1)
+    assert here.clean is not None
+    v = velocity_of(world, here, 1.0)((1 - s) * here.clean + s * here.start, times)
+    return flow_matching_loss(v, here.clean, here.start, here.free)
+
+
+def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dict[str, float]:
+    """Forward and backward of every clip; the gradient is that of the whole optimizer step."""
+    own = sum(len(batch) for batch in batches if batch.counted and world.share.leads)
+    num_clips = sum(gather_objects(own))
+    sums: dict[str, float] = {}
+    for i, batch in enumerate(batches):  # every rank runs the same number: forwards are collectives
+        loss = clip_losses(world, batch, step).sum() * (float(batch.counted) / num_clips)
+        backward(world, loss, last=i == len(batches) - 1)
+        add(sums, {"train/loss": loss.item()})
+    return gathered(world, sums)
+
+
+@torch.no_grad()
+def held_out_loss(world: WorldRun) -> float:
+    """The mean loss on the held-out clips, with noise and noise levels that never change. Collective."""
+    rows = loss_rows(world.config, world.validation)
+    batches, _ = read_batches(world, world.validation, rows, step=0)
+    sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
+    for batch in batches:
+        losses = clip_losses(world, batch, step=0)
+        if batch.counted:
+            add(sums, {"loss": float(losses.double().sum()), "clips": float(len(batch))})
+    total = gathered(world, sums)
+    return total["loss"] / total["clips"]
