@@ -58,7 +58,11 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
         ({"model": {"path": "tiny:wan"}, "world": {"conditional_frames": (0, 1)}}, ConfigError, "none, only text"),
         ({"world": {"conditional_frames": (1, 1)}, "data": {**TINY, "frames": 1}}, ConfigError, "leaves none of the 1"),
         ({"train": {"context_parallel_size": 3}}, ConfigError, "does not divide the model's 4 attention heads"),
-        ({"world": {"prompts_per_step": 100}, "data": TINY}, DataError, "fewer than one global batch .100: world.prompts_per_step."),
+        (
+            {"world": {"prompts_per_step": 100}, "data": TINY},
+            DataError,
+            "fewer than one global batch .100: world.prompts_per_step.",
+        ),
         ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
         ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
     ],
