@@ -15,6 +15,8 @@ import typer
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.secrets import HidingFormatter
+from dsreason.user_code import restore_script_folders
 
 if TYPE_CHECKING:
     from dsreason.world.rewards.server import RewardHTTPServer
@@ -48,7 +50,8 @@ def reward_serve(
     """
     token = read_token(token_env)
     launch.prepare_environment()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    restore_script_folders()  # for what the functions start
+    show_logs()
     with quick_imports():
         from dsreason.world.rewards.jobs import find_functions
         from dsreason.world.rewards.server import Limits, RewardHTTPServer
@@ -71,6 +74,13 @@ def reward_serve(
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
     serve(server)
+
+
+def show_logs() -> None:
+    """On stderr, without secrets."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(HidingFormatter("%(asctime)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def read_token(variable: str | None) -> str | None:

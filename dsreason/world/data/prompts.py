@@ -44,11 +44,16 @@ def _add_object(found: Rows, path: str, row_id: str, line: str) -> None:
         found.bad.append(f"{row_id}: is not JSON: {error}")
         return
     video = fields.pop("video", None) if isinstance(fields, dict) else None
-    found.add(row_id, fields, None if video is None else beside(path, str(video)))
+    try:
+        found.add(row_id, fields, None if video is None else beside(path, str(video)))
+    except DataError:
+        found.bad.append(
+            f"{row_id}: its video {str(video):.200} is not below the folder of {path}; give its whole address"
+        )
 
 
 def beside(path: str, relative: str) -> str:
-    """A path from the folder of `path` on; absolute ones and addresses stay."""
+    """A path from the folder of `path` on; absolute ones and addresses stay. DataError where it leads out of a folder in S3."""
     if is_s3(relative) or Path(relative).is_absolute():
         return relative
     if is_s3(path):

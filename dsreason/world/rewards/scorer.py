@@ -19,7 +19,7 @@ from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.rewards.functions import reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.worker import described
-from dsreason.world.rewards.functions import BUILT_IN, KIND, check_scores, find_clip_reward
+from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
 from dsreason.world.rewards.service import RewardService, service_total
 from dsreason.world.types import WorldRow
 
@@ -141,13 +141,14 @@ class ClipScorer:
 
 
 def open_scorer(config: WorldRewardConfig) -> ClipScorer:
-    """A scorer of everything that the configuration names.
+    """A scorer of everything that the configuration names. Files of the user's are imported, no request is made.
 
     Raises:
-        ConfigError: no reward is named, or a service without its addresses.
+        ConfigError: no reward is named, one cannot be found or called, or a service is without its addresses.
     """
     if not config.functions and not config.services:
         raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }, or reward.services")
+    check_functions(config.functions, config.options)
     return ClipScorer(config)
 
 

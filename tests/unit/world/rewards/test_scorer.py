@@ -148,6 +148,12 @@ def test_what_cannot_be_found_or_called_is_told_before_the_run(file: str, names:
         pass
 
 
+def test_what_still_runs_when_a_scorer_is_closed_ends(file: str) -> None:
+    with open_scorer(config(f"{file}:hangs", workers=1)) as scorer:
+        pending = scorer.start(CLIPS, LATENTS, ROWS, 16.0)
+    assert pending.futures[0].exception(timeout=20) is not None  # TimeoutError where it still runs
+
+
 def test_a_colour_that_no_prompt_names_ends_in_an_error() -> None:
     with open_scorer(config("colour")) as scorer, pytest.raises(DataError, match="names no colour"):
         scorer.start(CLIPS[:1], LATENTS, [WorldRow("7", "a ship")], 16.0)
