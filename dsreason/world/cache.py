@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ from torch import Tensor
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
 from dsreason.files.cache import cache_errors
+from dsreason.problems import listed
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 """In every key: one more whenever the same models and inputs give other values."""
@@ -64,8 +68,11 @@ class TextCache:
     ) -> None:
         """Encode this rank's share of the prompts that are not there yet. The caller waits for the other ranks.
 
-        The encoder is loaded only where there is something to encode, and freed at the end.
+        The encoder is loaded only where there is something to encode, and freed at the end. Prompts that are too long are
+        cut, as the pipelines do; rank 0 says which.
         """
+        if rank == 0:
+            self._warn_of_cuts(list(dict.fromkeys(prompts)))
         share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
         missing = [prompt for prompt in share if not self._file(prompt).is_file()]
         if not missing:
@@ -96,6 +103,15 @@ class TextCache:
                     f"model.max_prompt_length ({self.max_length} tokens, the chat format included): raise it, or remove one"
                 )
             seen[digest] = prompt
+
+    def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
+        counts = self.family.count_tokens(self.model, prompts)
+        long = [f"{prompt!r:.80} ({n})" for prompt, n in zip(prompts, counts, strict=True) if n > self.max_length]
+        if long:
+            log.warning(
+                "%d of %d prompts are cut at model.max_prompt_length (%d tokens, the chat format included): %s",
+                *(len(long), len(prompts), self.max_length, listed(long, 3)),
+            )
 
     def _file(self, prompt: str) -> Path:
         return self.folder / f"{key_of(prompt)}.safetensors"

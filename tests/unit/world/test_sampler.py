@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,39 @@ def test_solver_equals_the_pipeline(
     found = solve(velocity, noise, load_scheduler(folder), STEPS, family.solver_times)
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    folder, family = shutil.copytree(tiny_worlds["wan"], tmp_path / "wan"), FAMILIES["wan"]
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    text = family.encode_text(folder, [PROMPT], LENGTH, "cpu", torch.float32)
+    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(1))
+    pipeline = WanPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt_embeds=text,
+        latents=noise,
+        height=SIDE,
+        width=SIDE,
+        num_frames=FRAMES,
+        num_inference_steps=STEPS,
+        guidance_scale=1.0,
+        output_type="latent",
+    ).frames
+    predict = partial(family.velocity, load_transformer(folder, torch.float32).eval(), text=text)
+    found = solve(predict, noise, load_scheduler(folder), STEPS, family.solver_times)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    # Euler along the folder's own noise levels is what this solver does
+    sigmas = family.sigmas(folder, STEPS).tolist()
+    steps = [step_of("ode", sigmas[i], sigmas[i + 1]) for i in range(STEPS)]
+    torch.testing.assert_close(
+        sample(predict, noise, sigmas, steps, {}.__getitem__, ()).latents, expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_wan_pipeline_without_guidance_is_a_scale_of_one() -> None:
