@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,12 @@ class TextCache:
         missing = [prompt for prompt in share if not self._file(prompt).is_file()]
         if not missing:
             return
-        project: Callable[[Tensor], Tensor] = lambda text: text  # noqa: E731
-        if self.projected and self.family.project_text is not None:
-            project = self.family.project_text(self.model, device, self.dtype)
         embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
+        if self.projected:
+            assert self.family.project_text is not None
+            embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
         for prompt, embedding in zip(missing, embeddings, strict=True):
-            _write(self._file(prompt), project(embedding)[0])
+            _write(self._file(prompt), embedding[0])
 
     def read(self, prompts: Sequence[str]) -> Tensor:
         """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""
