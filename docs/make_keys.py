@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_world import WorldConfig
 
 FILE = Path(__file__).with_name("keys.md")
 INTRODUCTION = """\
@@ -28,6 +29,7 @@ PARTS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`dsreason sft` and `dsreason grpo`": (RunConfig, None),
     "`dsreason sft` only": (SFTConfig, RunConfig),
     "`dsreason grpo` only": (GRPOConfig, RunConfig),
+    "`dsreason world`, beside what all training commands have": (WorldConfig, JobConfig),
     "`dsreason eval`": (EvalConfig, None),
 }
 """Title: the schema, and the one whose keys are left out because they stand in another part."""

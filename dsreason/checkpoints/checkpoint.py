@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
+from safetensors.torch import save_file
 
 from dsreason.checkpoints.checkpoint_folder import (
     SAVING,
@@ -36,6 +37,7 @@ from dsreason.checkpoints.checkpoint_folder import (
 )
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
+from dsreason.engine.average import WeightAverage, average_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
@@ -58,8 +60,15 @@ def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     return partial
 
 
-def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, world: World) -> Callable[[], None]:
-    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now.
+def state_writer(
+    engine: DeepSpeedEngine,
+    partial: Path,
+    state: TrainerState,
+    world: World,
+    averages: Mapping[str, WeightAverage],
+) -> Callable[[], None]:
+    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state, other weights and random numbers, as they
+    are now.
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
@@ -74,10 +83,14 @@ def state_writer(engine: DeepSpeedEngine, partial: Path, state: TrainerState, wo
         parameters=describe_parameters(engine),
     )
     described = asdict(saved)  # now: the state goes on changing
+    kept = {average_file(label, world.rank): average.copies() for label, average in averages.items()}
 
     def write() -> None:
         if world.is_first_of_folder:
             write_json(partial / STATE_FILE, described)
+        for name, shares in kept.items():
+            with draft_of(partial / name, durable=True) as draft:
+                save_file(shares, draft)
         with draft_of(partial / rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 
@@ -91,12 +104,15 @@ def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
     }
 
 
-def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> TrainerState:
+def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_frozen: bool = True) -> TrainerState:
     """Continue from `path` (all ranks together): weights, optimizer and random numbers.
 
     On the number of ranks it was saved with, the run goes on bit for bit; otherwise through DeepSpeed's universal
     format, which is made once, beside the checkpoint. Frozen parameters then stay as the model was loaded, and ranks
     that are new keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
+
+    Args:
+        with_frozen: whether the checkpoint holds the weights that are not trained; else they stay as they are, too.
 
     Raises:
         CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
@@ -113,7 +129,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World) -> Traine
         try:
             if saved.world_size == world.size:
                 with safe_loading():
-                    loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+                    loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=with_frozen)
                 if loaded is None:
                     raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
             else:

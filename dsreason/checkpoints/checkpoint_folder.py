@@ -241,10 +241,12 @@ def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] =
     prune(complete_checkpoints(folder), keep, spared)
 
 
-def prune_exports(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
+def prune_exports(
+    folder: Path, keep: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
+) -> None:
     """The same of exports `step_N`, by the time they were written: a run that was resumed at an earlier step may have left
-    some of later steps. One of another name, such as `final`, is not touched. On rank 0 only."""
-    found = [file for file in folder.glob("step_*/config.json") if re.fullmatch(r"step_\d+", file.parent.name)]
+    some of later steps. One of another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
+    found = [file for file in folder.glob(f"step_*/{export_file}") if re.fullmatch(r"step_\d+", file.parent.name)]
     found.sort(key=lambda file: (file.stat().st_mtime_ns, checkpoint_step(file.parent)))
     prune([file.parent for file in found], keep, spared)
 

@@ -9,7 +9,7 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint import make_partial_folder, state_writer
 from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
+from dsreason.engine.average import WeightAverage
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
@@ -153,10 +154,24 @@ class CheckpointWriter:
 
     A write that failed on any rank is a SaveError on every rank at the next of these calls; what was written of it is
     removed, and older checkpoints are as they were. With `background` off, `start` writes before it returns.
+
+    Args:
+        averages: other weights that checkpoints hold, by name.
+        with_frozen: whether checkpoints hold the weights that are not trained.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, folder: Path, world: World, *, background: bool = True) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        folder: Path,
+        world: World,
+        *,
+        background: bool = True,
+        averages: Mapping[str, WeightAverage] | None = None,
+        with_frozen: bool = True,
+    ) -> None:
         self.engine, self.folder, self.world = engine, folder, world
+        self.averages, self.with_frozen = averages or {}, with_frozen
         self.snapshot = SnapshotEngine(copying=background)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Writing | None = None
@@ -174,10 +189,12 @@ class CheckpointWriter:
         started = time.perf_counter()
         partial = make_partial_folder(self.folder, step, self.world)
         with self.snapshot.in_place(self.engine):
-            self.engine.save_checkpoint(str(self.folder), tag=partial.name, save_latest=False)
+            self.engine.save_checkpoint(
+                str(self.folder), tag=partial.name, save_latest=False, exclude_frozen_parameters=not self.with_frozen
+            )
         self.snapshot.copy()
-        write_state = state_writer(self.engine, partial, state, self.world)
-        sizes = gather_objects(self.snapshot.size)
+        write_state = state_writer(self.engine, partial, state, self.world, self.averages)
+        sizes = gather_objects(self.snapshot.size + sum(average.nbytes for average in self.averages.values()))
         size = sum(sizes[rank] for rank in self.world.ranks_here)
         on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
 

@@ -80,12 +80,16 @@ def write_model_folder(
 
 
 def check_target(source: Path, output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
+    check_target_empty(output)
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source}: the folder the model was loaded from has no config.json; put the base model back there"
         )
+
+
+def check_target_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
 
 
 def copy_small_files(source: Path, output: Path, dtype: str) -> None:
@@ -109,9 +113,13 @@ def with_dtype(config: Any, dtype: str) -> Any:
 
 
 def write_weights(
-    tensors: Iterable[tuple[str, Tensor]], output: Path, dtype: torch.dtype, max_shard_bytes: int
+    tensors: Iterable[tuple[str, Tensor]],
+    output: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    stem: str = "model",
 ) -> None:
-    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and an index."""
+    """`<stem>.safetensors`, or `<stem>-00001-of-0000N.safetensors` and an index."""
     shards: list[list[str]] = []
     total = 0
     for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes), start=1):
@@ -124,12 +132,12 @@ def write_weights(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = f"model{part}.safetensors"
+        file = f"{stem}{part}.safetensors"
         (output / f"shard_{number}").rename(output / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (output / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def cut_shards(

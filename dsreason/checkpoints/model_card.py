@@ -36,7 +36,16 @@ class Score:
     count: int
 
 
-def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()) -> str:
+def model_card(
+    run: Path,
+    step: int,
+    *,
+    dtype: str,
+    scores: Sequence[Score] = (),
+    library: str = "transformers",
+    task: str = TASK,
+    kind: str = "vision-language model",
+) -> str:
     """The text of the README.md of an export of the weights after `step`.
 
     It tells what `config.json` and `metrics.jsonl` in the folder `run` tell; of a checkpoint without a run that is little.
@@ -54,8 +63,8 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
         base_model=bases,
         base_model_relation="finetune" if bases else None,
         datasets=datasets,
-        library_name="transformers",
-        pipeline_tag=TASK,
+        library_name=library,
+        pipeline_tag=task,
         tags=[TAG, *command[:1]],
         model_name=name,
         eval_results=results or None,
@@ -69,7 +78,9 @@ def model_card(run: Path, step: int, *, dtype: str, scores: Sequence[Score] = ()
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }
-    card = ModelCard.from_template(data, str(TEMPLATE), name=name, facts=facts, validated=validated, scores=scores)
+    card = ModelCard.from_template(
+        data, str(TEMPLATE), name=name, kind=kind, facts=facts, validated=validated, scores=scores
+    )
     return f"{card}\n"
 
 

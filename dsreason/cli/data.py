@@ -8,11 +8,11 @@ import shlex
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
-from dsreason.cli.job import C, ConfigOption, SetOption, Trainer, trainers
+from dsreason.cli.job import ConfigOption, SetOption, Trainer, trainers
 from dsreason.config.load import load_config, read_config, read_values
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dsreason.datasets.fetch import Plan
     from dsreason.datasets.inspection import Inspection
     from dsreason.datasets.rendering import Encode
+
+R = TypeVar("R", bound=RunConfig)
 
 app = typer.Typer(
     help="Fetch data sets, cut clips, inspect data, and validate every row.",
@@ -242,7 +244,7 @@ def inspect(
         raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
     run: RunConfig
     if config is not None:
-        run = load_run(choose_trainer(config, overrides, None), config, overrides)
+        run = load_run(of_rows(choose_trainer(config, overrides, None)), config, overrides)
     else:
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
         data = {**source, "subset": subset, "split": split, "balance": balance}
@@ -340,7 +342,7 @@ def validate(
     """
     if all_rows and limit is not None:
         raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
-    trainer = choose_trainer(config, overrides, command)
+    trainer = of_rows(choose_trainer(config, overrides, command))
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
@@ -358,7 +360,7 @@ def validate(
         raise typer.Exit(1)
 
 
-def encoded_parts(trainer: Trainer[C], run: C) -> list[tuple[str, SampleDataset, Encode]]:
+def encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
     """Training rows, encoded as the trainer does it, and held-out rows, encoded as whole conversations."""
     with quick_imports():
         from dsreason.data.sources import open_datasets
@@ -370,7 +372,7 @@ def encoded_parts(trainer: Trainer[C], run: C) -> list[tuple[str, SampleDataset,
 
 
 def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
-    """Whose `command` is named, else the one that alone knows a section of the configuration; SFT where there is none.
+    """Whose `command` is named, else the one that alone knows most sections of the configuration; SFT where there is none.
 
     Raises:
         ConfigError: no training command has the name.
@@ -382,10 +384,21 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
         return known[command]
     document = {} if config is None else read_config(config)
     sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
-    return next((trainer for trainer in known.values() if trainer.own_sections & sections), known["sft"])
+    chosen = max(known.values(), key=lambda trainer: len(trainer.own_sections & sections))
+    return chosen if chosen.own_sections & sections else known["sft"]
 
 
-def load_run(trainer: Trainer[C], config: Path | None, overrides: list[str] | None) -> C:
+def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
+    """The trainer, where its rows are questions and answers. ConfigError where they are clips."""
+    if not issubclass(trainer.schema, RunConfig):
+        raise ConfigError(
+            f"the configuration is of `dsreason {trainer.name}`, whose rows are clips and prompts; "
+            f"`dsreason {trainer.name} --dry-run` looks at them"
+        )
+    return trainer
+
+
+def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
     if config is None:
         typer.echo(f"no --config: the built-in recipe {trainer.recipe}", err=True)
     return load_config(trainer.schema, config, overrides or (), default_recipe=trainer.recipe)

@@ -19,7 +19,7 @@ from dsreason import train
 from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
@@ -48,15 +48,16 @@ RestartsOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the configuration, and stop.")]
 
 
-C = TypeVar("C", bound=RunConfig)
+C = TypeVar("C", bound=JobConfig)
 
 
 @dataclass
 class Trainer(Generic[C]):
     """A training command.
 
-    The folder of its name in `dsreason.train` has `preflight.py` with `check(config)` and `row_encoder(config, encoder)`,
-    and `loop.py` with `run(config, output_dir, resume)`. They need torch, and are imported when they are called.
+    The folder of its name in `dsreason.train` has `preflight.py` with `check(config)` and, where it trains a vision-language
+    model, `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. They need torch, and are
+    imported when they are called.
     """
 
     name: str
@@ -239,5 +240,5 @@ def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
     return resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name)
 
 
-def _print_config(config: RunConfig, deepspeed: dict[str, Any]) -> None:
+def _print_config(config: JobConfig, deepspeed: dict[str, Any]) -> None:
     typer.echo(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import data, demo, eval, export, infer, push, score
+from dsreason.cli import data, demo, eval, export, infer, push, reward_serve, score, unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
@@ -31,9 +31,11 @@ app.command()(export.export)
 app.command("eval")(eval.evaluate)
 app.command()(score.score)
 app.command()(infer.infer)
+data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")
 app.command()(push.push)
 app.command()(demo.demo)
+app.command("reward-serve")(reward_serve.reward_serve)
 
 
 def show_version(wanted: bool) -> None:

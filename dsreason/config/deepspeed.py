@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dsreason.config.deepspeed_keys import FLOPS_PROFILER, REMOVED, TOP_LEVEL, Kind
 from dsreason.config.load import read_document
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig, UpdateConfig
 from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 from dsreason.problems import config_error, nearest
@@ -39,7 +39,7 @@ class Owned:
 
 
 def resolve_deepspeed(
-    name: str, config: RunConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
+    name: str, config: JobConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
 ) -> dict[str, Any]:
     """The finished DeepSpeed configuration for a run on `world_size` ranks.
 
@@ -77,24 +77,24 @@ def zero_section(name: str) -> dict[str, Any]:
     return section
 
 
-def trial_settings(name: str, config: RunConfig) -> dict[str, Any]:
+def trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
     """The settings without the batch sizes that DeepSpeed derives itself, to be parsed by it on any number of ranks."""
     settings = _finished(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
-def micro_batch_size(config: RunConfig) -> int:
+def micro_batch_size(config: JobConfig) -> int:
     """Samples per forward in DeepSpeed's configuration; under a token budget it has no meaning and is 1."""
     return config.train.micro_batch_size or 1
 
 
-def accumulation_steps(config: RunConfig, world_size: int) -> int:
+def accumulation_steps(config: JobConfig, world_size: int) -> int:
     """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
     return max(1, math.ceil(config.samples_per_step / (micro_batch_size(config) * world_size)))
 
 
-def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
+def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
     """Every DeepSpeed key that is not the JSON's to decide, with what it may say."""
     return [
         *_batch_keys(config, world_size),
@@ -106,11 +106,11 @@ def owned_keys(config: RunConfig, world_size: int) -> list[Owned]:
     ]
 
 
-def _batch_keys(config: RunConfig, world_size: int) -> Iterator[Owned]:
+def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     train, micro, steps = config.train, micro_batch_size(config), accumulation_steps(config, world_size)
     batch = config.batch_fact
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
-    if train.max_tokens_per_micro_batch is not None:
+    if isinstance(train, UpdateConfig) and train.max_tokens_per_micro_batch is not None:
         tokens = f"train.max_tokens_per_micro_batch is {train.max_tokens_per_micro_batch}, which cuts each step anew"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
@@ -122,7 +122,7 @@ def _batch_keys(config: RunConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("gradient_accumulation_steps",), (steps,), derived)
 
 
-def _precision_keys(config: RunConfig) -> Iterator[Owned]:
+def _precision_keys(config: JobConfig) -> Iterator[Owned]:
     precision = f"train.precision is {config.train.precision}"
     for block in ("bf16", "bfloat16"):
         yield Owned((block, "enabled"), (config.train.precision == "bf16",), precision)
@@ -141,7 +141,7 @@ def _precision_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "the optimizer is torch's AdamW", by_config=False)
 
 
-def _optimizer_keys(config: RunConfig) -> Iterator[Owned]:
+def _optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     optim, steps = config.optim, config.train.max_steps
     clipping = f"optim.max_grad_norm is {optim.max_grad_norm:g}"
     yield Owned(("gradient_clipping",), (optim.max_grad_norm,), clipping)
@@ -161,7 +161,7 @@ def _optimizer_keys(config: RunConfig) -> Iterator[Owned]:
     yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
 
 
-def _checkpoint_keys(config: RunConfig) -> Iterator[Owned]:
+def _checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
     background = shown(config.checkpoint.background)
     writer = f"checkpoint.background ({background}) decides whether checkpoints are written beside training"
     yield Owned(("checkpoint", "writer"), (), writer)
@@ -269,7 +269,7 @@ def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
 
 
-def _finished(document: dict[str, Any], config: RunConfig, device: Device, world_size: int) -> dict[str, Any]:
+def _finished(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _without_auto(document)
     # The trainer builds its own; bfloat16 is an old name of bf16, and even null asks for datastates_ckpt.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16"):

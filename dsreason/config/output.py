@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsreason.config.load import dump_config
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import existing_part
@@ -22,9 +22,18 @@ from dsreason.secrets import hidden
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
-SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed")
+SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
-    {"model.gradient_checkpointing", "model.attention", "model.trust_remote_code", "data.workers", "data.prefetch"}
+    {
+        *(
+            "model.gradient_checkpointing",
+            "model.attention",
+            "model.trust_remote_code",
+            "data.workers",
+            "data.prefetch",
+        ),
+        *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
+    }
 )
 """What changes speed or memory, not the result."""
 
@@ -46,7 +55,7 @@ def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
     return output_dir or _run_of(checkpoint)
 
 
-def check_output_dir(folder: Path, config: RunConfig, resume: str | None) -> None:
+def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
     """Refuse a folder that is in use or cannot be written, or that holds a run which this one would not continue.
 
     Creates nothing.
@@ -112,7 +121,7 @@ def _run_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
-def _check_same_run(folder: Path, config: RunConfig) -> None:
+def _check_same_run(folder: Path, config: JobConfig) -> None:
     before = read_run_config(folder)
     if before is None:
         return

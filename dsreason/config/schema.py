@@ -206,13 +206,13 @@ class JobTrainConfig(Section):
     """A NaN or infinite loss or gradient: stop with the step's samples saved, or leave the step out."""
     seed: int = Field(0, ge=0)
     """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
 
 
 class UpdateConfig(JobTrainConfig):
     """What SFT and GRPO share of `[train]`."""
 
-    micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Padded tokens per forward on one rank, instead of a fixed number of samples."""
 
@@ -227,11 +227,16 @@ class TrainConfig(UpdateConfig):
     """Samples per step, over all ranks. Accumulation steps are derived."""
 
 
-class ValidationConfig(Section):
+class JobValidationConfig(Section):
+    """What every trainer has of `[validation]`."""
+
     every: int = Field(0, ge=0)
     """Steps between validations; 0: only before the first and after the last step."""
     before_training: bool = True
     """Also validate before the first step."""
+
+
+class ValidationConfig(JobValidationConfig):
     micro_batch_size: int = Field(8, ge=1)
     """Samples per forward on one rank; the transformers engine answers at least so many at a time, more where they fit."""
     generate: bool = True
@@ -300,6 +305,7 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     train: JobTrainConfig = JobTrainConfig()
+    validation: JobValidationConfig = JobValidationConfig()
 
     @property
     @abstractmethod

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.schema import CheckpointConfig, Count, JobConfig, JobTrainConfig, Section, Share
+from dsreason.config.schema import (
+    CheckpointConfig,
+    Count,
+    JobConfig,
+    JobTrainConfig,
+    JobValidationConfig,
+    Section,
+    Share,
+)
 from dsreason.errors import ConfigError
 
 
@@ -37,8 +45,9 @@ class LoRAConfig(Section):
 
 class WorldDataConfig(Section):
     format: Literal["builtin", "prompts", "folder", "shards", "mock"] = "builtin"
-    """`builtin`: generated moving squares; `prompts`: a text file with a prompt a line, or JSONL; `folder`: `videos/` and
-    `metas/`; `shards`: tar files in webdataset's layout; `mock`: random clips and prompts, to try a machine."""
+    """`builtin`: generated moving squares (with `path` "mislabelled", half of the captions have a random colour, half a random
+    direction); `prompts`: a text file with a prompt a line, or JSONL; `folder`: `videos/` and `metas/`; `shards`: tar files in
+    webdataset's layout; `mock`: random clips and prompts, to try a machine."""
     path: str = ""
     """File or folder, also on `s3://…`."""
     frames: int = Field(93, ge=1)
@@ -182,11 +191,16 @@ class RewardServiceConfig(Section):
     clip_max: float = 5.0
     """The score is clipped at this before it is weighted."""
 
+    @model_validator(mode="after")
+    def check_clips(self) -> Self:
+        self.check_order("clip_min", "clip_max")
+        return self
+
 
 class WorldRewardConfig(Section):
     functions: dict[str, float] = {}
-    """Reward name (built in: `colour`, `brightness`, `sharpness`, `motion`, `flicker`, …; yours: `package.module:attr` or
-    `file.py:attr`) = weight."""
+    """Reward name (built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`, `red_solid`;
+    yours: `package.module:attr` or `file.py:attr`) = weight."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()
@@ -202,7 +216,7 @@ class WorldRewardConfig(Section):
     time_limit: float = Field(600.0, gt=0)
     """Seconds until the scores of one request must be there; then the run stops."""
     workers: int = Field(1, ge=0)
-    """Processes per rank that call the functions; 0 calls them in the training process."""
+    """Processes per rank that call functions of yours; 0 calls them in the training process, as the built-in ones are."""
 
     @model_validator(mode="after")
     def check_options(self) -> Self:
@@ -212,11 +226,7 @@ class WorldRewardConfig(Section):
         return self
 
 
-class WorldValidationConfig(Section):
-    every: int = Field(0, ge=0)
-    """Steps between validations; 0: only before the first and after the last step."""
-    before_training: bool = True
-    """Also validate before the first step."""
+class WorldValidationConfig(JobValidationConfig):
     max_samples: int = Field(16, ge=0)
     """Clips sampled, of the held-out prompts (or, without those, of the training prompts), with noise that never changes."""
     sampling_steps: int | None = Field(None, ge=1)

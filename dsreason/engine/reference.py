@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,49 +25,63 @@ class ReferencePolicy:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
-        own = self._own()
-        nbytes, pinned = sum(share.nbytes for share in own), any(share.is_cuda for share in own)
-        self._reference = HostBuffer(nbytes, pinned=pinned)
-        self._policy = HostBuffer(nbytes, pinned=pinned)
-        """Room for the policy while it is away."""
+        self._reference, self._policy = room_for_shares(engine), room_for_shares(engine)
         self.become_policy()
 
     def become_policy(self) -> None:
         """The policy as it is now is the reference from here on."""
-        self._reference.store(self._own())
+        self._reference.store(own_shares(self.engine))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the engine's forward is the reference's. Nothing may be trained there."""
-        self.engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
-        self._policy.store(self._own())
-        self._reference.restore(self._own())
-        try:
+        with policy_away(self.engine, self._policy):
+            self._reference.restore(own_shares(self.engine))
             yield
-        finally:
-            self.engine.empty_partition_cache()
-            self._policy.restore(self._own())
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
         weights = find_weights(folder, str)
-        names = [name for name, _ in self._trained()]
-        if missing := [name for name in names if name not in weights.places]:
+        trained = trained_parameters(self.engine)
+        if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
         whole: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads its own part only
-        weights.read(names, whole.__setitem__)
-        self._reference.store(self._share_of(p, whole[name]).to(p.dtype) for name, p in self._trained())
+        weights.read(list(trained), whole.__setitem__)
+        rank = self.engine.global_rank
+        self._reference.store(share_of(p, whole[name], rank).to(p.dtype) for name, p in trained.items())
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((hf_name(name), p) for name, p in self.engine.module.named_parameters() if p.requires_grad)
 
-    def _own(self) -> list[Tensor]:
-        return [p.ds_tensor.data if is_partitioned(p) else p.data for _, p in self._trained()]
+def trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
+    return {hf_name(name): p for name, p in engine.module.named_parameters() if p.requires_grad}
 
-    def _share_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, as ZeRO-3 cuts it: flat, equal parts, the last one padded."""
-        if not is_partitioned(parameter):
-            return whole
-        size = parameter.ds_tensor.numel()
-        part = whole.flatten()[self.engine.global_rank * size :][:size]
-        return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+def own_shares(engine: DeepSpeedEngine) -> list[Tensor]:
+    """This rank's share of each trained weight, as the forward uses it; written to between forwards, it changes them."""
+    parameters: Iterable[nn.Parameter] = trained_parameters(engine).values()
+    return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
+
+
+def share_of(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a whole tensor, as ZeRO-3 cuts it: flat, equal parts, the last one padded."""
+    if not is_partitioned(parameter):
+        return whole
+    size = parameter.ds_tensor.numel()
+    part = whole.flatten()[rank * size :][:size]
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+def room_for_shares(engine: DeepSpeedEngine) -> HostBuffer:
+    shares = own_shares(engine)
+    return HostBuffer(sum(share.nbytes for share in shares), pinned=any(share.is_cuda for share in shares))
+
+
+@contextmanager
+def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
+    """Inside, the engine's trained weights may be overwritten; afterwards they are the policy's again."""
+    engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
+    room.store(own_shares(engine))
+    try:
+        yield
+    finally:
+        engine.empty_partition_cache()
+        room.restore(own_shares(engine))

@@ -45,20 +45,37 @@ class S3Object:
     """Changes whenever the content does: ETag, size and time."""
 
 
+COSMOS = "PROD_S3_CHECKPOINT_"
+"""cosmos-rl's names of ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
+
+
 def connect() -> Any:
-    """boto3's client in this process, of the environment as it is now."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    """boto3's client in this process, of the environment as it is now.
+
+    cosmos-rl's variables are read where AWS's name no keys; an AWS_ENDPOINT_URL or AWS_REGION wins over theirs.
+    """
+    given = {} if os.environ.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"} else os.environ
+    key, secret, cosmos_endpoint, cosmos_region = (
+        given.get(COSMOS + name) or None
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT_URL", "REGION_NAME")
+    )
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or cosmos_endpoint or ""
     if without_credentials(endpoint) != endpoint:
         raise StorageError(
             "AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")  # botocore knows only the latter
-    return _client(os.getpid(), endpoint, region, READ_LIMIT_S)
+    if (key is None) != (secret is None):
+        raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
+    # botocore knows only AWS_DEFAULT_REGION
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or cosmos_region
+    return _client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
 
 @lru_cache(maxsize=1)
-def _client(process: int, endpoint: str, region: str | None, read_limit: float) -> Any:
-    """Of one process: a fork must not write into its parent's connections."""
+def _client(
+    process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
+) -> Any:
+    """Of one process: a fork must not write into its parent's connections. Without a key boto3 looks for one itself."""
     import boto3  # a quarter of a second, for those who need it
     from botocore.config import Config
 
@@ -69,7 +86,8 @@ def _client(process: int, endpoint: str, region: str | None, read_limit: float) 
         settings["request_checksum_calculation"] = "when_required"
     once = {"total_max_attempts": 1, "mode": "standard"}
     config = Config(retries=once, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
-    return boto3.session.Session().client("s3", region, endpoint_url=endpoint or None, config=config)
+    session = boto3.session.Session(aws_access_key_id=key, aws_secret_access_key=secret)
+    return session.client("s3", region, endpoint_url=endpoint or None, config=config)
 
 
 def request(

@@ -25,7 +25,7 @@ import dsreason
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import flat
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.files.disk import sha256_of
 from dsreason.job import launch
@@ -37,14 +37,17 @@ JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
 
 SHARED = re.compile(
-    "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|REMOTE_REWARD_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*|TRANSFORMERS_OFFLINE"
-    "|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
+    "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
+    "|TRANSFORMERS_OFFLINE|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
     "|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
 )
 """Variables that hosts take from the first one where they have none of their own."""
 OWN = {"VLLM_HOST_IP", "VLLM_PORT"}
-CREDENTIALS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"}
-"""They belong together: a host that has one takes none."""
+CREDENTIALS = (
+    {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"},
+    {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
+)
+"""Those of a set belong together: a host that has one takes none of them."""
 
 SHOWN = 5
 """Differences between hosts in one error."""
@@ -214,8 +217,8 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 def lacking(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
     """Those of the first host's variables that a host with `environment` takes."""
-    missing = set(names) - environment.keys()
-    return missing - CREDENTIALS if CREDENTIALS & environment.keys() else missing
+    own = set().union(*(together for together in CREDENTIALS if together & environment.keys()))
+    return set(names) - environment.keys() - own
 
 
 def use_interface(addresses: Sequence[str | None]) -> None:
@@ -232,7 +235,7 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 # One code and one configuration
 
 
-def check_alike(config: RunConfig, options: Mapping[str, str | None]) -> None:
+def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
     """Compare the hosts, where there are several. Every rank calls it.
 
     Args:
@@ -278,7 +281,7 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return texts
 
 
-def code_facts(config: RunConfig) -> dict[str, str]:
+def code_facts(config: JobConfig) -> dict[str, str]:
     """Hashes of this package, and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):

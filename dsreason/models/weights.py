@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsreason.errors import CheckpointError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STEM = "model"
+"""Weights are in `model.safetensors`, or in several files that `model.safetensors.index.json` names."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Weights:
         return headers
 
 
-def find_weights(folder: Path, rename: Callable[[str], str]) -> Weights:
-    """Reads the headers of `model.safetensors`, or of the files in `model.safetensors.index.json`.
+def find_weights(folder: Path, rename: Callable[[str], str], stem: str = STEM) -> Weights:
+    """Reads the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
 
     CheckpointError names the file that is missing, damaged or of a kind that is not read.
     """
     places: dict[str, tuple[Path, str]] = {}
-    for file in tensor_files(folder):
+    for file in tensor_files(folder, stem):
         with open_file(file) as tensors:
             keys = list(tensors.keys())
         for key in keys:
@@ -72,10 +73,10 @@ def find_weights(folder: Path, rename: Callable[[str], str]) -> Weights:
     return Weights(folder, places)
 
 
-def tensor_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
+def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return [single]
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=os.fspath)
@@ -88,16 +89,16 @@ def tensor_files(folder: Path) -> list[Path]:
     if pickled:
         raise CheckpointError(
             f"{folder} has pickled weights only ({', '.join(pickled[:3])}), which are not read because unpickling runs "
-            f"code; convert them to safetensors or take a revision of the model that has {SINGLE}"
+            f"code; convert them to safetensors or take a revision of the model that has {single.name}"
         )
     raise CheckpointError(
-        f"{folder} has neither {SINGLE} nor {INDEX}; it must be a Hugging Face model folder with weights"
+        f"{folder} has neither {single.name} nor {index.name}; it must be a Hugging Face model folder with weights"
     )
 
 
 def open_file(file: Path) -> safe_open:
     if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
-        raise CheckpointError(f"{file} is missing, though {INDEX} names it; download the model again")
+        raise CheckpointError(f"{file} is missing, though the index beside it names it; download the model again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

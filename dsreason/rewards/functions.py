@@ -32,11 +32,16 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
     Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
     """
-    found = BUILT_IN.get(name) or find_code(name, f'reward "{name}"', [*BUILT_IN], ADVICE)
-    function = _only_function(found, name) if isinstance(found, ModuleType) else found
+    function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
-    return _with_options(function, dict(options or {}), name)
+    return with_options(function, dict(options or {}), name, {"completion": "", "sample": Sample("id", [])})
+
+
+def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
+    """What the name of a reward stands for; ConfigError where that is nothing."""
+    found = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
+    return _only_function(found, name) if isinstance(found, ModuleType) else found
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:
@@ -50,14 +55,15 @@ def _short(name: str) -> str:
     return attribute or Path(target).name.removesuffix(".py").rpartition(".")[2]
 
 
-def _with_options(function: Any, options: dict[str, Any], name: str) -> RewardFn:
+def with_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with its options; ConfigError where it cannot be called with them and with `arguments`, in their order."""
     if not callable(function):
         raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:
-        inspect.signature(function).bind("completion", Sample("id", []), **options)
+        inspect.signature(function).bind(*arguments.values(), **options)
     except TypeError as error:
-        given = "".join(f", {key}=…" for key in options)
-        raise ConfigError(f'reward "{name}" cannot be called as fn(completion, sample{given}): {error}') from error
+        call = ", ".join([*arguments, *(f"{key}=…" for key in options)])
+        raise ConfigError(f'reward "{name}" cannot be called as fn({call}): {error}') from error
     except ValueError:  # a builtin without a signature: the first call will show
         pass
     return functools.partial(function, **options) if options else function

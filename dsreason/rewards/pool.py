@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards import worker as messages
 
@@ -30,11 +29,12 @@ TICK = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """One reward function (by number) for one completion."""
+    """One reward function (by number) for one completion, or for some clips."""
 
     function: int
-    completion: str
-    sample: Sample
+    arguments: tuple[Any, ...]
+    subject: str
+    """Of what, for messages: `sample "7"`."""
 
 
 class Worker:
@@ -98,10 +98,11 @@ class Worker:
 
 
 class Pool:
-    """Calls reward functions in worker processes; `functions` are (name, options)."""
+    """Calls reward functions of one kind in worker processes; `functions` are (name, options)."""
 
     def __init__(
         self,
+        kind: messages.Kind,
         functions: Sequence[tuple[str, Mapping[str, Any]]],
         *,
         workers: int,
@@ -110,7 +111,7 @@ class Pool:
     ) -> None:
         self.names = [name for name, _ in functions]
         self.time_limit, self.start_limit = time_limit, start_limit
-        self._start = messages.Start(functions, time_limit)
+        self._start = messages.Start(kind, functions, time_limit)
         self._count = workers if functions else 0
         self._workers: list[Worker] = []
 
@@ -162,14 +163,14 @@ class Pool:
         return jobs
 
     def _give(self, worker: Worker, numbers: list[int], calls: Sequence[Call]) -> None:
-        items = [(number, calls[number].completion, calls[number].sample) for number in numbers]
+        items = [(number, calls[number].arguments) for number in numbers]
         try:
             worker.give(messages.Job(calls[numbers[0]].function, items))
         except OSError:
             raise self._died(worker, calls) from None
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             subject = self._subject(calls[numbers[0]])
-            raise RewardError(f"{subject} this sample or one near it cannot be sent to a worker: {error}") from error
+            raise RewardError(f"{subject} this or one near it cannot be sent to a worker: {error}") from error
 
     def _listen(self, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]) -> None:
         """Waits for news and takes them in; then looks for workers that are over their time."""
@@ -238,7 +239,7 @@ class Pool:
         self._workers[self._workers.index(worker)] = Worker(self._start)
 
     def _subject(self, call: Call) -> str:
-        return f'reward "{self.names[call.function]}", sample "{call.sample.id}":'
+        return f'reward "{self.names[call.function]}", {call.subject}:'
 
     def _too_slow(self, call: Call) -> str:
         return f"{self._subject(call)} {messages.no_result_within(self.time_limit)}"

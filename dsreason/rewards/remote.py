@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
-from urllib.parse import urlsplit
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
@@ -28,15 +24,7 @@ from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import first_problem
-from dsreason.secrets import quiet_libraries
-
-if TYPE_CHECKING:
-    import httpx2
-
-LONGEST_PAUSE = 30.0
-MAX_ANSWER_BYTES = 64 * 2**20
-PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
-"""cosmos-rl's names of the environment variables, the new and the old ones."""
+from dsreason.rewards.http import Refused, Retry, RewardServer, variable
 
 
 class Answer(BaseModel):
@@ -47,14 +35,6 @@ class Score(BaseModel):
     """One entry of `scores`. pydantic would collect all errors of a long answer in memory; here it stops at the first."""
 
     scores: dict[str, Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]]
-
-
-class _Retry(Exception):
-    """A failure that may pass: no connection, too slow, or a status that says so."""
-
-    def __init__(self, text: str, wait: float = 0.0) -> None:
-        super().__init__(text)
-        self.wait = wait
 
 
 class RemoteReward:
@@ -68,27 +48,14 @@ class RemoteReward:
 
     def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
         self.config, self.pause = config, pause
-        self.url, self.token = config.url or _variable("URL") or _variable("ENQUEUE_URL") or "", _variable("TOKEN")
-        self.time_limit = config.time_limit or _seconds(_variable("ENQUEUE_TIMEOUT_S") or "60")
-        if not self.url:
+        url = config.url or variable("URL") or variable("ENQUEUE_URL")
+        self.time_limit = config.time_limit or _seconds(variable("ENQUEUE_TIMEOUT_S") or "60")
+        if not url:
             raise ConfigError(
                 "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
                 "or reward.remote.url"
             )
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
-            raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
-        if "@" in urlsplit(self.url).netloc:
-            raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ConfigError(
-                "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
-            )
-
-    @property
-    def place(self) -> str:
-        """The address without user, password and query, which may hold secrets."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self.server = RewardServer(url, variable("TOKEN"))
 
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
@@ -114,19 +81,10 @@ class RemoteReward:
         for answer in answers:
             if answer.keys() != answers[0].keys():
                 one, other = self._listed(answers[0]), self._listed(answer)
-                raise RewardError(f"reward server {self.place}: one batch has the scores {one}, another {other}")
+                raise RewardError(f"reward server {self.server.place}: one batch has the scores {one}, another {other}")
         return {
             name: [score for answer in answers for score in answer[name]] for name in (answers[0] if answers else ())
         }
-
-    @cached_property
-    def _client(self) -> httpx2.Client:
-        """Redirects are not followed: they would carry the token to another address."""
-        import httpx2  # a fifth of a second, for those who need it
-
-        quiet_libraries()  # its log lines hold the whole address
-        token = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return httpx2.Client(headers={"Content-Type": "application/json", **token}, timeout=self.time_limit)
 
     def _score_batch(
         self, batch: Sequence[tuple[str, Sample]], names: Sequence[str], stop: threading.Event
@@ -135,54 +93,16 @@ class RemoteReward:
         body = _body(batch)
         for attempt in range(self.config.retries + 1):
             try:
-                return self._parsed(self._post(body, ids), ids, names)
-            except _Retry as error:
-                pause = min(max(self.pause * 2**attempt, error.wait), LONGEST_PAUSE)
+                _, answer = self.server.post(body, {"Content-Type": "application/json"}, self.time_limit)
+                return self._parsed(answer, ids, names)
+            except Refused as error:
+                self._fail(ids, str(error))
+            except Retry as error:
                 if attempt == self.config.retries:
                     self._fail(ids, f"{error} ({attempt + 1} attempts)", cause=error)
-                if stop.wait(pause):
+                if stop.wait(error.pause(self.pause, attempt)):
                     self._fail(ids, "cancelled, since another request failed", cause=error)
         raise AssertionError("unreachable")
-
-    def _post(self, body: bytes, ids: Sequence[str]) -> bytes:
-        import httpx2
-
-        deadline = time.monotonic() + self.time_limit
-        try:
-            with self._client.stream("POST", self.url, content=body) as response:
-                answer = self._read(response, deadline)
-        except (httpx2.TimeoutException, TimeoutError):
-            raise _Retry(f"no answer within {self.time_limit:g} s") from None
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise _Retry(f"{type(error).__name__}: {error}") from None
-        if not response.is_success:
-            self._raise_for_status(response, answer, ids)
-        return answer
-
-    def _read(self, response: httpx2.Response, deadline: float) -> bytes:
-        answer = bytearray()
-        for part in response.iter_bytes():
-            answer += part
-            if len(answer) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        return bytes(answer)
-
-    def _raise_for_status(self, response: httpx2.Response, said: bytes, ids: Sequence[str]) -> NoReturn:
-        status = response.status_code
-        text = f"status {status} {self._quoted(response.reason_phrase)}"
-        if said:
-            text += f" ({self._quoted(said.decode(errors='replace').strip())})"
-        if status in (408, 425, 429) or status >= 500:
-            after = response.headers.get("Retry-After", "")
-            raise _Retry(text, wait=float(after) if after.isdecimal() else 0.0)
-        if status in (401, 403):
-            given = "the server rejects the token" if self.token else "the server requires a token"
-            text += f": {given}, check REMOTE_REWARD_TOKEN"
-        elif status < 400:
-            text += ": redirects are not followed, since they would carry the token along; set the final address"
-        self._fail(ids, text)
 
     def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
@@ -193,42 +113,27 @@ class RemoteReward:
             place = error.errors()[0]["loc"]
             if len(place) == 3 and int(place[2]) < len(ids):  # scores, name, number
                 ids = [ids[int(place[2])]]
-            problem = self._quoted(first_problem(error, self._without_token))
+            problem = self.server.quoted(first_problem(error, self.server.without_token))
             queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"
             self._fail(
                 ids,
                 f'the response is not {{"scores": {{name: [number]}}}}: {problem} in '
-                f"{self._quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
+                f"{self.server.quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
             )
         missing = [name for name in names if name not in scores]
         if missing:
             self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
         for name, values in scores.items():
             if len(values) != len(ids):
-                self._fail(ids, f'score "{self._quoted(name)}": {len(values)} numbers for {len(ids)} completions')
+                self._fail(ids, f'score "{self.server.quoted(name)}": {len(values)} numbers for {len(ids)} completions')
         return scores
 
     def _listed(self, names: Iterable[str]) -> str:
-        return self._quoted(", ".join(sorted(names)))
-
-    def _quoted(self, text: str) -> str:
-        """The beginning of what the server said, without the token, should it be in there."""
-        clean = self._without_token(text)
-        return clean if len(clean) <= 200 else f"{clean[:200]}…"
-
-    def _without_token(self, text: str) -> str:
-        return text.replace(self.token, "***") if self.token else text
+        return self.server.quoted(", ".join(sorted(names)))
 
     def _fail(self, ids: Sequence[str], text: str, *, cause: Exception | None = None) -> NoReturn:
         of = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'
-        raise RewardError(f"reward server {self.place}, {of}: {text}") from cause
-
-
-def _variable(name: str) -> str | None:
-    new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
-    if new is not None and old is not None and new != old:
-        raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
-    return new or old
+        raise RewardError(f"reward server {self.server.place}, {of}: {text}") from cause
 
 
 def _seconds(text: str) -> float:

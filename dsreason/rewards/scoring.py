@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample
-from dsreason.rewards.functions import REMOTE, reward_labels
+from dsreason.rewards.functions import REMOTE, find_reward, reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.remote import RemoteReward
+from dsreason.rewards.worker import Kind, check_score
 
 Floats = NDArray[np.float64]
+KIND = Kind(find_reward, check_score)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Scorer:
         self._served = {name.removeprefix(REMOTE): label for name, label in labelled if name.startswith(REMOTE)}
         self._remote = open_remote(config)
         found = [(name, config.options.get(name, {})) for name, _ in self._local]
-        self._pool = Pool(found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
+        self._pool = Pool(KIND, found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -68,7 +70,7 @@ class Scorer:
     def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
         """Scores `completions[i]` against `samples[i]`; for `overlong` see `text.with_length`."""
         pairs = list(zip(completions, samples, strict=True))
-        calls = [Call(number, *pair) for number in range(len(self._local)) for pair in pairs]
+        calls = [Call(number, pair, f'sample "{pair[1].id}"') for number in range(len(self._local)) for pair in pairs]
         results = self._pool.run(calls)
         values = {label: np.zeros(len(pairs)) for label in self.labels}
         metrics: dict[str, list[float]] = defaultdict(list)

@@ -23,29 +23,41 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
-from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards.functions import RewardFn, find_reward
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
 """Of one async function in one worker."""
 
 
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the functions of a pool are. Workers get both by name, so these are functions of modules."""
+
+    find: Callable[[str, Mapping[str, Any]], Function]
+    """The function of a name, with its options. ConfigError where there is none."""
+    check: Callable[[Any, tuple[Any, ...]], tuple[Any, dict[str, float]]]
+    """(result, arguments of the call) → score and metrics as plain numbers. ValueError says what else was returned."""
+
+
 @dataclass(frozen=True)
 class Start:
     """First message to a worker: the functions by name with their options, and the seconds a call may take."""
 
+    kind: Kind
     functions: Sequence[tuple[str, Mapping[str, Any]]]
     time_limit: float
 
 
 @dataclass(frozen=True)
 class Job:
-    """Calls of one function: `items` are (number of the call, completion, sample)."""
+    """Calls of one function: `items` are (number of the call, its arguments)."""
 
     function: int
-    items: list[tuple[int, str, Sample]]
+    items: list[tuple[int, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ class Begun:
 @dataclass(frozen=True)
 class Scored:
     call: int
-    score: float
+    score: Any
+    """As `Kind.check` gives it."""
     metrics: dict[str, float]
 
 
@@ -95,10 +108,11 @@ def main(descriptor: int) -> None:
         try:
             start: Start = connection.recv()
             restore_script_folders()
-            functions = [find_reward(name, options) for name, options in start.functions]
+            functions = [start.kind.find(name, options) for name, options in start.functions]
             connection.send(Ready([_trait(function) for function in functions]))
             while True:
-                _run(connection.recv(), functions, runner, connection.send, start.time_limit)
+                job: Job = connection.recv()
+                _run(job, functions[job.function], start, runner, connection.send)
         except ConfigError as error:
             connection.send(ConfigError(str(error)))  # of a function that cannot be loaded
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -112,63 +126,61 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _trait(function: RewardFn) -> Trait:
+def _trait(function: Function) -> Trait:
     inner = function.func if isinstance(function, functools.partial) else function
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     score = getattr(inner, "score_on_timeout", None)
     return Trait(is_async, None if is_async or score is None else float(score))
 
 
-def _run(job: Job, functions: Sequence[RewardFn], runner: asyncio.Runner, send: Send, time_limit: float) -> None:
-    function = functions[job.function]
+def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, send: Send) -> None:
     if _trait(function).is_async:
-        runner.run(_call_all(function, job.items, send, time_limit))
+        runner.run(_call_all(function, job.items, send, start))
         return
-    for call, completion, sample in job.items:
+    for call, arguments in job.items:
         try:
-            result = function(completion, sample)
+            result = function(*arguments)
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
         except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
-            send(Failed(call, _described(error)))
+            send(Failed(call, described(error)))
         else:
-            send(_checked(call, result))
+            send(_checked(call, result, arguments, start.kind))
 
 
 async def _wait(result: Any) -> Any:
     return await result
 
 
-async def _call_all(
-    function: RewardFn, items: Sequence[tuple[int, str, Sample]], send: Send, time_limit: float
-) -> None:
+async def _call_all(function: Function, items: Sequence[tuple[int, tuple[Any, ...]]], send: Send, start: Start) -> None:
     gate = asyncio.Semaphore(CONCURRENT_CALLS)
 
-    async def one(call: int, completion: str, sample: Sample) -> None:
+    async def one(call: int, arguments: tuple[Any, ...]) -> None:
         async with gate:
             send(Begun(call))
-            running = function(completion, sample)
-            send(await _answer(call, running, time_limit))  # type: ignore[arg-type]  # of an async function
+            send(await _answer(call, function(*arguments), arguments, start))
 
     await asyncio.gather(*(one(*item) for item in items))
 
 
-async def _answer(call: int, running: Coroutine[Any, Any, Any], time_limit: float) -> Scored | Failed:
-    scope = asyncio.timeout(time_limit)
+async def _answer(
+    call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], start: Start
+) -> Scored | Failed:
+    scope = asyncio.timeout(start.time_limit)
     try:
         async with scope:
             result = await running
     except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
         # The function may itself raise a TimeoutError: one of its requests took too long.
-        return Failed(call, no_result_within(time_limit) if scope.expired() else _described(error))
-    return _checked(call, result)
+        return Failed(call, no_result_within(start.time_limit) if scope.expired() else described(error))
+    return _checked(call, result, arguments, start.kind)
 
 
 def no_result_within(time_limit: float) -> str:
     return f"no result within the time limit of {time_limit:g} s"
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     """`raised ValueError: …`, and below it the traceback from the function on."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
@@ -177,24 +189,31 @@ def _described(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error}\n{lines}"
 
 
-def _checked(call: int, result: Any) -> Scored | Failed:
-    """The result as plain numbers, or what is wrong with it."""
+def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:
+    try:
+        return Scored(call, *kind.check(result, arguments))
+    except ValueError as error:
+        return Failed(call, str(error))
+
+
+def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
+    """`Kind.check` of rewards for a completion: a number, or (number, dict of metrics)."""
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
-        return Failed(call, f"returned {_shown(result)}; a reward is a finite number, or (number, dict of metrics)")
+        raise ValueError(f"returned {shown(result)}; a reward is a finite number, or (number, dict of metrics)")
     if not isinstance(metrics, Mapping):
-        return Failed(call, f"returned {_shown(metrics)} beside the number; metrics are a dict of names and numbers")
+        raise ValueError(f"returned {shown(metrics)} beside the number; metrics are a dict of names and numbers")
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
-            return Failed(call, f"returned the metric {name!r}: {_shown(value)}; metrics have names and finite numbers")
-    return Scored(call, float(score), {str(name): float(value) for name, value in metrics.items()})
+            raise ValueError(f"returned the metric {name!r}: {shown(value)}; metrics have names and finite numbers")
+    return float(score), {str(name): float(value) for name, value in metrics.items()}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return f"{text[:200]}… ({type(value).__name__})" if len(text) > 200 else f"{text} ({type(value).__name__})"
 

@@ -12,9 +12,10 @@ import pytest
 
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import load_config
-from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_world import WorldConfig
 from dsreason.data.adapters import find_adapter
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,10 @@ PERSONAL = {
 }
 
 
-def load(recipe: Path) -> RunConfig:
-    schema: type[RunConfig] = GRPOConfig if recipe.stem.endswith("grpo") else SFTConfig
+def load(recipe: Path) -> JobConfig:
+    schema: type[JobConfig] = GRPOConfig if recipe.stem.endswith("grpo") else SFTConfig
+    if "world" in recipe.stem:
+        schema = WorldConfig
     return load_config(schema, recipe, default_recipe="builtin_sft.toml")
 
 
@@ -49,8 +52,9 @@ def tracked_files() -> list[Path]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_loads_and_its_adapter_exists(recipe: Path) -> None:
     config = load(recipe)
-    for source in config.data.all_sources():
-        find_adapter(source.adapter)
+    if isinstance(config, RunConfig):
+        for source in config.data.all_sources():
+            find_adapter(source.adapter)
 
 
 @pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)

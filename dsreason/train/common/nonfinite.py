@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks
@@ -28,7 +28,7 @@ MAX_SKIPPED = 10
 """Steps in a row that may have a NaN or infinite loss or gradient: after so many the weights, not the batches, are to blame."""
 
 
-def finite_check(config: RunConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
+def finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
     """The check of a run, which goes on counting where a checkpoint left it."""
     return FiniteCheck(
         config.train.on_nonfinite,
@@ -57,15 +57,15 @@ class FiniteCheck:
     def metrics(
         self,
         metrics: dict[str, float],
-        batches: Sequence[Batch],
+        batches: Sequence[Batch | Mapping[str, Tensor]],
         step: int,
         names: Callable[[], list[list[Any]]] | None = None,
     ) -> dict[str, float]:
         """The step's metrics where loss and gradient norm are finite, else those of them that are. Collective.
 
         DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. An infinite loss
-        may have a finite gradient, which is applied. `names` tells by micro-batch what is saved with the samples, their ids
-        where it is None. Raises DsReasonError with the rule "stop", naming where every rank has
+        may have a finite gradient, which is applied. `names` tells by micro-batch what is saved with the samples; where it is
+        None, the ids of a `Batch`. Raises DsReasonError with the rule "stop", naming where every rank has
         saved its batch, and with "skip" after `MAX_SKIPPED` in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
@@ -75,7 +75,7 @@ class FiniteCheck:
         what = f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
         if self.rule == "stop":
             saved = self.folder / f"step_{step}"
-            shown = [list(batch.ids) for batch in batches] if names is None else names()
+            shown = [list(b.ids) for b in batches if isinstance(b, Batch)] if names is None else names()
             with errors_on_all_ranks():
                 self._save(batches, shown, saved, what)
             raise DsReasonError(
@@ -93,12 +93,13 @@ class FiniteCheck:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
-    def _save(self, batches: Sequence[Batch], names: list[list[Any]], folder: Path, what: str) -> None:
+    def _save(
+        self, batches: Sequence[Batch | Mapping[str, Tensor]], names: list[list[Any]], folder: Path, what: str
+    ) -> None:
         """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
         tensors: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):
-            found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
-            found |= {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}
+            found = tensors_of(batch) if isinstance(batch, Batch) else batch
             tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in found.items()}
         file = folder / f"rank_{self.world.rank}"
         try:
@@ -110,3 +111,8 @@ class FiniteCheck:
             raise SaveError(
                 f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}"
             ) from error
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
+    return found | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}

@@ -17,7 +17,7 @@ from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import first_fatal, read_row
 from dsreason.data.prompts import Check
@@ -48,7 +48,7 @@ def check_model(config: RunConfig) -> Encoder:
     return build_encoder(config, model_path)
 
 
-def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = False) -> None:
+def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
     """ConfigError for every target that cannot be uploaded to. A run that has a checkpoint to go on from does so through
     an outage.
 
@@ -64,7 +64,7 @@ def check_upload(config: RunConfig, checkpoint: Path | None, *, create: bool = F
         raise config_error(problems)
 
 
-def check_resume(config: RunConfig, resume: str | None) -> Path | None:
+def check_resume(config: JobConfig, resume: str | None) -> Path | None:
     """The checkpoint to go on from. Known without a model: that it is there, whole, and of the same ZeRO stage.
 
     Raises:
@@ -78,7 +78,7 @@ def check_resume(config: RunConfig, resume: str | None) -> Path | None:
     return checkpoint
 
 
-def check_deepspeed(config: RunConfig) -> None:
+def check_deepspeed(config: JobConfig) -> None:
     """ConfigError where DeepSpeed rejects the JSON: its own errors name no file, and seldom the key."""
     name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
     error = deepspeed_error(settings)

@@ -14,7 +14,7 @@ from deepspeed import DeepSpeedEngine
 from dsreason.checkpoints.checkpoint import choose_common, load_checkpoint
 from dsreason.checkpoints.checkpoint_folder import TrainerState, recover, set_aside_newer
 from dsreason.config.output import check_output_dir
-from dsreason.config.schema import RunConfig
+from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError
 from dsreason.files.lock import FolderLock
 from dsreason.job.ranks import (
@@ -33,7 +33,7 @@ VISIBILITY_TIMEOUT_S = 3.0
 
 
 def open_output_dir(
-    output_dir: Path, config: RunConfig, resume: str | None, lock: FolderLock, world: World
+    output_dir: Path, config: JobConfig, resume: str | None, lock: FolderLock, world: World
 ) -> tuple[World, Path | None]:
     """Check and lock the folder of the run; returns the world with who shares it, and the checkpoint to continue from.
 
@@ -94,12 +94,22 @@ def find_folders(output_dir: Path, world: World) -> World:
 
 
 def start_state(
-    engine: DeepSpeedEngine, checkpoint: Path | None, config: RunConfig, model_path: Path, world: World
+    engine: DeepSpeedEngine,
+    checkpoint: Path | None,
+    config: JobConfig,
+    model_path: Path,
+    world: World,
+    *,
+    with_frozen: bool = True,
 ) -> TrainerState:
-    """Where the run starts: at its beginning, or where the checkpoint that is loaded here left it."""
+    """Where the run starts: at its beginning, or where the checkpoint that is loaded here left it.
+
+    Args:
+        with_frozen: whether checkpoints of this run hold the weights that are not trained.
+    """
     if checkpoint is None:
         return TrainerState(model_path=str(model_path.resolve()))
-    state = load_checkpoint(engine, checkpoint, world)
+    state = load_checkpoint(engine, checkpoint, world, with_frozen=with_frozen)
     log.info("resumed from %s", checkpoint)
     own = Path(str(config.output_dir)) / "checkpoints"
     on_one_rank_per_folder(world, lambda: set_newer_aside(own, checkpoint))

@@ -7,21 +7,20 @@ import time
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, prune_exports, read_state
-from dsreason.checkpoints.export import export_engine
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
-from dsreason.train.common.opening import C, Run
+from dsreason.train.common.job import J, JobRun
 
 log = logging.getLogger(__name__)
 
 
-def poll_checkpoint(run: Run[C]) -> None:
+def poll_checkpoint(run: JobRun[J]) -> None:
     """Upload and prune where a checkpoint has become complete since the last step."""
     with run.watchdog.phase("checkpoint"):
         after_checkpoint(run, run.writer.poll())
 
 
-def save(run: Run[C], *, last: bool, checkpoint: bool = True) -> None:
+def save(run: JobRun[J], *, last: bool, checkpoint: bool = True) -> None:
     """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it.
 
     Without `checkpoint` the last step is exported only.
@@ -39,7 +38,7 @@ def save(run: Run[C], *, last: bool, checkpoint: bool = True) -> None:
     run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
-def stop_if_asked(run: Run[C]) -> None:
+def stop_if_asked(run: JobRun[J]) -> None:
     """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
     step, name = run.state.step, run.stop.asked()
     if not name or step == run.total_steps:
@@ -58,7 +57,7 @@ def stop_if_asked(run: Run[C]) -> None:
     raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
 
-def after_checkpoint(run: Run[C], written: Path | None) -> None:
+def after_checkpoint(run: JobRun[J], written: Path | None) -> None:
     """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
     if written is None or not run.world.is_first_of_folder:
         return
@@ -70,11 +69,11 @@ def after_checkpoint(run: Run[C], written: Path | None) -> None:
     run.writer.prune(config.keep, {run.checkpoints / f"step_{best}" for best in bests if best} | run.uploads.in_use())
 
 
-def finish(run: Run[C]) -> None:
+def finish(run: JobRun[J]) -> None:
     """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
     checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
     if run.config.checkpoint.export != "none":
-        if on_rank_zero(lambda: is_older(final / "config.json", checkpoint / MARKER)):
+        if on_rank_zero(lambda: is_older(final / run.export_file, checkpoint / MARKER)):
             export(run, final, last=True)
         run.uploads.add(final, last=True)
     if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
@@ -88,27 +87,18 @@ def is_older(path: Path, other: Path) -> bool:
     return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
 
 
-def export(run: Run[C], output: Path, *, last: bool) -> None:
-    """Write the policy as a Hugging Face folder, in place of an older one of this run, and upload it."""
+def export(run: JobRun[J], output: Path, *, last: bool) -> None:
+    """Write the policy, in place of an older export of this run, and upload it."""
     config = run.config.checkpoint
     dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
     on_rank_zero(lambda: delete_old_export(output))
     with run.watchdog.phase("export"), run.progress.phase("exporting"):
-        export_engine(
-            run.engine,
-            run.model_path,
-            output,
-            run.world,
-            dtype=dtype,
-            max_shard_size=config.max_shard_size,
-            run=run.output_dir,
-            step=run.state.step,
-        )
+        run.write_export(output, dtype)
     run.uploads.add(output, last=last)
     if config.export == "all" and run.world.is_main:
         best = {output.parent / f"step_{run.state.best_step}"} if config.keep_best else set()
         try:
-            prune_exports(output.parent, config.export_keep, best | run.uploads.in_use())
+            prune_exports(output.parent, config.export_keep, best | run.uploads.in_use(), run.export_file)
         except OSError as error:  # no reason to end a run
             log.warning("old exports could not be deleted: %s", error)
 

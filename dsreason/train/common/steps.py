@@ -9,20 +9,19 @@ from typing import Any
 
 from dsreason.engine.schedule import lr_factor
 from dsreason.job.logs import set_step
-from dsreason.train.common.opening import C, Run
+from dsreason.train.common.job import J, JobRun
 from dsreason.train.common.saving import save, stop_if_asked
-from dsreason.train.common.validate import HeldOut, validate
 
 log = logging.getLogger(__name__)
 
 
-def before_steps(run: Run[C]) -> None:
+def before_steps(run: JobRun[J]) -> None:
     """Validate what is trained from here on, unless the run is resumed."""
     if run.state.step == 0 and run.config.validation.before_training:
         run_validation(run)
 
 
-def after_steps(run: Run[C], first: int) -> None:
+def after_steps(run: JobRun[J], first: int) -> None:
     """Validate and save where one of the steps after `first` is due for it, and stop where a rank got a signal."""
     config, steps, last = run.config, range(first + 1, run.state.step + 1), run.state.step == run.total_steps
     improved = run_validation(run) if last or is_due(steps, config.validation.every) else False
@@ -37,12 +36,12 @@ def is_due(steps: Iterable[int], every: int) -> bool:
     return every > 0 and any(step % every == 0 for step in steps)
 
 
-def learning_rate(run: Run[C]) -> float:
+def learning_rate(run: JobRun[J]) -> float:
     """Of the next step."""
     return run.config.optim.lr * lr_factor(run.state.step, run.total_steps, run.config.optim)
 
 
-def count_step(run: Run[C], *, epoch: float, extra: dict[str, Any] | None = None) -> None:
+def count_step(run: JobRun[J], *, epoch: float, extra: dict[str, Any] | None = None) -> None:
     """The engine has finished a step. `extra` is what the trainer wants back from a checkpoint; JSON values only."""
     step = run.engine.global_steps
     run.state = replace(
@@ -55,7 +54,7 @@ def count_step(run: Run[C], *, epoch: float, extra: dict[str, Any] | None = None
     set_step(step)
 
 
-def count_skipped(run: Run[C], rows: Sequence[str]) -> None:
+def count_skipped(run: JobRun[J], rows: Sequence[str]) -> None:
     """Count rows that are left out, at every use, and log each once; a text names file, row and reason."""
     for text in rows:
         if text not in run.skipped:
@@ -64,7 +63,7 @@ def count_skipped(run: Run[C], rows: Sequence[str]) -> None:
 
 
 def show_step(
-    run: Run[C],
+    run: JobRun[J],
     metrics: dict[str, float],
     shown: dict[str, float],
     *,
@@ -88,14 +87,13 @@ def show_step(
         run.metrics.scalars(step, found)
 
 
-def run_validation(run: Run[C]) -> bool:
-    """Measure the held-out rows; True where they are the best so far, which is worth a checkpoint."""
+def run_validation(run: JobRun[J]) -> bool:
+    """Measure the policy; True where it is the best so far, which is worth a checkpoint."""
     config, step = run.config, run.state.step
-    if len(run.validation) == 0:
-        return False
     with run.watchdog.phase("validation"):
-        held_out = HeldOut(run.validation, run.encoder, config, run.world)
-        result = validate(run.sampler, held_out, version=step, progress=run.progress, scorer=run.scorer)
+        result = run.measure()
+    if result is None:
+        return False
     run.metrics.scalars(step, result.metrics)
     run.progress.say(result.summary(step))
     result.write(run.output_dir, step, run.metrics, run.world)

@@ -278,9 +278,9 @@ def test_all_problems_are_told_at_once_and_exit_with_2() -> None:
         "5 problems in the configuration",
         "  run.toml: optim.lrr: unknown key; did you mean optim.lr?",
         "  run.toml: modle: unknown key; did you mean model?",
-        "  run.toml: data.vision: fps (2.0) and nframes (3) exclude each other; remove one",
         "  run.toml: optim.lr: 0 is not greater than 0; raise it",
         "  --set train.seed=x: train.seed: 'x' is not a whole number; set one, such as 0",
+        "  run.toml: data.vision: fps (2.0) and nframes (3) exclude each other; remove one",
     ]
 
 

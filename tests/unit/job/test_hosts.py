@@ -52,6 +52,7 @@ def test_code_facts_without_code_of_ones_own() -> None:
     [
         *[(name, True) for name in ("HF_TOKEN", "HF_HOME", "AWS_ENDPOINT_URL", "DSREASON_CACHE", "WANDB_API_KEY")],
         *[(name, True) for name in ("COSMOS_CACHE", "TP_SIZE")],
+        *[(name, True) for name in ("WFM_REWARD_TOKEN", "WFM_REWARD_FETCH_URL", "PROD_S3_CHECKPOINT_ENDPOINT_URL")],
         *[(name, True) for name in ("REMOTE_REWARD_URL", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING")],
         *[(name, False) for name in ("CUDA_VISIBLE_DEVICES", "RANK", "MASTER_ADDR", "PATH", "VLLM_HOST_IP")],
         *[(name, False) for name in ("DSREASON_ERROR_DIR", "DSREASON_LAUNCHER_PID", "MY_HF_TOKEN")],
@@ -71,6 +72,11 @@ def test_variables_that_the_first_host_shares(name: str, given: bool) -> None:
 )
 def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
     assert lacking(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment) == taken
+
+
+def test_a_host_with_cosmos_keys_of_its_own_takes_none_of_them_but_aws_keys() -> None:
+    names = [f"PROD_S3_CHECKPOINT_{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT_URL")]
+    assert lacking([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])

@@ -259,7 +259,7 @@ def test_both_families_of_environment_names_are_read(prefix, address, monkeypatc
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
     found = RemoteReward(RemoteRewardConfig())
-    assert (found.url, found.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
+    assert (found.server.url, found.server.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
 
 
 @pytest.mark.parametrize(

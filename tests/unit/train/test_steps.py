@@ -25,15 +25,12 @@ def made_run(state: TrainerState, **sections: Any) -> Any:
         config=SFTConfig.model_validate(sections),
         state=state,
         total_steps=10,
-        validation=[None],
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
         metrics=SimpleNamespace(scalars=lambda step, values: None),
         progress=SimpleNamespace(say=lambda text: None),
-        sampler=None,
-        encoder=None,
-        scorer=None,
         world=SimpleNamespace(is_main=False, is_first_of_folder=True),
         output_dir=None,
+        export_file="config.json",
     )
 
 
@@ -66,19 +63,19 @@ def test_the_learning_rate_is_that_of_the_next_step() -> None:
     ],
 )
 def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
-    monkeypatch: pytest.MonkeyPatch, metric: str, best: float | None, value: float, improved: bool
+    metric: str, best: float | None, value: float, improved: bool
 ) -> None:
     metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}
-    monkeypatch.setattr(steps, "validate", lambda *_, **__: ValidationResult(metrics, [], {}))
     state = TrainerState(step=7, best_metric=best, best_name=metric, best_step=None if best is None else 2)
     run = made_run(state, checkpoint={"best_metric": metric})
+    run.measure = lambda: ValidationResult(metrics, [], {})
     assert steps.run_validation(run) is improved
     assert (run.state.best_metric, run.state.best_step) == ((value, 7) if improved else (best, 2))
 
 
-def test_the_model_that_training_begins_with_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "validate", lambda *_, **__: ValidationResult({"val/loss": 0.1}, [], {}))
+def test_the_model_that_training_begins_with_is_never_the_best() -> None:
     run = made_run(TrainerState())
+    run.measure = lambda: ValidationResult({"val/loss": 0.1}, [], {})
     assert steps.run_validation(run) is False
     assert run.state.best_step is None
 
@@ -111,17 +108,14 @@ class Saved:
         run.progress.phase = lambda name: nullcontext()
         run.uploads = SimpleNamespace(add=lambda path, last: self.uploaded.append(path.name), in_use=set)
         run.memory = SimpleNamespace(report=str)
-        run.engine, run.model_path, run.world.is_main = None, folder, True
+        run.world.is_main, run.write_export = True, self.export
+        run.measure = lambda: ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
         run.writer = SimpleNamespace(start=lambda step, state: self.checkpoints.append(step), wait=lambda: None)
         monkeypatch.setattr(saving, "on_rank_zero", lambda call: call())
-        monkeypatch.setattr(saving, "export_engine", self.export)
-        monkeypatch.setattr(
-            steps, "validate", lambda *_, **__: ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
-        )
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
         self.run, self.exported = run, 0
 
-    def export(self, engine: Any, source: Path, output: Path, world: Any, **_: Any) -> None:
+    def export(self, output: Path, dtype: str) -> None:
         self.exported += 1
         output.mkdir(parents=True)
         (output / "config.json").touch()
@@ -219,7 +213,7 @@ def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, metric: str, best: tuple[float | None, int | None]
 ) -> None:
     saved = TrainerState(step=3, best_metric=0.4, best_name="val/loss", best_step=2)
-    monkeypatch.setattr(run_folder, "load_checkpoint", lambda *_: saved)
+    monkeypatch.setattr(run_folder, "load_checkpoint", lambda *_, **__: saved)
     monkeypatch.setattr(run_folder, "on_one_rank_per_folder", lambda world, call: call())
     config = SFTConfig.model_validate({"output_dir": str(tmp_path / "here"), "checkpoint": {"best_metric": metric}})
     checkpoint = tmp_path / folder / "checkpoints/step_3"

@@ -1,0 +1,110 @@
+"""`dsreason reward-serve`: rewards of clips for trainers on other machines, as cosmos-rl's reward service has them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsreason.errors import ConfigError
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+from dsreason.secrets import HidingFormatter
+from dsreason.user_code import restore_script_folders
+
+if TYPE_CHECKING:
+    from dsreason.world.rewards.server import RewardHTTPServer
+
+GIB = 2**30
+
+
+def reward_serve(
+    functions: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="Python file with functions fn(clips, samples); with :attr behind it, that one."
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that requests must have.")
+    ] = None,
+    vae: Annotated[
+        Path | None, typer.Option(help="Model folder whose VAE decodes latents; without it only pixels are taken.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Of the VAE: cpu, cuda, cuda:1 …")] = "cpu",
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests in the queue; further ones must wait.")] = 60,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Largest request, in GiB.")] = 4.0,
+    max_queue: Annotated[float, typer.Option(min=0.001, help="All requests in the queue together, in GiB.")] = 16.0,
+) -> None:
+    """Serve reward functions to trainers on other machines, until SIGTERM or Ctrl-C.
+
+    Each public function of the file is a reward of its name. The protocol is that of cosmos-rl's reward service.
+    """
+    token = read_token(token_env)
+    launch.prepare_environment()
+    restore_script_folders()  # for what the functions start
+    show_logs()
+    with quick_imports():
+        from dsreason.world.rewards.jobs import find_functions
+        from dsreason.world.rewards.server import Limits, RewardHTTPServer
+    found = find_functions(functions)
+    decoder = None
+    if vae is not None:
+        import torch
+
+        from dsreason.world.models import load_vae
+
+        decoder = load_vae(vae, torch.device(device), torch.float32)
+    limits = Limits(max_waiting, int(max_body * GIB), int(max(max_queue, max_body) * GIB))
+    try:
+        server = RewardHTTPServer((host, port), found, token=token, decoder=decoder, limits=limits)
+    except OSError as error:
+        raise ConfigError(
+            f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
+        ) from error
+    typer.echo(f"serving {', '.join(found)} at {server.url}enqueue and {server.url}pull")
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        typer.echo("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
+    serve(server)
+
+
+def show_logs() -> None:
+    """On stderr, without secrets."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(HidingFormatter("%(asctime)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def read_token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ConfigError(f"--token-env {variable}: the environment has no such variable, or it is empty; set it")
+    return token
+
+
+def serve(server: RewardHTTPServer) -> None:
+    """Until a signal asks to end. What is being scored then is not waited for."""
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="reward server")
+    thread.start()
+    stop.wait()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    typer.echo("the server has ended", err=True)

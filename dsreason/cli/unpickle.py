@@ -1,0 +1,45 @@
+"""`dsreason data unpickle`: pickled text embeddings and indexes of cosmos-rl as JSON and `.npy` files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsreason.errors import DataError
+
+SUFFIXES = (".pickle", ".pkl")
+
+
+def unpickle(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|FOLDER...", help="Pickle files, or folders with such files.")
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Folder that the files are written to.")],
+) -> None:
+    """Write plain data out of pickle files (lists, dicts, texts, numbers, numpy arrays) as JSON and .npy; no code in them is run.
+
+    Files with anything else in them are refused and named; the exit code is then that of unusable data.
+    """
+    from dsreason.files.plain_pickle import convert_pickle
+
+    files = [file for path in paths for file in pickles_at(path)]
+    names = [file.stem for file in files]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"data unpickle: two files are called {twice}; convert them into folders of their own")
+    output.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        written = convert_pickle(file, output)
+        typer.echo(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
+
+
+def pickles_at(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not found:
+            raise DataError(f"{path}: there is no {' or '.join(SUFFIXES)} file in this folder")
+        return found
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    return [path]

@@ -1,0 +1,13 @@
+"""`dsreason world`: training of world models."""
+
+from __future__ import annotations
+
+from dsreason.cli.job import Trainer
+from dsreason.config.schema_world import WorldConfig
+
+TRAINER = Trainer(
+    "world",
+    WorldConfig,
+    "builtin_world.toml",
+    help="Train a world model (video diffusion) by rewards of its clips, or on clips. Without --config: the built-in task.",
+)

@@ -1,0 +1,115 @@
+"""Weights that follow the trained ones, such as their moving average: each rank keeps its share in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from dsreason.engine.engine import full_shape, is_partitioned
+from dsreason.engine.reference import own_shares, policy_away, room_for_shares, share_of, trained_parameters
+from dsreason.errors import CheckpointError
+
+
+class WeightAverage:
+    """Float32 copies of this rank's share of the trained weights. They begin as what the engine holds.
+
+    Every rank calls the methods together. Float32, whatever the training type: in bfloat16 a small change is lost.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self.shares = {name: share.float().to("cpu", copy=True) for name, share in master_shares(engine)}
+        self._policy = room_for_shares(engine)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(share.nbytes for share in self.shares.values())
+
+    @torch.no_grad()
+    def blend(self, decay: float) -> None:
+        """average ← decay · average + (1 − decay) · trained weights; with 0 it becomes them exactly."""
+        for name, master in master_shares(self.engine):
+            if decay == 0:
+                self.shares[name].copy_(master)
+            else:
+                self.shares[name].mul_(decay).add_(master.to("cpu", torch.float32), alpha=1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the engine's forward uses these weights. Nothing may be trained there."""
+        with policy_away(self.engine, self._policy):
+            for own, share in zip(own_shares(self.engine), self.shares.values(), strict=True):
+                own.copy_(share)
+            yield
+
+    @torch.no_grad()
+    def full(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained parameter by its name, whole and in float32. All ranks must go through all of it together."""
+        for name, parameter in trained_parameters(self.engine).items():
+            shape, share = full_shape(parameter), self.shares[name].to(self.engine.device)
+            if is_partitioned(parameter):
+                parts = share.new_empty(share.numel() * dist.get_world_size())
+                dist.all_gather_into_tensor(parts, share)
+                share = parts[: shape.numel()].view(shape)
+            yield name, share
+
+    def copies(self) -> dict[str, Tensor]:
+        """This rank's shares as they are now, for a checkpoint."""
+        return {name: share.clone() for name, share in self.shares.items()}
+
+    def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
+        """Continue from a checkpoint that `saved_ranks` ranks wrote. CheckpointError where it has no such weights."""
+        rank = dist.get_rank()
+        ranks = [rank] if saved_ranks == dist.get_world_size() else list(range(saved_ranks))
+        files = [checkpoint / average_file(label, one) for one in ranks]
+        if missing := [file for file in files if not file.is_file()]:
+            raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
+        for name, parameter in trained_parameters(self.engine).items():
+            parts = [read_tensor(file, name) for file in files]
+            self.shares[name].copy_(parts[0] if len(ranks) == 1 else recut(parameter, parts, rank))
+
+
+def recut(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
+    """This rank's share of a parameter that was cut for another number of ranks."""
+    if not is_partitioned(parameter):
+        return parts[0]
+    whole = torch.cat([part.flatten() for part in parts])[: full_shape(parameter).numel()]
+    return share_of(parameter, whole, rank)
+
+
+def saved_average(
+    checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole, in float32."""
+    for name, shape in shapes.items():
+        parts = [read_tensor(checkpoint / average_file(label, rank), name) for rank in range(ranks)]
+        yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    try:
+        with safe_open(file, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+    except Exception as error:  # noqa: BLE001 (safetensors' own errors and those of the disk)
+        raise CheckpointError(f"{file}: {name} cannot be read ({error}); choose another checkpoint") from error
+
+
+def average_file(label: str, rank: int) -> str:
+    """Its name in a checkpoint: `average_ema_rank_0.safetensors`."""
+    return f"average_{label}_rank_{rank}.safetensors"
+
+
+def master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+    """This rank's float32 share of each trained weight, flat; with the stages 1 and 2 the whole of it."""
+    for name, parameter in trained_parameters(engine).items():
+        partitioned = is_partitioned(parameter)
+        yield name, safe_get_local_fp32_param(parameter) if partitioned else safe_get_full_fp32_param(parameter)

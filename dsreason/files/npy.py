@@ -1,0 +1,35 @@
+"""Arrays in numpy's `.npy` format from others: plain numbers only, nothing is unpickled, and no more memory than was sent."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_HEADER_BYTES = 16 * 1024
+
+
+def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
+    """The array in these bytes, whose memory it shares. ValueError where it is no such array, or not of that length."""
+    content = memoryview(content)
+    file = io.BytesIO(content[:MAX_HEADER_BYTES])
+    try:
+        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"format version {version}")
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read_header(file)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ValueError(f"not a .npy array: {str(error):.200}") from None
+    if dtype.kind not in "uif":
+        raise ValueError(f"the array has the type {dtype}; it must be one of plain numbers")
+    size, sent = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
+    if any(length < 0 for length in shape) or size != sent:
+        raise ValueError(
+            f"the array of shape {list(shape)} and type {dtype} should have {size} bytes, there are {sent}"
+        )
+    array = np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    return array.astype(dtype.newbyteorder("="), copy=False)

@@ -1,0 +1,134 @@
+"""Requests to a reward server: its address and token, what may be tried again, and what it says without the token in it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+from dsreason.errors import ConfigError, RewardError
+from dsreason.secrets import quiet_libraries
+
+if TYPE_CHECKING:
+    import httpx2
+
+LONGEST_PAUSE = 30.0
+MAX_ANSWER_BYTES = 64 * 2**20
+PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
+"""cosmos-rl's names of the environment variables, the new and the old ones."""
+
+
+class Retry(Exception):
+    """A failure that may pass: no connection, too slow, or a status that says so."""
+
+    def __init__(self, text: str, wait: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait = wait
+        """Seconds that the server asks to wait at least."""
+
+    def pause(self, first: float, attempt: int) -> float:
+        """Seconds until the next attempt: `first`, doubled for every further one, or what the server asks for."""
+        return min(max(first * 2.0**attempt, self.wait), LONGEST_PAUSE)
+
+
+class Refused(Exception):
+    """A status that will be the same on another try."""
+
+
+class RewardServer:
+    """One address of a reward server. The token goes into the `Authorization` header and nowhere else."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url, self.token = url, token
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
+        if "@" in urlsplit(url).netloc:
+            raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
+            )
+
+    @property
+    def place(self) -> str:
+        """The address without user, password and query, which may hold secrets."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    @cached_property
+    def _client(self) -> httpx2.Client:
+        """Redirects are not followed: they would carry the token to another address."""
+        import httpx2  # a fifth of a second, for those who need it
+
+        quiet_libraries()  # its log lines hold the whole address
+        return httpx2.Client(headers={"Authorization": f"Bearer {self.token}"} if self.token else {})
+
+    def post(
+        self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
+    ) -> tuple[int, bytes]:
+        """Status and content of an answer of success, or with a status that is `expected`.
+
+        Args:
+            limit: seconds until the whole answer must be there.
+
+        Raises:
+            Retry, Refused: there is none.
+            RewardError: the answer is too long.
+        """
+        import httpx2
+
+        deadline = time.monotonic() + limit
+        try:
+            with self._client.stream("POST", self.url, content=body, headers=headers, timeout=limit) as response:
+                answer = self._read(response, deadline)
+        except (httpx2.TimeoutException, TimeoutError):
+            raise Retry(f"no answer within {limit:g} s") from None
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            raise Retry(f"{type(error).__name__}: {error}") from None
+        if not response.is_success and response.status_code not in expected:
+            self._raise_for_status(response, answer)
+        return response.status_code, answer
+
+    def _read(self, response: httpx2.Response, deadline: float) -> bytes:
+        answer = bytearray()
+        for part in response.iter_bytes():
+            answer += part
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return bytes(answer)
+
+    def _raise_for_status(self, response: httpx2.Response, said: bytes) -> NoReturn:
+        status = response.status_code
+        text = f"status {status} {self.quoted(response.reason_phrase)}"
+        if said:
+            text += f" ({self.quoted(said.decode(errors='replace').strip())})"
+        if status in (408, 425, 429) or status >= 500:
+            after = response.headers.get("Retry-After", "")
+            raise Retry(text, wait=float(after) if after.isdecimal() else 0.0)
+        if status in (401, 403):
+            given = "the server rejects the token" if self.token else "the server requires a token"
+            text += f": {given}, check REMOTE_REWARD_TOKEN"
+        elif status < 400:
+            text += ": redirects are not followed, since they would carry the token along; set the final address"
+        raise Refused(text)
+
+    def quoted(self, text: str) -> str:
+        """The beginning of what the server said, without the token, should it be in there."""
+        clean = self.without_token(text)
+        return clean if len(clean) <= 200 else f"{clean[:200]}…"
+
+    def without_token(self, text: str) -> str:
+        return text.replace(self.token, "***") if self.token else text
+
+
+def variable(name: str) -> str | None:
+    """The environment's `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; ConfigError where both are set and differ."""
+    new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
+    if new is not None and old is not None and new != old:
+        raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")
+    return new or old

@@ -1,0 +1,223 @@
+"""Building a world-model run: data, components, engine, rewards, and what shows the run to a person."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint_folder import TrainerState, read_checkpoint
+from dsreason.config.schema_world import WorldConfig
+from dsreason.data.order import StepOrder
+from dsreason.engine.average import WeightAverage
+from dsreason.engine.engine import build_engine
+from dsreason.engine.reference import ReferencePolicy
+from dsreason.job.ranks import World, first_rank_first
+from dsreason.monitor.memory import MemoryLedger
+from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.preflight import DTYPES
+from dsreason.train.common.run_folder import start_state
+from dsreason.train.world.clips import Share
+from dsreason.train.world.export import export_file, write_export
+from dsreason.train.world.inputs import Clip, Inputs, keeps_projected, open_inputs, read_ahead
+from dsreason.train.world.preflight import check, clip_size, find_model, open_data, step_order, total_steps
+from dsreason.world.context_parallel import parallelise
+from dsreason.world.data import WorldDataset
+from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.latents import LatentCodec
+from dsreason.world.lora import add_lora, lora_metadata
+from dsreason.world.models import load_transformer, load_vae
+from dsreason.world.rewards import ClipScorer, open_scorer
+from dsreason.world.schedule import linear
+from dsreason.world.types import ClipSize
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class WorldRun(JobRun[WorldConfig]):
+    """What training of world models has beside the parts of every run."""
+
+    training: WorldDataset
+    validation: WorldDataset
+    order: StepOrder
+    family: WorldFamily
+    codec: LatentCodec
+    inputs: Inputs
+    clips: Iterator[list[Clip]]
+    """sft: this rank's clips of each step."""
+    share: Share
+    size: ClipSize
+    shape: tuple[int, int, int, int]
+    """Of a clip's latents, `(C, T, h, w)`."""
+    sigmas: Tensor
+    """`[sampling_steps + 1]`, float64, falling; the last one is 0."""
+    scorer: ClipScorer | None
+    """None where there are no rewards, which only sft can do without."""
+    reference: ReferencePolicy | None
+    """None where no KL is asked for."""
+    averages: Mapping[str, WeightAverage]
+    """"ema" and, for nft, "old"."""
+    lora: dict[str, Any] | None
+    """The adapter's metadata; None where all weights are trained."""
+    validate: Callable[[WorldRun], Measured | None]
+    """What measures the policy: `validate` of `validate.py`, which needs this file."""
+    checked: bool = False
+    """Whether sampling and training have been found to be one function in this process."""
+    rollout_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the newest rollout."""
+
+    @property
+    def export_file(self) -> str:
+        return export_file(self.lora)
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def measure(self) -> Measured | None:
+        """Clips of the held-out prompts, and the loss on the held-out clips. Of the averaged weights where there are any."""
+        return self.validate(self)
+
+    def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
+        """A folder for diffusers, of the averaged weights where there are any."""
+        write_export(
+            self.engine,
+            self.averages.get("ema"),
+            self.model_path,
+            output,
+            self.world,
+            lora=self.lora,
+            dtype=dtype,
+            max_shard_size=self.config.checkpoint.max_shard_size,
+            run=self.output_dir,
+            step=self.state.step,
+        )
+
+
+@contextmanager
+def build_world(
+    config: WorldConfig,
+    output_dir: Path | None,
+    resume: str | None,
+    *,
+    validate: Callable[[WorldRun], Measured | None],
+) -> Iterator[WorldRun]:
+    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    with ExitStack() as stack:
+        opened = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
+        config, world, folder = opened.config, opened.world, opened.model_path
+        with opened.watchdog.phase("open_data"), first_rank_first(world):
+            training, validation = open_data(config)
+        order, share, size = step_order(config, len(training)), share_of(config, world), clip_size(config.data)
+        with opened.watchdog.phase("load_model"):
+            codec = load_vae(folder, world.device, DTYPES[config.train.precision])
+            shape = codec.shape(size)
+            inputs = open_inputs(config, folder, (training, validation), order, codec, world)
+            engine, lora = build_transformer(opened)
+            state, reference, averages = start_weights(engine, opened, with_frozen=lora is None)
+        metrics = open_curves(opened, state, stack)
+        started = start_job(
+            opened,
+            stack,
+            engine=engine,
+            metrics=metrics,
+            memory=MemoryLedger(world.device),
+            state=state,
+            total_steps=total_steps(config, order),
+            averages=averages,
+            with_frozen=lora is None,
+        )
+        yield WorldRun(
+            **vars(started),
+            training=training,
+            validation=validation,
+            order=order,
+            family=family_of(folder),
+            codec=codec,
+            inputs=inputs,
+            clips=read_ahead(config, training, order, share, state.step),
+            share=share,
+            size=size,
+            shape=shape,
+            sigmas=sigmas_of(config, folder),
+            scorer=open_rewards(config, stack),
+            reference=reference,
+            averages=averages,
+            lora=lora,
+            validate=validate,
+        )
+
+
+def share_of(config: WorldConfig, world: World) -> Share:
+    size = config.train.context_parallel_size
+    return Share(world.rank // size, world.size // size, leads=world.rank % size == 0)
+
+
+def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
+    """The noise levels of a rollout, `[steps + 1]`, float64."""
+    steps = steps or config.world.sampling_steps
+    if config.world.schedule == "linear":
+        return linear(steps, config.world.shift)
+    return family_of(folder).sigmas(folder, steps)
+
+
+def open_rewards(config: WorldConfig, stack: ExitStack) -> ClipScorer | None:
+    if not config.reward.functions and not config.reward.services:
+        return None
+    return stack.enter_context(open_scorer(config.reward))
+
+
+def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, dict[str, Any] | None]:
+    """The transformer in its partitions, with its optimizer; and the adapter's metadata where only that is trained."""
+    config, folder = opened.config, opened.model_path
+    family, metadata = family_of(folder), None
+    log.info("loading %s", folder)
+    transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
+    if keeps_projected(config):
+        family.accept_projected(transformer)
+    if config.lora.rank:
+        targets = config.lora.targets or family.lora_targets
+        add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
+        metadata = lora_metadata(transformer)
+    if config.model.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if (group := context_group(config, opened.world)) is not None:
+        parallelise(transformer, family, group)
+    return build_engine(transformer, config.optim, opened.deepspeed), metadata
+
+
+def context_group(config: WorldConfig, world: World) -> Any:
+    """The process group of the ranks that share this rank's clips; None where each has its own. Collective."""
+    size = config.train.context_parallel_size
+    if size == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    return groups[world.rank // size]
+
+
+def start_weights(
+    engine: DeepSpeedEngine, opened: OpenedJob[WorldConfig], *, with_frozen: bool
+) -> tuple[TrainerState, ReferencePolicy | None, dict[str, WeightAverage]]:
+    """Where the run starts, the reference where there is a KL, and the averages of the weights, as the checkpoint has them."""
+    config, checkpoint = opened.config, opened.checkpoint
+    # Before a checkpoint is loaded: it is the model that training began with.
+    reference = ReferencePolicy(engine) if config.world.kl_coef and config.world.algorithm != "sft" else None
+    state = start_state(engine, checkpoint, config, opened.model_path, opened.world, with_frozen=with_frozen)
+    names: dict[str, Callable[[], bool]] = {
+        "ema": lambda: config.train.ema_decay is not None,
+        "old": lambda: config.world.algorithm == "nft",
+    }
+    averages = {name: WeightAverage(engine) for name, wanted in names.items() if wanted()}
+    if checkpoint is not None:
+        for name, average in averages.items():
+            average.load(checkpoint, name, read_checkpoint(checkpoint).world_size)
+    return state, reference, averages

@@ -1,0 +1,126 @@
+"""Exports that diffusers loads: the transformer, or the adapter."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
+from dsreason.checkpoints.export import DTYPES, check_target_empty, parse_size, write_weights
+from dsreason.checkpoints.model_card import CARD, model_card
+from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.engine.average import WeightAverage, average_file, saved_average
+from dsreason.engine.engine import frozen_names, full_parameters
+from dsreason.errors import SaveError
+from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
+from dsreason.world.families.components import WEIGHTS
+from dsreason.world.lora import FILE, save_lora
+
+INDEX = "model_index.json"
+
+
+def export_file(lora: dict[str, Any] | None) -> str:
+    """What every export has."""
+    return INDEX if lora is None else FILE
+
+
+def write_export(
+    engine: DeepSpeedEngine,
+    average: WeightAverage | None,
+    source: Path,
+    output: Path,
+    world: World,
+    *,
+    lora: dict[str, Any] | None,
+    dtype: Literal["bf16", "fp32"],
+    max_shard_size: str,
+    run: Path,
+    step: int,
+) -> None:
+    """Write the weights, of the average where there is one (all ranks together; rank 0 writes).
+
+    With all weights trained, `output` gets `transformer/` and the small files of the pipeline around it: the autoencoder,
+    text encoder and tokenizer are those of `source`, the folder that the model was loaded from. Of an adapter there is one
+    file, whose metadata has its rank and alpha.
+    """
+    tensors = trained_tensors(engine, average, dtype, without_frozen=lora is not None)
+    on_rank_zero(lambda: check_target_empty(output))
+    with errors_on_all_ranks():
+        try:
+            if world.is_main:
+                card = model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
+                write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), card)
+        finally:
+            for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+                pass
+
+
+def trained_tensors(
+    engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, whole; collective. `without_frozen`: only those that are trained."""
+    if average is not None:
+        yield from average.full()
+    trained = set() if average is None else set(average.shares)
+    without = trained | set(frozen_names(engine) if without_frozen else ())
+    yield from full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled(), without=without)
+
+
+def write_folder(
+    tensors: Iterator[tuple[str, Tensor]],
+    source: Path,
+    output: Path,
+    lora: dict[str, Any] | None,
+    dtype: str,
+    max_bytes: int,
+    card: str,
+) -> None:
+    """The folder appears under its name only when it is complete. SaveError where it cannot be written."""
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        if lora is None:
+            copy_pipeline(source, partial)
+            write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=WEIGHTS)
+        else:
+            save_lora({name: tensor.to("cpu", DTYPES[dtype], copy=True) for name, tensor in tensors}, partial, lora)
+        (partial / CARD).write_text(card, encoding="utf-8")
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_pipeline(source: Path, output: Path) -> None:
+    """The index, the scheduler and the transformer's configuration."""
+    shutil.copyfile(source / INDEX, output / INDEX)
+    for name in ("transformer/config.json", "scheduler/scheduler_config.json"):
+        (output / name).parent.mkdir()
+        shutil.copyfile(source / name, output / name)
+
+
+def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:
+    """Write the weights of a saved checkpoint as `write_export` does; one process, no model and no ranks needed."""
+    saved = read_checkpoint(checkpoint)
+    check_sizes(checkpoint)
+    check_target_empty(output)
+    lora = saved.state.extra.get("lora")
+    tensors = dict(checkpoint_tensors(checkpoint, saved, with_frozen=lora is None))
+    if (checkpoint / average_file("ema", 0)).is_file():
+        shapes = {name: torch.Size(one.shape) for name, one in saved.parameters.items() if one.trained}
+        tensors |= saved_average(checkpoint, "ema", shapes, saved.world_size)
+    run = checkpoint.absolute().parent.parent
+    card = model_card(run, saved.state.step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
+    source = Path(saved.state.model_path)
+    write_folder(iter(tensors.items()), source, output, lora, dtype, parse_size(max_shard_size), card)

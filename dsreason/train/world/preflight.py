@@ -1,0 +1,221 @@
+"""What training of world models can find wrong before a model is loaded, and the order of its rows."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from dsreason.config.deepspeed import zero_section
+from dsreason.config.schema_world import WorldConfig, WorldDataConfig
+from dsreason.data.order import Part, StepOrder
+from dsreason.engine.schedule import warmup_note
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.cache import cache_dir
+from dsreason.monitor.metrics import check_wandb
+from dsreason.train.common.preflight import check_deepspeed, coarse_to_fine
+from dsreason.world.context_parallel import check_sizes
+from dsreason.world.data import WorldDataset, open_world_data
+from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.families.components import read_json
+from dsreason.world.models import check_installed, resolve_world_model
+from dsreason.world.rewards import open_scorer
+from dsreason.world.rewards.functions import find_clip_reward
+from dsreason.world.schedule import linear
+from dsreason.world.steps import step_of
+from dsreason.world.types import ClipSize
+
+log = logging.getLogger(__name__)
+
+DATA_SEED = 0
+"""Which rows are held out does not depend on `train.seed`."""
+NUM_CLIPS = 8
+"""Rows whose clips are looked at."""
+TIME, SPACE = 4, 8
+"""Frames of a clip, after the first one, that become one latent frame; pixels a side that become one latent."""
+
+
+def check(config: WorldConfig) -> None:
+    """Raise user-fixable errors: nothing is trained, and no weight is read.
+
+    Raises:
+        DsReasonError: a package that is missing, an unusable model folder, settings that exclude each other, no data, too
+            few rows for one step, a reward that cannot be found, clips that are missing.
+    """
+    check_installed()
+    check_wandb(config.monitor)
+    check_deepspeed(config)
+    check_rewards(config)
+    folder = find_model(config)
+    family = family_of(folder)
+    check_conditioning(config, family)
+    check_exchange(config)
+    if config.world.algorithm in ("flow_grpo", "ddrl"):
+        trained_steps(config, [float(s) for s in noise_levels(config, folder)])
+    check_division(config, folder)
+    training, validation = open_data(config)
+    if note := warmup_note(total_steps(config, step_order(config, len(training))), config.optim):
+        log.warning("%s", note)
+    if needs_clips(config):
+        check_clips("training", training, config)
+        check_clips("validation", validation, config)
+
+
+def find_model(config: WorldConfig) -> Path:
+    """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
+    check_installed()
+    return resolve_world_model(config.model, cache_dir() / "models")
+
+
+def open_data(config: WorldConfig) -> tuple[WorldDataset, WorldDataset]:
+    return open_world_data(config.data, DATA_SEED)
+
+
+def clip_size(data: WorldDataConfig) -> ClipSize:
+    return ClipSize(data.frames, data.height, data.width, data.fps)
+
+
+def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
+    """Which rows each step of sft, or each rollout, has; `train.max_steps` counts optimizer steps."""
+    train, world = config.train, config.world
+    sft, max_steps = world.algorithm == "sft", train.max_steps
+    if max_steps is not None and not sft:
+        max_steps = -(-max_steps // world.optimizer_steps_per_rollout)
+    return StepOrder(
+        [Part(np.arange(num_rows))],
+        batch_size=config.samples_per_step if sft else world.prompts_per_step,
+        epochs=train.epochs,
+        max_steps=max_steps,
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+        batch_key="train.global_batch_size" if sft else "world.prompts_per_step",
+    )
+
+
+def total_steps(config: WorldConfig, order: StepOrder) -> int:
+    """Optimizer steps of the run."""
+    if config.world.algorithm == "sft":
+        return order.num_steps
+    steps = order.num_steps * config.world.optimizer_steps_per_rollout
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def noise_levels(config: WorldConfig, folder: Path) -> list[float]:
+    steps = config.world.sampling_steps
+    levels = (
+        linear(steps, config.world.shift)
+        if config.world.schedule == "linear"
+        else family_of(folder).sigmas(folder, steps)
+    )
+    return [float(s) for s in levels]
+
+
+def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
+    """Steps that add noise, and so can be trained. ConfigError where none does, or where one that is named does not."""
+    world = config.world
+    stds = [
+        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
+        for s, s_next in zip(levels, levels[1:], strict=False)
+    ]
+    noisy = [number for number, std in enumerate(stds) if std > 0]
+    silent = [number for number in world.trained_steps or () if number not in noisy]
+    if silent:
+        raise ConfigError(
+            f"world.trained_steps names step {silent[0]}, which adds no noise with world.sde = {world.sde!r} and "
+            f"noise_level {world.noise_level:g}, and so has no probability; leave it out"
+        )
+    if not noisy:
+        raise ConfigError(
+            f"world.noise_level ({world.noise_level:g}) adds no noise to any of the {len(stds)} steps, so none can be "
+            "trained; raise it"
+        )
+    return noisy
+
+
+def check_rewards(config: WorldConfig) -> None:
+    """ConfigError where a reward is missing that the algorithm or the rule for the best checkpoint needs."""
+    world, rewards = config.world, bool(config.reward.functions or config.reward.services)
+    if rewards:
+        open_scorer(config.reward)
+        for name in config.reward.functions:
+            find_clip_reward(name, config.reward.options.get(name))
+    elif world.algorithm != "sft":
+        raise ConfigError(
+            f"world.algorithm ({world.algorithm}) needs a reward; set reward.functions, such as {{ colour = 1.0 }}, or "
+            "[[reward.services]]"
+        )
+    elif config.checkpoint.keep_best and config.checkpoint.best_metric == "val/reward/mean":
+        raise ConfigError(
+            "checkpoint.best_metric (val/reward/mean) needs rewards, and there are none; set "
+            'checkpoint.best_metric = "val/loss", checkpoint.keep_best = false, or reward.functions'
+        )
+    if world.algorithm == "nft" and world.same_noise:
+        raise ConfigError(
+            "world.same_noise = true makes all clips of a group equal with nft, whose steps add no noise; remove it"
+        )
+    if world.prompts_per_step < world.optimizer_steps_per_rollout:
+        raise ConfigError(
+            f"world.optimizer_steps_per_rollout ({world.optimizer_steps_per_rollout}) is more than world.prompts_per_step "
+            f"({world.prompts_per_step}), which they share; lower it"
+        )
+
+
+def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
+    low, high = config.world.conditional_frames
+    frames, most = (config.data.frames - 1) // TIME + 1, family.max_conditional_frames
+    if not 0 <= low <= high:
+        raise ConfigError(f"world.conditional_frames ({low}, {high}): give the fewest first, and then the most")
+    if high > most:
+        can = f"at most {most}" if most else "none, only text"
+        raise ConfigError(
+            f"world.conditional_frames ({low}, {high}): {family.name} can be given {can}; lower it, or take another model"
+        )
+    if high >= frames:
+        raise ConfigError(
+            f"world.conditional_frames ({low}, {high}) leaves none of the {frames} latent frames of data.frames "
+            f"({config.data.frames}) to sample; lower it or raise data.frames"
+        )
+
+
+def check_exchange(config: WorldConfig) -> None:
+    """ConfigError where DeepSpeed keeps second copies of weights that this run exchanges."""
+    uses = {
+        "world.kl_coef": config.world.kl_coef > 0,
+        "world.algorithm = nft": config.world.algorithm == "nft",
+        "train.ema_decay": config.train.ema_decay is not None,
+    }
+    zero = zero_section(config.deepspeed)
+    for key, none in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
+        if zero.get(key, none) != none and any(uses.values()):
+            names = " and ".join(name for name, used in uses.items() if used)
+            raise ConfigError(
+                f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which {names} cannot "
+                "exchange; remove one of them"
+            )
+
+
+def check_division(config: WorldConfig, folder: Path) -> None:
+    """ConfigError where a clip does not divide among the ranks of a context-parallel group."""
+    data, size = config.data, config.train.context_parallel_size
+    if size > 1:
+        shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
+        check_sizes(read_json(folder / "transformer" / "config.json"), shape, size)
+
+
+def needs_clips(config: WorldConfig) -> bool:
+    return config.world.algorithm in ("sft", "ddrl") or config.world.conditional_frames[1] > 0
+
+
+def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
+    """Read a few clips, spread over the rows. DataError for one that cannot be used, where that is an error."""
+    for index in coarse_to_fine(len(dataset))[:NUM_CLIPS]:
+        try:
+            dataset.read_clip(dataset[index], clip_size(config.data))
+        except DataError as error:
+            if config.data.on_bad_row == "error" or dataset[index].clip is None:
+                why = f"world.algorithm ({config.world.algorithm})"
+                if config.world.algorithm not in ("sft", "ddrl"):
+                    why = f"world.conditional_frames {config.world.conditional_frames}"
+                raise DataError(f"{name}: {error} ({why} needs clips)") from error
+            log.warning("%s: left out: %s", name, error)

@@ -1,0 +1,64 @@
+"""What clips look like, in a few numbers: reward hacking shows there before it shows in the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+GRID = (4, 8, 8)
+"""Frames, rows and columns of the small picture of a clip that others are compared with."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Of one clip."""
+
+    brightness: float
+    """Mean of all pixels, 0 to 1."""
+    motion: float
+    """Mean absolute change of a pixel from frame to frame."""
+    small: NDArray[np.float32]
+    """`[3, 4, 8, 8]`, 0 to 1."""
+
+    @property
+    def facts(self) -> dict[str, float]:
+        return {"brightness": self.brightness, "motion": self.motion}
+
+
+def look_at(clips: Tensor) -> list[Look]:
+    """Of each of the clips, uint8 `[B, 3, T, H, W]`."""
+    found = []
+    for clip in clips:
+        values = clip.float() / 255
+        small = torch.nn.functional.adaptive_avg_pool3d(values, GRID).numpy()
+        motion = float(values.diff(dim=1).abs().mean()) if values.shape[1] > 1 else 0.0
+        found.append(Look(float(values.mean()), motion, small))
+    return found
+
+
+def looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
+    """`brightness` and `motion` of all clips, and `diversity`: how far clips of one prompt are from their mean, in small
+    pictures; without groups of several clips there is none."""
+    every = [look for group in groups for look in group]
+    found = {
+        f"{prefix}/brightness": float(np.mean([look.brightness for look in every])),
+        f"{prefix}/motion": float(np.mean([look.motion for look in every])),
+    }
+    spreads = [np.std([look.small for look in group], axis=0).mean() for group in groups if len(group) > 1]
+    if spreads:
+        found[f"{prefix}/diversity"] = float(np.mean(spreads))
+    return found
+
+
+def save_clip(clip: NDArray[np.uint8], file: Path, fps: float) -> None:
+    """A clip `[3, T, H, W]` as an animated GIF, which every browser shows."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    first, *others = [Image.fromarray(frame) for frame in np.ascontiguousarray(clip.transpose(1, 2, 3, 0))]
+    first.save(file, save_all=True, append_images=others, duration=round(1000 / fps), loop=0)

@@ -1,0 +1,192 @@
+"""Text embeddings and latents on disk, by content: what was encoded once is read by all ranks and by later runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from dsreason.errors import DataError, StorageError
+from dsreason.files.atomic import write_file
+from dsreason.files.cache import cache_errors
+from dsreason.problems import listed
+from dsreason.world.families import WorldFamily
+from dsreason.world.latents import LatentCodec
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""In every key: one more whenever the same models and inputs give other values."""
+TENSOR, DIGEST = "values", "sha256"
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TextCache:
+    """Embeddings of prompts by one encoder. One of Cosmos has 98 MB in bfloat16, and 1 MB where it is projected."""
+
+    family: WorldFamily
+    model: Path
+    max_length: int
+    dtype: torch.dtype
+    projected: bool
+    folder: Path
+
+    @classmethod
+    def open(
+        cls,
+        family: WorldFamily,
+        model: Path,
+        max_length: int,
+        dtype: torch.dtype,
+        cache: Path,
+        *,
+        project: bool = False,
+    ) -> TextCache:
+        """The embeddings of the text encoder in the folder `model`.
+
+        Args:
+            cache: the project's `cache_dir()`.
+            project: keep what the transformer's first layer for text makes of them, where the family has such a layer. Only
+                for runs that do not train this layer: those with LoRA on other ones.
+        """
+        projected = project and family.project_text is not None
+        parts = ("text_encoder", "tokenizer", *(["transformer"] if projected else []))
+        key = key_of("text", family.name, fingerprint(*(model / part for part in parts)), max_length, dtype, projected)
+        return cls(family, model, max_length, dtype, projected, cache / "world" / f"text-{key}")
+
+    def encode(
+        self, prompts: Sequence[str], device: torch.device | str = "cpu", *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        """Encode this rank's share of the prompts that are not there yet. The caller waits for the other ranks.
+
+        The encoder is loaded only where there is something to encode, and freed at the end. Prompts that are too long are
+        cut, as the pipelines do; rank 0 says which.
+        """
+        if rank == 0:
+            self._warn_of_cuts(list(dict.fromkeys(prompts)))
+        share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
+        missing = [prompt for prompt in share if not self._file(prompt).is_file()]
+        if not missing:
+            return
+        embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
+        if self.projected:
+            assert self.family.project_text is not None
+            embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
+        for prompt, embedding in zip(missing, embeddings, strict=True):
+            _write(self._file(prompt), embedding[0])
+
+    def read(self, prompts: Sequence[str]) -> Tensor:
+        """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""
+        return torch.stack([_read(self._file(prompt)) for prompt in prompts])
+
+    def check_different(self, prompts: Sequence[str]) -> None:
+        """DataError where two prompts have the same embedding: the model could not tell them apart.
+
+        The usual reason is that both were cut before they differ.
+        """
+        seen: dict[str, str] = {}
+        for prompt in dict.fromkeys(prompts):
+            with _open(self._file(prompt)) as file:
+                digest = file.metadata()[DIGEST]
+            if digest in seen:
+                raise DataError(
+                    f"data: the prompts {seen[digest]!r:.80} and {prompt!r:.80} have the same embedding; they are cut at "
+                    f"model.max_prompt_length ({self.max_length} tokens, the chat format included): raise it, or remove one"
+                )
+            seen[digest] = prompt
+
+    def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
+        counts = self.family.count_tokens(self.model, prompts)
+        long = [f"{prompt!r:.80} ({n})" for prompt, n in zip(prompts, counts, strict=True) if n > self.max_length]
+        if long:
+            log.warning(
+                "%d of %d prompts are cut at model.max_prompt_length (%d tokens, the chat format included): %s",
+                *(len(long), len(prompts), self.max_length, listed(long, 3)),
+            )
+
+    def _file(self, prompt: str) -> Path:
+        return self.folder / f"{key_of(prompt)}.safetensors"
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Latents of clips by one codec. The key is of the pixels, so size, frames and frame rate are in it."""
+
+    codec: LatentCodec
+    folder: Path
+
+    @classmethod
+    def open(cls, codec: LatentCodec, model: Path, dtype: torch.dtype, cache: Path) -> LatentCache:
+        return cls(codec, cache / "world" / f"latents-{key_of('latents', fingerprint(model / 'vae'), dtype)}")
+
+    def encode(self, clips: Tensor) -> Tensor:
+        """uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]` on the CPU."""
+        return torch.cat([self._of_clip(clip) for clip in clips.split(1)])
+
+    def _of_clip(self, clip: Tensor) -> Tensor:
+        pixels = clip.cpu().contiguous()
+        content = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+        file = self.folder / f"{key_of(tuple(pixels.shape), content)}.safetensors"
+        if not file.is_file():
+            _write(file, self.codec.encode(clip.float() / 127.5 - 1))
+        return _read(file)
+
+
+def key_of(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, (VERSION, *parts))).encode()).hexdigest()[:32]
+
+
+def fingerprint(*folders: Path) -> str:
+    """Of a component's files: settings and tokenizers as they are, and of weights the header and the first 4 KB of each
+    tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.iterdir()):
+        if file.is_file() and not file.name.startswith("."):
+            digest.update(file.name.encode())
+            digest.update(_samples(file) if file.suffix == ".safetensors" else file.read_bytes())
+    return digest.hexdigest()
+
+
+def _samples(file: Path) -> bytes:
+    with file.open("rb") as weights:
+        size = int.from_bytes(weights.read(8), "little")
+        header = weights.read(size)
+        parts = [header]
+        for tensor in json.loads(header).values():
+            if (offsets := tensor.get("data_offsets")) is not None:
+                weights.seek(8 + size + offsets[0])
+                parts.append(weights.read(min(SAMPLE_BYTES, offsets[1] - offsets[0])))
+    return b"".join(parts)
+
+
+def _write(file: Path, tensor: Tensor) -> None:
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    with cache_errors(file, "DSREASON_CACHE"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, save({TENSOR: values}, metadata={DIGEST: digest}))
+
+
+def _read(file: Path) -> Tensor:
+    with _open(file) as tensors:
+        return tensors.get_tensor(TENSOR)  # type: ignore[no-any-return]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise StorageError(
+            f"{file}: is not there; the cache was cleared while the run needed it, start it again"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise StorageError(f"{file}: cannot be read ({error}); remove it, it is made again") from error

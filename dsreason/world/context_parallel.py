@@ -1,0 +1,103 @@
+"""Several ranks compute one clip together, each with a part of its tokens (Ulysses, arXiv 2309.14509).
+
+Outside of attention each rank works on its own tokens. For self-attention ranks exchange tokens for heads and back: each
+attends over all tokens with a part of the heads. The whole output is gathered at the end, so every rank of the group has
+the same velocity and computes the same loss. The gradients of one rank are those of its own tokens: **summed** over the
+group they are the whole gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsreason.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsreason.world.families.family import WorldFamily
+
+Group = Any
+"""A process group of torch; mypy knows none where torch is built without them."""
+KEY = "train.context_parallel_size"
+
+
+def parallelise(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
+    """Make a transformer (before DeepSpeed wraps it) share the tokens of each clip among the ranks of `group`.
+
+    All ranks of the group call it with the same arguments, after `check_sizes`.
+    """
+    family.parallelise(transformer, group)
+
+
+def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) -> None:
+    """ConfigError where a model's heads or a clip's tokens do not divide among `size` ranks.
+
+    Args:
+        config: the transformer's config.json.
+        shape: of a clip's latents, `(C, t, h, w)`.
+    """
+    heads = config["num_attention_heads"]
+    if heads % size:
+        raise ConfigError(
+            f"{KEY} ({size}) does not divide the model's {heads} attention heads; set it to a divisor of {heads}"
+        )
+    frames, height, width = (length // side for length, side in zip(shape[-3:], config["patch_size"], strict=True))
+    tokens = frames * height * width
+    if tokens % size:
+        raise ConfigError(
+            f"{KEY} ({size}) does not divide a clip's {tokens} tokens ({frames} x {height} x {width}); change data.frames, "
+            "data.height or data.width, or set another size"
+        )
+
+
+def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's share along one axis. ValueError where it does not divide: `chunk` would cut unequal parts."""
+    size = dist.get_world_size(group)
+    if tensor.shape[dim] % size:
+        raise ValueError(f"{tensor.shape[dim]} tokens or heads do not divide among {size} ranks")
+    return tensor.chunk(size, dim)[dist.get_rank(group)]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
+        ctx.scatter, ctx.gather, ctx.group = scatter, gather, group
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), scatter))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), gather)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return exchange(gradients[0], ctx.gather, ctx.scatter, ctx.group), None, None, None
+
+
+def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
+    """All ranks hand out parts along axis `scatter`, and join what they get along axis `gather`."""
+    exchanged: Tensor = _Exchange.apply(tensor, scatter, gather, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Gather(torch.autograd.Function):
+    """The whole on every rank. The loss is the same on all of them, so each keeps the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return own_part(gradients[0], ctx.dim, ctx.group), None, None
+
+
+def gather_tokens(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    """The tokens of all ranks of the group, along axis `dim`."""
+    gathered: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return gathered

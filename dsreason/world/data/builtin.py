@@ -1,0 +1,100 @@
+"""Built-in clips: a square in one of three colours moves in one of four directions over a dark background.
+
+`data.path = "mislabelled"` gives half of the captions a random colour and half a random direction, so that a model which
+learned from them has something to unlearn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsreason.errors import DataError
+from dsreason.world.data.rows import Rows
+from dsreason.world.types import ClipSize, WorldRow
+
+NUM_ROWS = 4096
+MISLABELLED = "mislabelled"
+COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 1.0, 0.1), "blue": (0.15, 0.2, 1.0)}
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""In x and y."""
+SIDE, TRAVEL = 10 / 32, 12 / 32
+"""Of the square, and its way during the clip, as shares of the shorter side: 10 and 12 of 32 pixels."""
+
+
+@dataclass(frozen=True)
+class Square:
+    """What clip number `i` of a seed shows."""
+
+    colour: str
+    move: str
+    brightness: float
+    """Of the square, 0.55 to 1."""
+    background: float
+    """Grey, 0 to 0.25."""
+    start: tuple[float, float]
+    """x and y, as shares of the room that there is."""
+
+
+def draw_square(seed: int, number: int) -> tuple[Square, str]:
+    """The square, and a caption in which colour and direction are each random with probability ½."""
+    rng = np.random.default_rng([seed, number])
+    colour, move = str(rng.choice([*COLOURS])), str(rng.choice([*MOVES]))
+    square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
+    said_colour = str(rng.choice([*COLOURS])) if rng.uniform() < 0.5 else colour
+    said_move = str(rng.choice([*MOVES])) if rng.uniform() < 0.5 else move
+    return square, caption(said_colour, said_move)
+
+
+def caption(colour: str, move: str) -> str:
+    return f"a {colour} square moves {move}"
+
+
+PROMPTS = tuple(caption(colour, move) for colour in COLOURS for move in MOVES)
+
+
+def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
+    """Rows whose meta has the clip's true `colour` and `move`.
+
+    Raises:
+        DataError: `variant` is neither empty nor `mislabelled`.
+    """
+    if variant not in ("", MISLABELLED):
+        raise DataError(f'data.path ({variant}) of the format builtin must be empty or "{MISLABELLED}"')
+    found = Rows()
+    for number in range(count):
+        square, said = draw_square(seed, number)
+        prompt = said if variant else caption(square.colour, square.move)
+        facts = {"prompt": prompt, "colour": square.colour, "move": square.move}
+        found.add(f"builtin:{seed}:{number}", facts, f"builtin:{seed}:{number}")
+    return found
+
+
+def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
+    _, seed, number = str(row.clip).split(":")
+    return draw_clip(draw_square(int(seed), int(number))[0], size)
+
+
+def draw_clip(square: Square, size: ClipSize) -> Tensor:
+    """uint8 `[3, T, H, W]`, with antialiased edges."""
+    side, travel = SIDE * min(size.height, size.width), TRAVEL * min(size.height, size.width)
+    along = torch.linspace(0, 1, size.frames)
+    cover = []
+    for axis, extent in enumerate((size.width, size.height)):
+        way = MOVES[square.move][axis]
+        room = extent - side - abs(way) * travel
+        first = square.start[axis] * room + (travel if way < 0 else 0)
+        cover.append(_covered(first + way * travel * along, side, extent))
+    mask = cover[1][:, :, None] * cover[0][:, None, :]  # [T, H, W]
+    rgb = torch.tensor(COLOURS[square.colour]) * square.brightness
+    clip = square.background * (1 - mask) + rgb[:, None, None, None] * mask
+    return (clip * 255).round().to(torch.uint8)
+
+
+def _covered(first: Tensor, side: float, extent: int) -> Tensor:
+    """`[T, extent]`: the share of each pixel on a line that a square beginning at `first[t]` covers."""
+    pixel = torch.arange(extent)
+    return torch.minimum(pixel + 1, first[:, None] + side).sub(torch.maximum(pixel, first[:, None])).clamp(0, 1)

@@ -1,0 +1,76 @@
+"""Reading a clip out of a video: which frames, which size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsreason.errors import DataError
+from dsreason.media.media import VideoInfo, load_video, probe_video
+from dsreason.world.types import ClipSize, WorldRow
+
+SLOWER = 0.01
+"""By this share a video may be slower than asked for: 29.97 frames per second are read as 30."""
+
+
+def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
+    """uint8 `[3, T, H, W]` of the video at the path `row.clip`; its meta may say at which second to `start`.
+
+    Raises:
+        DataError: unreadable, too short or too slow; the text names row and file.
+    """
+    try:
+        return clip_of_video(str(row.clip), size, start=start_of(row))
+    except DataError as error:
+        raise DataError(f"{row.id}: {error}") from error
+
+
+def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
+    """The frames of a video file that are shown at seconds `start` + k / `size.fps`, resized and cut to the middle."""
+    info = probe_video(path)
+    height, width = covering_size((info.height, info.width), (size.height, size.width))
+    frames = load_video(path, frame_indices(info, size, start), size=(height, width))
+    top, left = (height - size.height) // 2, (width - size.width) // 2
+    cut = frames[:, top : top + size.height, left : left + size.width]
+    return torch.from_numpy(cut).permute(3, 0, 1, 2).contiguous()
+
+
+def frame_indices(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
+    """Numbers of the frames: the one that is shown at each moment, so frames of a faster video are left out, none is repeated.
+
+    Raises:
+        DataError: the video has fewer frames per second than asked for, or ends before the last moment.
+    """
+    rate = info.fps / size.fps
+    if rate < 1 - SLOWER and size.frames > 1:
+        raise DataError(
+            f"the video has {info.fps:g} frames per second, fewer than data.fps ({size.fps:g}), so frames would be repeated; "
+            f"lower data.fps to {info.fps:g}, or leave it out"
+        )
+    rate = max(rate, 1.0)
+    first = math.floor(start * info.fps + 1e-6)
+    indices = [first + math.floor(number * rate + 1e-6) for number in range(size.frames)]
+    if indices[-1] >= info.num_frames:
+        beginning = f" from second {start:g} on" if start else ""
+        raise DataError(
+            f"the video is too short: {size.frames} frames at {size.fps:g} per second need {indices[-1] + 1 - first} frames "
+            f"at its {info.fps:g} per second{beginning}, there are {max(0, info.num_frames - first)}; "
+            "lower data.frames or raise data.fps"
+        )
+    return indices
+
+
+def covering_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
+    """The smallest (height, width) with the proportions of `have` that covers `wanted`."""
+    scale = max(wanted[0] / have[0], wanted[1] / have[1])
+    return max(wanted[0], round(have[0] * scale)), max(wanted[1], round(have[1] * scale))
+
+
+def start_of(row: WorldRow) -> float:
+    start = row.meta.get("start", 0.0)
+    if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start < math.inf:
+        raise DataError(f"its start is {start!r}; it must be a number of seconds")
+    return float(start)

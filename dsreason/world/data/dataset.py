@@ -1,0 +1,99 @@
+"""Rows of data for world models: prompts, and clips that are read when they are needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from dsreason.config.schema_world import WorldDataConfig
+from dsreason.errors import DataError
+from dsreason.files.remote import check_place
+from dsreason.problems import listed
+from dsreason.world.data import builtin, folder, mock, prompts, shards
+from dsreason.world.data.clips import read_clip
+from dsreason.world.data.rows import Rows
+from dsreason.world.types import ClipSize, WorldRow
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorldDataset:
+    """Rows, and how their clips are read. It can be pickled: loader workers get a copy."""
+
+    rows: Sequence[WorldRow]
+    read: Callable[[WorldRow, ClipSize], Tensor]
+    read_stored: Callable[[WorldRow, str], Tensor | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> WorldRow:
+        return self.rows[index]
+
+    def read_clip(self, row: WorldRow, size: ClipSize) -> Tensor:
+        """The row's clip as uint8 `[3, T, H, W]`: its first frames at `size.fps`, resized and cut to the middle.
+
+        Raises:
+            DataError: the row has no clip, or it is too short, too slow or unreadable; the text names the row.
+        """
+        if row.clip is None:
+            raise DataError(f"{row.id}: the row is a prompt without a clip; use data with clips (data.format)")
+        return self.read(row, size)
+
+    def read_array(self, row: WorldRow, kind: Literal["latent", "text"]) -> Tensor | None:
+        """What a shard holds of the row, computed before, as float32: latents `[C, T, h, w]` or text `[L, D]`; None without."""
+        return self.read_stored(row, kind) if self.read_stored is not None else None
+
+
+def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
+    """The training and the held-out rows; the latter may be none.
+
+    Args:
+        seed: of what is generated, and of the choice of the held-out rows.
+
+    Raises:
+        ConfigError, DataError: no such data, a row that cannot be used (with `on_bad_row = "error"`), or no row is left.
+    """
+    training = open_rows(data, seed)
+    if isinstance(data.validation, str):
+        return training, open_rows(data.model_copy(update={"path": data.validation, "limit": None}), seed + 1)
+    count = len(training)
+    held_out = max(1, round(data.validation * count)) if 0 < data.validation < 1 else int(data.validation)
+    if held_out >= count:
+        raise DataError(f"data.validation ({data.validation}) leaves nothing of the {count} rows to train on; lower it")
+    order = np.random.default_rng(seed).permutation(count)
+    return chosen(training, np.sort(order[held_out:])), chosen(training, np.sort(order[:held_out]))
+
+
+def chosen(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> WorldDataset:
+    return replace(dataset, rows=[dataset.rows[int(number)] for number in numbers])
+
+
+def open_rows(data: WorldDataConfig, seed: int) -> WorldDataset:
+    """All rows of one place, up to `data.limit`."""
+    check_place("data.path", data.path)
+    found, read = FORMATS[data.format](data, seed)
+    if found.bad:
+        problem = f"{len(found.bad)} rows of {data.path} cannot be used: {listed(found.bad)}"
+        if data.on_bad_row == "error":
+            raise DataError(f'{problem}; correct them, or leave them out with data.on_bad_row = "skip"')
+        log.warning("%s; they are left out", problem)
+    if not found.rows:
+        raise DataError(f"{data.path or data.format}: the data set is empty")
+    stored = shards.read_array if data.format == "shards" else None
+    return WorldDataset(found.rows[: data.limit], read, stored)
+
+
+FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[Rows, Callable[[WorldRow, ClipSize], Tensor]]]] = {
+    "builtin": lambda data, seed: (builtin.rows(seed, data.path), builtin.read_clip),
+    "mock": lambda data, seed: (mock.rows(), mock.read_clip),
+    "prompts": lambda data, seed: (prompts.read_prompts(data.path), read_clip),
+    "folder": lambda data, seed: (folder.read_folder(data.path), read_clip),
+    "shards": lambda data, seed: (shards.read_shards(data.path), shards.read_clip),
+}

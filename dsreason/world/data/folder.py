@@ -1,0 +1,68 @@
+"""A folder with `videos/<name>.mp4` and, beside it, `metas/<name>.txt` with the prompt, or `.json` with a `prompt` and more."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from dsreason.errors import DataError
+from dsreason.files.address import is_s3
+from dsreason.files.remote import local_folder
+from dsreason.world.data.rows import Rows
+
+log = logging.getLogger(__name__)
+
+VIDEOS, METAS = "videos", "metas"
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+META_SUFFIXES = (".txt", ".json")
+EMBEDDINGS = ("t5_xxl", "text_embedding")
+
+
+def read_folder(path: str) -> Rows:
+    """A row for each video, in the order of their names. A video without a prompt and a prompt without a video are bad rows.
+
+    Raises:
+        DataError: no such folder, or no `videos/` in it.
+    """
+    if is_s3(path):
+        folder = local_folder(path, lambda name: name.startswith((f"{VIDEOS}/", f"{METAS}/")))
+    else:
+        folder = Path(path).expanduser()
+    if not path or not (folder / VIDEOS).is_dir():
+        raise DataError(f"data.path: {path or 'is empty'}: must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
+    if any((folder / name).is_dir() for name in EMBEDDINGS):
+        log.info("%s: its pickled text embeddings are not read: prompts are encoded by the model's own encoder", path)
+    videos = named(folder / VIDEOS, VIDEO_SUFFIXES)
+    metas = named(folder / METAS, META_SUFFIXES)
+    found = Rows()
+    for name, file in videos.items():
+        row_id = f"{path.rstrip('/')}/{VIDEOS}/{file.name}"
+        if name not in metas:
+            found.bad.append(f"{row_id}: has no prompt: there is no {METAS}/{name}.txt")
+            continue
+        try:
+            found.add(row_id, read_meta(metas[name]), str(file))
+        except (ValueError, RecursionError) as error:
+            found.bad.append(f"{row_id}: {METAS}/{metas[name].name} cannot be read: {error}")
+    lonely = [metas[name].name for name in metas if name not in videos]
+    found.bad.extend(f"{path.rstrip('/')}/{METAS}/{name}: has no video" for name in lonely)
+    return found
+
+
+def named(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    """Files by their names without the suffix. DataError where two have the same."""
+    found: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.suffix.lower() in suffixes and not file.name.startswith("."):
+            if file.stem in found:
+                raise DataError(f"{folder}: {found[file.stem].name} and {file.name} are of the same clip; remove one")
+            found[file.stem] = file
+    return found
+
+
+def read_meta(file: Path) -> Any:
+    """The fields of a `.json` file, or the text of another as the prompt. ValueError where it cannot be read."""
+    text = file.read_text(encoding="utf-8-sig")
+    return json.loads(text) if file.suffix.lower() == ".json" else {"prompt": " ".join(text.split())}

@@ -1,0 +1,35 @@
+"""What reading a place of data gives, and rows out of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsreason.errors import DataError
+from dsreason.world.types import WorldRow
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that can be used, and a text for each that cannot."""
+
+    rows: list[WorldRow] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+
+    def add(self, row_id: str, fields: Any, clip: str | None) -> None:
+        """Add the row of a JSON object with a `prompt`; its other fields are what rewards see as `meta`."""
+        try:
+            self.rows.append(to_row(row_id, fields, clip))
+        except DataError as error:
+            self.bad.append(str(error))
+
+
+def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
+    """DataError where there is no prompt."""
+    if not isinstance(fields, Mapping):
+        raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f'{row_id}: has no text under "prompt"; its fields are {", ".join(map(str, fields)) or "none"}')
+    return WorldRow(row_id, prompt.strip(), clip, {key: value for key, value in fields.items() if key != "prompt"})

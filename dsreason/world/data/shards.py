@@ -1,0 +1,226 @@
+"""Tar shards in webdataset's layout: members of one row share their name up to the first dot.
+
+`<key>.json` holds `prompt` and further fields (or `<key>.txt` the prompt); beside it are a video (`.mp4` …) and perhaps
+`.latent.npy` and `.text.npy`, arrays of plain numbers. A row is known by where its members lie in the shard, so that reading
+goes on at any row. Nothing is ever unpickled: a shard that holds a pickle is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsreason.errors import DataError
+from dsreason.files.address import is_s3
+from dsreason.files.archives import UNPACK_ERRORS, TarMember
+from dsreason.files.atomic import build_once, write_file
+from dsreason.files.cache import cache_dir, cache_errors
+from dsreason.files.npy import read_npy
+from dsreason.files.remote import PARALLEL, local_copy, read_address
+from dsreason.files.s3 import list_objects
+from dsreason.world.data.clips import clip_of_video, start_of
+from dsreason.world.data.folder import VIDEO_SUFFIXES
+from dsreason.world.data.rows import Rows
+from dsreason.world.types import ClipSize, WorldRow
+
+VERSION = 1
+"""Of the cached indexes; raise it when their content changes."""
+PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
+"""Suffixes of members that webdataset's own reader, or torch's, would unpickle."""
+VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
+MAX_TEXT_BYTES = 16 * 2**20
+
+Members = dict[str, tuple[int, int]]
+"""Suffix → first byte and number of bytes in the shard."""
+
+
+def read_shards(path: str) -> Rows:
+    """The rows of a tar file, or of all tar files below a folder, in the order of their names.
+
+    Raises:
+        DataError: no such place, or a shard is damaged or holds a pickle; the text names shard and member.
+    """
+    found = Rows()
+    for name, shard in shard_files(path).items():
+        for entry in read_index(shard, name):
+            row_id, members = f"{name}:{entry['key']}", entry["members"]
+            if "problem" in entry:
+                found.bad.append(f"{row_id}: {entry['problem']}")
+                continue
+            place = json.dumps({"shard": str(shard), "members": members})
+            has_clip = "latent.npy" in members or any(key in members for key in VIDEO_KEYS)
+            found.add(row_id, entry["fields"], place if has_clip else None)
+    return found
+
+
+def shard_files(path: str) -> dict[str, Path]:
+    """Local files by the names that messages have."""
+    if path.lower().endswith((".pkl", ".pickle", ".json")):
+        raise DataError(
+            f"data.path: {path} is not a shard; of an index of cosmos-rl (wdinfo) give the folder with its tars as data.path, "
+            "and to look into a pickled one use: dsreason data unpickle"
+        )
+    if is_s3(path):
+        address = read_address(path)
+        names = [path] if path.endswith(".tar") else [f"{address}/{name}" for name in list_objects(address)]
+        check_layout(path, names)
+        shards = sorted(name for name in names if name.endswith(".tar"))
+        with ThreadPool(PARALLEL) as threads:
+            return dict(zip(shards, threads.map(local_copy, shards), strict=True)) or _none(path)
+    place = Path(path).expanduser()
+    if path and place.is_dir():
+        files = sorted(place.rglob("*.tar"))
+        check_layout(path, [str(file) for file in files])
+        return {str(file): file for file in files} or _none(path)
+    if not path or not place.is_file():
+        raise DataError(f"data.path: {path or 'is empty'}: must be a tar file, or a folder with tar files")
+    return {path: place}
+
+
+def _none(path: str) -> dict[str, Path]:
+    raise DataError(
+        f"data.path: there is no .tar file below {path} (compressed ones must be unpacked: rows are read in place)"
+    )
+
+
+def check_layout(path: str, names: list[str]) -> None:
+    """DataError for cosmos-rl's own layout, in which `metas` and `video` are tars in folders of their own."""
+    folders = {Path(name).parent.name for name in names if name.endswith(".tar")}
+    if {"metas", "video"} <= folders:
+        raise DataError(
+            f"data.path: {path} has a tar for each kind of member (metas, video), as cosmos-rl has it; unpack those of the same "
+            'name together, and pack them with webdataset\'s layout: <key>.json with {"prompt": …} beside <key>.mp4'
+        )
+
+
+def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
+    """`[{"key", "fields", "members"}]`, or with `problem` in place of `fields`; made once for each version of a shard.
+
+    Raises:
+        DataError: damaged, or with a pickle.
+    """
+    status = shard.stat()
+    version = f"{VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
+    folder = cache_dir() / "world" / "shards" / hashlib.sha256(version.encode()).hexdigest()[:24]
+
+    def build(partial: Path) -> None:
+        entries = make_index(shard, name)
+        partial.mkdir(parents=True, exist_ok=True)
+        write_file(partial / "index.json", json.dumps(entries))
+
+    with cache_errors(folder, "DSREASON_CACHE"):
+        built = build_once(folder, build)
+        entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
+    return entries
+
+
+def make_index(shard: Path, name: str) -> list[dict[str, Any]]:
+    members: dict[str, Members] = {}
+    with shard_errors(name), shard.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=TarMember) as tar:
+        for member in tar:
+            if member.isdir():
+                continue
+            check_member(member, name)
+            folder, _, base = member.name.rpartition("/")
+            key, _, suffix = base.partition(".")
+            key = f"{folder}/{key}" if folder else key
+            if suffix in members.setdefault(key, {}):
+                raise DataError(f"{name}: has the member {member.name!r:.200} twice")
+            members[key][suffix] = (member.offset_data, member.size)
+        end = max((start + size for found in members.values() for start, size in found.values()), default=0)
+        if end > file.seek(0, 2):
+            raise DataError(
+                f"{name}: the shard is truncated: its last member ends at byte {end}, the file at {file.tell()}"
+            )
+        return [to_entry(file, key, found) for key, found in members.items()]
+
+
+def check_member(member: tarfile.TarInfo, name: str) -> None:
+    suffix = member.name.rpartition(".")[2].lower()
+    if suffix in PICKLES:
+        raise DataError(
+            f"{name}: its member {member.name!r:.200} is a pickle, which could run code; write arrays as .npy and facts as .json "
+            "(dsreason data unpickle does that for plain data), and pack the shard anew"
+        )
+    if not member.isreg() or member.issparse():
+        raise DataError(
+            f"{name}: its member {member.name!r:.200} is no plain file (a link or a sparse file); pack it anew"
+        )
+
+
+def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
+    """The row's fields, out of its `.json` or `.txt`."""
+    entry: dict[str, Any] = {"key": key, "members": members}
+    suffix = next((suffix for suffix in ("json", "txt") if suffix in members), None)
+    if suffix is None:
+        return entry | {"problem": f"has neither {key}.json nor {key}.txt, so no prompt; it has {', '.join(members)}"}
+    start, size = members[suffix]
+    if size > MAX_TEXT_BYTES:
+        return entry | {"problem": f"its .{suffix} has {size} bytes; at most {MAX_TEXT_BYTES} are read"}
+    file.seek(start)
+    try:
+        text = file.read(size).decode("utf-8-sig")
+        return entry | {"fields": json.loads(text) if suffix == "json" else {"prompt": " ".join(text.split())}}
+    except (ValueError, RecursionError) as error:
+        return entry | {"problem": f"its .{suffix} cannot be read: {error}"}
+
+
+@contextmanager
+def shard_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UNPACK_ERRORS as error:
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{name}: cannot be read as a tar file (compressed ones must be unpacked): {cause}") from error
+
+
+# ---------------------------------------------------------------- members of a row
+
+
+def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
+    """As `clips.read_clip`, of the video in the row's shard."""
+    members = json.loads(str(row.clip))["members"]
+    suffix = next((key for key in VIDEO_KEYS if key in members), None)
+    if suffix is None:
+        raise DataError(f"{row.id}: has latents, but no video among its members {', '.join(members)}")
+    with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:
+        file.write(read_member(row, suffix))
+        file.flush()
+        try:
+            return clip_of_video(file.name, size, start=start_of(row))
+        except DataError as error:
+            raise DataError(f"{row.id}: {str(error).replace(file.name, f'its .{suffix}')}") from None
+
+
+def read_array(row: WorldRow, kind: str) -> Tensor | None:
+    """The row's `<key>.<kind>.npy` (`latent` or `text`) as float32; None where it has none. DataError where it is damaged."""
+    if row.clip is None or f"{kind}.npy" not in json.loads(row.clip)["members"]:
+        return None
+    try:
+        return torch.from_numpy(read_npy(bytearray(read_member(row, f"{kind}.npy")))).float()
+    except ValueError as error:
+        raise DataError(f"{row.id}: its .{kind}.npy cannot be used: {error}") from None
+
+
+def read_member(row: WorldRow, suffix: str) -> bytes:
+    place = json.loads(str(row.clip))
+    start, size = place["members"][suffix]
+    try:
+        with Path(place["shard"]).open("rb") as file:
+            file.seek(start)
+            content = file.read(size)
+    except OSError as error:
+        raise DataError(f"{row.id}: its shard cannot be read: {error}") from error
+    if len(content) != size:
+        raise DataError(f"{row.id}: its shard was cut while the run went on: {len(content)} of {size} bytes are there")
+    return content

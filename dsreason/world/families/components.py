@@ -1,0 +1,106 @@
+"""The parts of a folder in diffusers' format that all families load alike. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsreason.errors import CheckpointError
+
+WEIGHTS = "diffusion_pytorch_model"
+"""Of the files in which diffusers keeps weights: their names without what follows."""
+SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """CheckpointError where the file is missing or is no JSON object."""
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: is missing; the folder must be a model in diffusers' format, with model_index.json and a folder for "
+            "each component"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); download the model again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: is no JSON object; download the model again")
+    return content
+
+
+def load_scheduler(folder: Path) -> Any:
+    """The folder's own solver. CheckpointError where it is not one of rectified flow."""
+    import diffusers
+
+    file = folder / "scheduler" / "scheduler_config.json"
+    config = read_json(file)
+    name = config.get("_class_name")
+    if name not in SCHEDULERS:
+        raise CheckpointError(f"{file}: {name} is not supported; supported are {', '.join(SCHEDULERS)}")
+    if name == SCHEDULERS[0] and not (
+        config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"
+    ):
+        raise CheckpointError(
+            f"{file}: use_flow_sigmas is {config.get('use_flow_sigmas')} and prediction_type {config.get('prediction_type')!r}; "
+            "only models of rectified flow are trained (true and 'flow_prediction')"
+        )
+    if config.get("use_dynamic_shifting"):
+        raise CheckpointError(
+            f"{file}: use_dynamic_shifting is not supported; set world.schedule = 'linear' and a shift"
+        )
+    return getattr(diffusers, name).from_config(config)
+
+
+def scheduler_sigmas(folder: Path, steps: int) -> Tensor:
+    """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
+    scheduler = load_scheduler(folder)
+    scheduler.set_timesteps(steps)
+    sigmas: Tensor = scheduler.sigmas.double().cpu()
+    if not (sigmas[-1] == 0 and (sigmas.diff() < 0).all() and sigmas[0] <= 1):
+        raise CheckpointError(
+            f"{folder / 'scheduler'}: its {steps} steps do not fall from at most 1 to 0 ({sigmas[0]:g}, …, {sigmas[-1]:g}); "
+            "take another number of steps, or world.schedule = 'linear'"
+        )
+    return sigmas
+
+
+def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """A frozen text encoder of class `kind`, from safetensors only."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would draw over the run's own
+    try:
+        encoder = kind.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True
+        )
+    except Exception as error:  # what transformers raises for missing, damaged or pickled weights has no common class
+        raise CheckpointError(f"{folder}: the text encoder cannot be loaded: {error}") from error
+    return encoder.eval().requires_grad_(False)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+def free_memory() -> None:
+    """Of an accelerator, after a model went out of use: torch's cache keeps it otherwise."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_index(folder: Path, pipeline: str, components: dict[str, tuple[str, str] | None]) -> None:
+    """model_index.json: component → (library, class), or None for one that the folder does not have."""
+    import diffusers
+
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__}
+    index |= {name: list(place or (None, None)) for name, place in components.items()}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,261 @@
+"""Cosmos-Predict2.5: clips from text, from an image or from a video, by one transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dsreason.models.weights import find_weights
+from dsreason.world.context_parallel import Group, exchange, gather_tokens, own_part
+from dsreason.world.families.components import WEIGHTS, free_memory, load_encoder, load_tokenizer, write_index
+from dsreason.world.families.family import WorldFamily
+from dsreason.world.families.tiny import tiny_vae
+from dsreason.world.types import Conditioning
+
+SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
+GIVEN_FRAME_TIME = 1e-4
+"""The noise level that the transformer is told for frames that are given."""
+
+
+@torch.no_grad()
+def embeddings(
+    folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The hidden states of all layers, each normalised, one behind another: `[1, max_length, layers x hidden size]`.
+
+    There is no attention mask, as in training of the model: the padding takes part.
+    """
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    encoder = load_encoder(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", device, dtype)
+    for prompt in prompts:
+        yield _embedding(encoder, token_ids(tokenizer, prompt, max_length).to(device))
+    del encoder
+    free_memory()
+
+
+def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return [len(tokenizer.apply_chat_template(turns(prompt), return_dict=True)["input_ids"]) for prompt in prompts]
+
+
+def turns(prompt: str) -> list[dict[str, Any]]:
+    return [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("system", SYSTEM), ("user", prompt))
+    ]
+
+
+def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
+    """`[1, max_length]`: the prompt in its chat format, padded or cut on the right."""
+    encoded = tokenizer.apply_chat_template(
+        turns(prompt),
+        add_generation_prompt=False,
+        add_vision_id=False,
+        max_length=max_length,
+        truncation=True,
+        padding="max_length",
+        return_dict=True,
+    )
+    return torch.tensor([encoded["input_ids"]])
+
+
+def _embedding(encoder: nn.Module, ids: Tensor) -> Tensor:
+    states = encoder(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[1:]
+    normalised = [
+        (state - state.mean(dim=-1, keepdim=True)) / (state.std(dim=-1, keepdim=True) + 1e-8) for state in states
+    ]
+    return torch.cat(normalised, dim=-1)
+
+
+PROJECTION = "crossattn_proj"
+
+
+class OptionalProjection(nn.Sequential):
+    """Projects text that is not projected yet."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        linear, activation = self
+        return input if input.shape[-1] == linear.out_features else cast(Tensor, activation(linear(input)))
+
+
+def accept_projected(transformer: nn.Module) -> None:
+    layer = cast(nn.Sequential, transformer.get_submodule(PROJECTION))
+    linear = cast(nn.Linear, layer[0])
+    if linear.in_features != linear.out_features:
+        setattr(transformer, PROJECTION, OptionalProjection(*layer))
+
+
+def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """From 28 layers x 3584 features (98 MB a prompt in bfloat16) to 1024 (1 MB)."""
+    tensors: dict[str, Tensor] = {}
+    names = [f"{PROJECTION}.0.weight", f"{PROJECTION}.0.bias"]
+    find_weights(folder / "transformer", str, WEIGHTS).read(names, tensors.__setitem__)
+    weight, bias = (tensors[name].to(device, dtype, copy=True) for name in names)
+    return lambda text: nn.functional.gelu(nn.functional.linear(text, weight, bias))
+
+
+def velocity(
+    transformer: nn.Module,
+    x: Tensor,
+    s: Tensor,
+    text: Tensor,
+    conditioning: Conditioning | None = None,
+    initial_noise: Tensor | None = None,
+) -> Tensor:
+    dtype = next(transformer.parameters()).dtype
+    batch, _, frames, height, width = x.shape
+    given = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
+    seen = x if conditioning is None else given * conditioning.latents + (1 - given) * x
+    predicted: Tensor = transformer(
+        hidden_states=seen.to(dtype),
+        condition_mask=given.expand(-1, -1, -1, height, width).to(dtype),
+        timestep=given * GIVEN_FRAME_TIME + (1 - given) * s.view(-1, 1, 1, 1, 1),
+        encoder_hidden_states=text.to(dtype),
+        padding_mask=x.new_zeros(1, 1, height, width, dtype=dtype),
+        return_dict=False,
+    )[0].float()
+    if conditioning is None:
+        return predicted
+    if initial_noise is None:
+        raise ValueError("velocity: conditioning needs initial_noise, which the velocity of given frames follows from")
+    known: Tensor = given * (initial_noise - conditioning.latents)
+    return known + (1 - given) * predicted
+
+
+class SharedAttention:
+    """diffusers' `CosmosAttnProcessor2_0` for self-attention, with heads instead of tokens on each rank."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        query, key, value = (
+            layer(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )  # [B, heads, own tokens, head size]
+        query, key = (
+            apply_rotary_emb(norm(part), image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
+            for norm, part in ((attn.norm_q, query), (attn.norm_k, key))
+        )
+        query, key, value = (exchange(part, 1, 2, self.group) for part in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        attended = exchange(attended, 2, 1, self.group).transpose(1, 2).flatten(2).type_as(hidden_states)
+        return attn.to_out[1](attn.to_out[0](attended))  # type: ignore[no-any-return]
+
+
+def parallelise(transformer: nn.Module, group: Group) -> None:
+    """Tokens are cut before the first block. What belongs to tokens (noise levels, positions) is cut before each: the
+    transformer hands the whole of it to every block."""
+    model: Any = transformer
+
+    def before_block(first: bool) -> Any:
+        def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            tokens, text, times, modulation, positions, *rest = arguments
+            return (
+                own_part(tokens, 1, group) if first else tokens,
+                text,
+                own_part(times, 1, group),
+                own_part(modulation, 1, group),
+                tuple(own_part(part, 0, group) for part in positions),
+                *rest,
+            )
+
+        return cut
+
+    for number, block in enumerate(model.transformer_blocks):
+        block.register_forward_pre_hook(before_block(number == 0))
+        block.attn1.set_processor(SharedAttention(group))
+    model.norm_out.register_forward_pre_hook(
+        lambda module, arguments: (arguments[0], *(own_part(part, 1, group) for part in arguments[1:]))
+    )
+    model.proj_out.register_forward_hook(lambda module, arguments, output: gather_tokens(output, 1, group))
+
+
+def build_tiny(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
+    from diffusers import CosmosTransformer3DModel, UniPCMultistepScheduler
+
+    from dsreason.families import FAMILIES
+    from dsreason.models.tiny import build_tiny as build_language_model
+    from dsreason.models.tiny import build_tokenizer
+
+    layers, hidden_size = 2, 64
+    build_tokenizer(FAMILIES["qwen2_5_vl"]).save_pretrained(folder / "tokenizer")
+    build_language_model(
+        "qwen2_5_vl",
+        folder / "text_encoder",
+        seed=seed,
+        num_layers=layers,
+        hidden_size=hidden_size,
+        vision_hidden_size=32,
+        vision_depth=1,
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        CosmosTransformer3DModel(
+            in_channels=17,
+            out_channels=16,
+            num_attention_heads=4,
+            attention_head_dim=24,
+            num_layers=num_layers,
+            mlp_ratio=2.0,
+            text_embed_dim=32,
+            adaln_lora_dim=8,
+            max_size=(16, 32, 32),
+            patch_size=(1, 2, 2),
+            rope_scale=(1.0, 3.0, 3.0),
+            concat_padding_mask=True,
+            extra_pos_embed_type=None,
+            use_crossattn_projection=True,
+            crossattn_proj_in_channels=layers * hidden_size,
+            encoder_hidden_states_channels=32,
+        ).save_pretrained(folder / "transformer")
+        tiny_vae().save_pretrained(folder / "vae")
+    UniPCMultistepScheduler(
+        use_karras_sigmas=True,
+        use_flow_sigmas=True,
+        prediction_type="flow_prediction",
+        sigma_max=200.0,
+        sigma_min=0.01,
+    ).save_pretrained(folder / "scheduler")
+    components: dict[str, tuple[str, str] | None] = {
+        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
+        "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "transformer": ("diffusers", "CosmosTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLWan"),
+        "safety_checker": None,
+    }
+    write_index(folder, "Cosmos2_5_PredictBasePipeline", components)
+
+
+COSMOS_PREDICT2_5 = WorldFamily(
+    name="Cosmos-Predict2.5",
+    pipelines=("Cosmos2_5_PredictBasePipeline",),
+    transformer="CosmosTransformer3DModel",
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
+    max_conditional_frames=2,
+    guidance_offset=1.0,  # the pipeline computes v + scale · (v − v_negative)
+    embeddings=embeddings,
+    count_tokens=count_tokens,
+    velocity=velocity,
+    solver_times=lambda scheduler: scheduler.sigmas[:-1],
+    parallelise=parallelise,
+    project_text=project_text,
+    accept_projected=accept_projected,
+    build_tiny=build_tiny,
+)

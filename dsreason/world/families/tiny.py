@@ -1,0 +1,14 @@
+"""What the small random models of all families have alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tiny_vae() -> Any:
+    """The video autoencoder that Wan and Cosmos share, with its compression of 4 in time and 8 in space."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )

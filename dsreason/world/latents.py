@@ -1,0 +1,129 @@
+"""From pixels to latents and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsreason.world.types import ClipSize
+
+
+class LatentCodec(Protocol):
+    """Frozen. Latents have about mean 0 and standard deviation 1."""
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels `[B, 3, T, H, W]` from -1 to 1 → latents `[B, C, t, h, w]`, float32. Without noise: the same every time."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]` → pixels `[B, 3, T, H, W]`, float32, from 0 to 1."""
+
+    def shape(self, size: ClipSize) -> tuple[int, int, int, int]:
+        """`(C, t, h, w)` of a clip's latents."""
+
+
+@dataclass(frozen=True)
+class WanCodec:
+    """The autoencoder of Wan and Cosmos: the first frame alone, then 4 frames to a latent frame, 8 x 8 pixels to a latent.
+
+    Mean and standard deviation come from the autoencoder's configuration. The pipelines have attributes for them, which
+    mean different things in different versions of diffusers. Clips are coded one by one: memory is that of one.
+    """
+
+    vae: Any
+    mean: Tensor
+    """`[1, C, 1, 1, 1]`, float32."""
+    std: Tensor
+    """`[1, C, 1, 1, 1]`, float32."""
+
+    @classmethod
+    def of(cls, vae: Any) -> WanCodec:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=vae.device).view(1, -1, 1, 1, 1)
+
+        return cls(vae.eval().requires_grad_(False), column(vae.config.latents_mean), column(vae.config.latents_std))
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        clips = pixels.to(self.vae.device, self.vae.dtype).split(1)
+        modes = [self.vae.encode(clip).latent_dist.mode().float() for clip in clips]
+        return (torch.cat(modes) - self.mean) / self.std
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        scaled = latents.to(self.mean) * self.std + self.mean
+        clips = [self.vae.decode(clip.to(self.vae.dtype), return_dict=False)[0].float() for clip in scaled.split(1)]
+        return (torch.cat(clips) / 2 + 0.5).clamp(0, 1)
+
+    def shape(self, size: ClipSize) -> tuple[int, int, int, int]:
+        time, space = 2 ** sum(self.vae.temperal_downsample), 2 ** len(self.vae.temperal_downsample)
+        return self.vae.config.z_dim, (size.frames - 1) // time + 1, size.height // space, size.width // space
+
+
+TIME, SPACE = 4, 8
+"""Frames and pixels a side that `LinearCodec` turns into one latent, as Wan's autoencoder does."""
+
+
+@dataclass(frozen=True)
+class LinearCodec:
+    """Principal components of patches, in the geometry of Wan's autoencoder: it is fitted in seconds on a CPU.
+
+    A patch has P = 3 x 4 x 8 x 8 values. The first frame, which is coded alone, stands four times in its patches.
+    """
+
+    centre: Tensor
+    """`[P]`."""
+    basis: Tensor
+    """`[C, P]`."""
+    scale: Tensor
+    """`[C]`: standard deviation of each component."""
+
+    @classmethod
+    def fit(cls, clips: Tensor, channels: int = 16, *, patches: int = 20_000, seed: int = 0) -> LinearCodec:
+        """To pixels `[B, 3, T, H, W]` from -1 to 1; the components are those of `patches` of their patches."""
+        rows = _patches(clips.float()).flatten(0, -2)
+        centre = rows.mean(0)
+        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]
+        basis = torch.linalg.svd(rows[chosen] - centre, full_matrices=False).Vh[:channels]
+        scale = ((rows - centre) @ basis.T).std(0).clamp(min=1e-6)
+        return cls(centre, basis, scale)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        components = (_patches(pixels.to(self.basis)) - self.centre) @ self.basis.T
+        return (components / self.scale).permute(0, 4, 1, 2, 3).contiguous()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        rows = (latents.to(self.basis).permute(0, 2, 3, 4, 1) * self.scale) @ self.basis + self.centre
+        batch, frames, height, width, _ = rows.shape
+        clips = rows.view(batch, frames, height, width, 3, TIME, SPACE, SPACE).permute(0, 4, 1, 5, 2, 6, 3, 7)
+        pixels = clips.reshape(batch, 3, frames * TIME, height * SPACE, width * SPACE)
+        first = pixels[:, :, :TIME].mean(2, keepdim=True)
+        return (torch.cat([first, pixels[:, :, TIME:]], dim=2) / 2 + 0.5).clamp(0, 1)
+
+    def shape(self, size: ClipSize) -> tuple[int, int, int, int]:
+        return len(self.basis), (size.frames - 1) // TIME + 1, size.height // SPACE, size.width // SPACE
+
+    def save(self, folder: Path) -> None:
+        """The folder `vae/` of a model."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in vars(self).items()}, folder / "linear_codec.safetensors"
+        )
+        (folder / "config.json").write_text(json.dumps({"_class_name": type(self).__name__}) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str = "cpu") -> LinearCodec:
+        return cls(**load_file(folder / "linear_codec.safetensors", device=str(device)))
+
+
+def _patches(pixels: Tensor) -> Tensor:
+    """`[B, 3, T, H, W]` → `[B, t, h, w, P]`."""
+    whole = torch.cat([pixels[:, :, :1].expand(-1, -1, TIME - 1, -1, -1), pixels], dim=2)
+    batch, _, frames, height, width = whole.shape
+    cut = whole.reshape(batch, 3, frames // TIME, TIME, height // SPACE, SPACE, width // SPACE, SPACE)
+    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)

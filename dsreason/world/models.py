@@ -1,0 +1,172 @@
+"""From `model.path` to the components of a world model; the pipeline itself is never built."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from dsreason.config.schema_world import WorldModelConfig
+from dsreason.errors import CheckpointError, ConfigError, DataError
+from dsreason.files.address import is_s3
+from dsreason.files.atomic import build_once
+from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.files.remote import local_folder
+from dsreason.models.load import check_weights, map_parameters
+from dsreason.models.weights import find_weights
+from dsreason.secrets import without_credentials
+from dsreason.world.families import FAMILIES, family_of
+from dsreason.world.families.components import WEIGHTS, read_json
+from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
+
+TINY = "tiny:"
+TINY_VERSION = 1
+"""In the name of the cached folder: one more whenever `build_tiny` makes other models."""
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""What a model folder needs; pickled weights are left where they are."""
+
+
+def check_installed() -> None:
+    """ConfigError without the packages that only world models need."""
+    try:
+        import diffusers  # noqa: F401
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"world models need diffusers and peft ({error}); install them: pip install 'dsreason[world]'"
+        ) from error
+
+
+def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
+    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a
+    hub download.
+
+    Safe to call from several ranks at once. CheckpointError says what was looked for and where, and which family or
+    component is not supported.
+    """
+    if model.path.startswith(TINY):
+        return tiny_world_model(model.path.removeprefix(TINY), cache)
+    if is_s3(model.path):
+        folder = fetch(model)
+    elif "://" in model.path:
+        raise CheckpointError(
+            f"model.path {without_credentials(model.path)}: is an address; only folders, s3:// addresses and models on the "
+            "hub are read"
+        )
+    elif (local := Path(model.path).expanduser()).exists():
+        folder = local
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.path):
+        folder = download(model)
+    else:
+        raise CheckpointError(f"model.path {model.path}: no such folder (working folder: {Path.cwd()})")
+    family_of(folder)
+    return folder
+
+
+def tiny_world_model(family: str, cache: Path) -> Path:
+    if family not in FAMILIES:
+        known = ", ".join(TINY + name for name in FAMILIES)
+        raise CheckpointError(f"model.path {TINY}{family}: no such tiny model; there are {known}")
+    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", lambda folder: FAMILIES[family].build_tiny(folder))
+
+
+def fetch(model: WorldModelConfig) -> Path:
+    """A local copy of a folder in S3, without pickled weights."""
+    try:
+        return local_folder(model.path, lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES))
+    except DataError as error:
+        raise CheckpointError(f"model.path: {error}; it must be a model folder in diffusers' format") from None
+
+
+def download(model: WorldModelConfig) -> Path:
+    try:
+        folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
+    except HUB_ERRORS as error:
+        where, page = f"model.path {model.path}: no local folder", f"{hub()}/{model.path}"
+        raise CheckpointError(str(hub_error(error, where, page=page, revision=model.revision))) from error
+    if not (folder / "model_index.json").is_file():
+        raise CheckpointError(
+            f"model.path {model.path}: revision {model.revision or 'main'} has no model_index.json, so it is not in diffusers' "
+            "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
+        )
+    return folder
+
+
+def transformer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "transformer" / "config.json")
+
+
+def empty_transformer(folder: Path) -> Any:
+    """The transformer of a model's folder without memory behind its parameters; its buffers are computed."""
+    import diffusers
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+
+    family, config, file = family_of(folder), transformer_config(folder), folder / "transformer" / "config.json"
+    if config.get("_class_name") != family.transformer:
+        raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
+    try:
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            transformer = getattr(diffusers, family.transformer).from_config(config)
+    except Exception as error:  # a size that is negative, of the wrong type or too large
+        raise CheckpointError(f"{file}: no model can be built from it: {type(error).__name__}: {error}") from error
+    family.accept_projected(transformer)
+    return transformer
+
+
+def load_transformer(
+    folder: Path,
+    dtype: torch.dtype,
+    deepspeed: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The transformer with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
+
+    Under ZeRO-3 every rank copies its own part of each parameter out of the mapped files: no rank holds the model. All
+    ranks call it together, after `init_distributed`. All parameters get `dtype`, those included that diffusers would keep
+    in float32. CheckpointError lists tensors that are missing, unexpected or of another shape.
+    """
+    transformer = empty_transformer(folder)
+    weights = find_weights(folder / "transformer", str, WEIGHTS)
+    check_weights(transformer, weights)
+    map_parameters(transformer, weights)
+    if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
+        from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
+
+        partition(transformer, dtype, deepspeed)
+    else:
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.to(device, dtype, copy=True)
+    place_buffers(transformer, device)
+    return transformer.train()
+
+
+def place_buffers(model: Any, device: torch.device | str) -> None:
+    """No file holds them: they are positions. DeepSpeed would turn them into bfloat16 but for this list."""
+    model._keep_in_fp32_modules_strict = {name for name, _ in model.named_buffers()}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+
+
+def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> LatentCodec:
+    """The codec of a model's folder, frozen. A linear one computes in float32 whatever `dtype` is."""
+    file = folder / "vae" / "config.json"
+    kind = read_json(file).get("_class_name")
+    if kind == "LinearCodec":
+        return LinearCodec.load(folder / "vae", device)
+    if kind != "AutoencoderKLWan":
+        raise CheckpointError(f"{file}: {kind} is not supported; supported are AutoencoderKLWan and LinearCodec")
+    from diffusers import AutoencoderKLWan
+
+    try:
+        vae = AutoencoderKLWan.from_pretrained(
+            folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+    except Exception as error:  # what diffusers raises for missing, damaged or pickled weights has no common class
+        raise CheckpointError(f"{folder / 'vae'}: the autoencoder cannot be loaded: {error}") from error
+    return WanCodec.of(vae.to(device))

@@ -1,0 +1,81 @@
+"""Reward functions of clips: `fn(clips, samples)`, built in or the user's own.
+
+    def quiet(clips, samples):  # clips: float32 [B, 3, T, H, W] in 0..1; samples[i].prompt, samples[i].meta["fps"], …
+        return 1 - clips.mean(dim=(1, 2, 3, 4))  # B finite numbers: tensor, array or list
+
+Own ones are called as those of text are: in worker processes, within a time limit, and with a check of what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsreason.rewards.functions import find_function, with_options
+from dsreason.rewards.worker import Kind, shown
+from dsreason.world.rewards import pixels
+from dsreason.world.types import WorldRow
+
+ClipReward = Callable[[Tensor, Sequence[WorldRow]], Any]
+
+BUILT_IN: dict[str, ClipReward] = {
+    "brightness": pixels.brightness,
+    "sharpness": pixels.sharpness,
+    "motion": pixels.motion,
+    "flicker": pixels.flicker,
+    "colour": pixels.colour,
+    "red": pixels.red,
+    "solid": pixels.solid,
+    "follow": pixels.follow,
+    "red_solid": pixels.red_solid,
+}
+ADVICE = (
+    f"Built in: {', '.join(BUILT_IN)}. "
+    "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
+)
+
+
+def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The reward called `name` as a function of (uint8 `[B, 3, T, H, W]`, rows).
+
+    Raises:
+        ConfigError: there is none, its file does not import, or it cannot be called as fn(clips, samples) with its options.
+    """
+    found = find_function(name, BUILT_IN, ADVICE)
+    function = with_options(found, dict(options or {}), name, {"clips": None, "samples": []})
+
+    def on_pixels(clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Any:
+        with torch.no_grad():
+            return function(torch.from_numpy(clips).float().div_(255), samples)
+
+    return on_pixels
+
+
+def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
+    """What a function of (clips, samples) returned, as plain numbers. ValueError where it is not one finite number a clip."""
+    values = result.detach().cpu().double().numpy() if isinstance(result, Tensor) else result
+    try:
+        scores = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"returned {shown(result)}; it must return a finite number for each clip") from None
+    count = len(arguments[1])
+    if scores.shape != (count,):
+        raise ValueError(f"returned values of shape {list(scores.shape)} for {count} clips; it must return [{count}]")
+    if not np.isfinite(scores).all():
+        worst = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise ValueError(f'returned {scores[worst]} for "{arguments[1][worst].id}"; rewards must be finite')
+    return scores.tolist(), {}
+
+
+KIND = Kind(find_clip_reward, check_scores)
+
+
+def check_functions(names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """ConfigError where a reward cannot be found or called. Own code is imported."""
+    for name in names:
+        find_clip_reward(name, options.get(name))

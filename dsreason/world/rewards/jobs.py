@@ -1,0 +1,217 @@
+"""The work of a reward server: requests that wait and are scored one after the other, and scores until they are asked for."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsreason.errors import ConfigError
+from dsreason.rewards.functions import with_options
+from dsreason.rewards.worker import described
+from dsreason.user_code import find_code
+from dsreason.world.rewards.functions import BUILT_IN, ClipReward, check_scores
+from dsreason.world.rewards.wire import Request, bfloat16_bits
+from dsreason.world.types import WorldRow
+
+log = logging.getLogger(__name__)
+
+KEPT = 4096
+"""Jobs of which the scores, a few numbers, are kept."""
+
+
+class Decoder(Protocol):
+    def decode(self, latents: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Job:
+    """An enqueued request, and what came of it: `answers[function]` are status and content of the answer to a pull."""
+
+    uuid: str
+    request: Request | None
+    """None once it was scored."""
+    num_bytes: int
+    answers: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+
+
+class Jobs:
+    """Requests in the order in which they came. A full queue takes no more, so nothing that was taken is dropped.
+
+    Args:
+        most_waiting: requests that wait or are being scored, at most.
+        most_bytes: of their bodies together, those being received included.
+    """
+
+    def __init__(self, most_waiting: int, most_bytes: int) -> None:
+        self.most_waiting, self.most_bytes = most_waiting, most_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._known: OrderedDict[str, Job] = OrderedDict()
+        self._count, self._bytes = 0, 0
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Whether there is room for one more; it is taken then."""
+        with self._changed:
+            free = self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
+            if free:
+                self._count, self._bytes = self._count + 1, self._bytes + num_bytes
+            return free
+
+    def release(self, num_bytes: int) -> None:
+        with self._changed:
+            self._count, self._bytes = self._count - 1, self._bytes - num_bytes
+
+    def add(self, request: Request, num_bytes: int) -> str:
+        """The job's name. Its room has been reserved."""
+        job = Job(str(uuid.uuid4()), request, num_bytes)
+        with self._changed:
+            self._waiting.append(job)
+            self._known[job.uuid] = job
+            scored = [name for name, known in self._known.items() if known.request is None]
+            for name in scored[: max(0, len(self._known) - KEPT)]:
+                del self._known[name]
+            self._changed.notify()
+        return job.uuid
+
+    def find(self, name: str) -> Job | None:
+        with self._changed:
+            return self._known.get(name)
+
+    def take(self) -> Job:
+        """The oldest that waits; waits for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting))
+            return self._waiting.popleft()
+
+
+def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
+    """Score one job after the other, for ever; run it in a daemon thread."""
+    while True:
+        job = jobs.take()
+        assert job.request is not None
+        names = wanted(job.request, functions)
+        try:
+            score_job(job, {name: functions[name] for name in names}, decoder)
+        except Exception as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
+            log.error("job %s: %s", job.uuid, described(error))
+            for name in names:
+                job.answers.setdefault(name, failure(name, error))
+        job.request = None
+        jobs.release(job.num_bytes)
+
+
+def score_job(job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
+    assert job.request is not None
+    began = time.monotonic()
+    clips = to_pixels(job.request, decoder)
+    decoded = time.monotonic() - began
+    samples = to_rows(job.uuid, job.request)
+    for name, function in functions.items():
+        began = time.monotonic()
+        try:
+            with torch.no_grad():
+                scores = named_scores(name, function(clips, samples), samples)
+        except Exception as error:  # noqa: BLE001  somebody else's code; the answer to the pull says so
+            log.error('job %s, reward "%s" %s', job.uuid, name, described(error))
+            job.answers[name] = failure(name, error)
+        else:
+            info = input_info(job.request)
+            durations = {"duration": f"{time.monotonic() - began:.2f}", "decoded_duration": f"{decoded:.2f}"}
+            job.answers[name] = 200, {"scores": scores, "input_info": info, **durations, "type": name}
+
+
+def failure(name: str, error: Exception) -> tuple[int, dict[str, Any]]:
+    return 500, {"message": f'reward "{name}" failed: {type(error).__name__}: {error}'}
+
+
+def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
+    """Names of the functions that a request asks for. ValueError where there is none, or one is not served."""
+    names = [name for name, weight in request.reward_fn.items() if weight > 0]
+    unknown = [name for name in names if name not in functions]
+    if unknown or not names:
+        what = f"no reward function {unknown[0]!r:.80}" if unknown else "reward_fn names no function of positive weight"
+        raise ValueError(f"{what}; served are {', '.join(functions)}")
+    return names
+
+
+def to_pixels(request: Request, decoder: Decoder | None) -> Tensor:
+    """float32 `[B, 3, T, H, W]` in 0..1."""
+    array = request.array
+    if request.media_type == "latent":
+        assert decoder is not None  # otherwise the request was not taken
+        latents = bfloat16_bits(array) if array.dtype == np.uint8 else array.astype(np.float32)
+        return decoder.decode(torch.from_numpy(np.ascontiguousarray(latents))).float().cpu()
+    pixels = torch.from_numpy(array.astype(np.float32)).div_(255)
+    return pixels.permute(0, 3, 1, 2)[:, :, None] if request.media_type == "image" else pixels
+
+
+def to_rows(job: str, request: Request) -> list[WorldRow]:
+    """What functions get to know of the clips: `meta` has `fps`, and what else the request says of each clip or of all."""
+    rows = []
+    for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
+        shared = {
+            key: value[number] if isinstance(value, list) and len(value) == len(request.prompts) else value
+            for key, value in request.extra.items()
+        }
+        row = WorldRow(f"{job}:{number}", prompt, None, {**shared, **info})
+        rows.append(replace(row, meta={**row.meta, "fps": info.get("video_fps", info.get("fps"))}))
+    return rows
+
+
+def named_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
+    """A function's result as the protocol's scores: `{name: [B]}`, or its own keys where it returns a dict of them."""
+    found = result if isinstance(result, Mapping) and result else {name: result}
+    return {str(key): check_scores(values, ((), samples))[0] for key, values in found.items()}
+
+
+def input_info(request: Request) -> dict[str, Any]:
+    array = request.array
+    lowest, highest = (f"{float(value):.3f}" for value in (array.min(), array.max()))
+    facts = {"shape": list(array.shape), "dtype": f"torch.{array.dtype}", "min": lowest, "max": highest}
+    return {**facts, "video_infos": list(request.video_infos)}
+
+
+def find_functions(name: str) -> dict[str, ClipReward]:
+    """The reward functions in a file or module, by name; with `:attr` behind it that one only.
+
+    Those are served that can be called as fn(clips, samples), are written there and whose name begins with no underscore.
+
+    Raises:
+        ConfigError: there is none, or the file does not import.
+    """
+    advice = "Name a .py file or an installed module with functions fn(clips, samples)"
+    found = find_code(name, f"reward-serve {name}", [], advice)
+    if not isinstance(found, ModuleType):
+        attribute = name.rpartition(":")[2]
+        return {attribute: with_options(found, {}, name, {"clips": None, "samples": []})}
+    functions: dict[str, ClipReward] = {
+        key: value
+        for key, value in vars(found).items()
+        if inspect.isfunction(value)
+        and not key.startswith("_")
+        and (value.__module__ == found.__name__ or value in BUILT_IN.values())
+        and is_reward(value)
+    }
+    if not functions:
+        raise ConfigError(f"reward-serve {name}: no function there can be called as fn(clips, samples)")
+    return functions
+
+
+def is_reward(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind([], [])
+    except TypeError:
+        return False
+    return True

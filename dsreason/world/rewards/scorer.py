@@ -1,0 +1,194 @@
+"""Scoring clips by weighted functions and by a reward service, while the caller goes on sampling."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsreason.config.schema_world import WorldRewardConfig
+from dsreason.errors import ConfigError, DsReasonError, RewardError
+from dsreason.rewards.functions import reward_labels
+from dsreason.rewards.pool import Call, Pool
+from dsreason.rewards.worker import described
+from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
+from dsreason.world.rewards.service import RewardService, service_total
+from dsreason.world.types import WorldRow
+
+Values = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `B` clips are worth.
+
+    Example: `Scores(total=[1.5, 0.2], by_name={"colour": [1, 0.1], "dance_grpo/overall_reward": [0.5, 0.1]})`.
+    """
+
+    total: Tensor
+    """`[B]`, float32: the functions' weighted sum plus the services' one."""
+    by_name: dict[str, Tensor]
+    """`[B]` each, float32, unweighted and not clipped: functions by short name, services as `<name>/<score key>`."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Scores that are being made."""
+
+    config: WorldRewardConfig
+    labels: Sequence[str]
+    """Of `config.functions`, in their order."""
+    num_clips: int
+    here: Values
+    """Scores of the functions that were called at once."""
+    futures: Sequence[Future[Values]]
+    """Of the worker processes and of the service."""
+
+    def result(self) -> Scores:
+        """Waits for the scores. RewardError: a function or the service failed, or took too long."""
+        values = dict(self.here)
+        for future in self.futures:
+            values |= future.result()
+        by_name = {name: torch.tensor(found, dtype=torch.float32) for name, found in values.items()}
+        functions = dict(zip(self.labels, self.config.functions.values(), strict=True))
+        total = torch.zeros(self.num_clips)
+        for label, weight in functions.items():
+            total += weight * by_name[label]
+        if self.config.services:
+            total += torch.from_numpy(service_total(self.config, values))
+        return Scores(total, by_name)
+
+
+class ClipScorer:
+    """Scores clips; a context manager, since it holds worker processes.
+
+        with open_scorer(WorldRewardConfig(functions={"colour": 1.0, "rewards.py:judge": 0.5})) as scorer:
+            pending = scorer.start(clips, latents, rows, fps=16.0)
+            …                           # sample the next clips meanwhile
+            scores = pending.result()
+
+    Built-in functions are called at `start`, in this process; the user's own in worker processes (`reward.workers`; 0: at
+    `start`, too, and without a time limit). Entering raises ConfigError when a function cannot be found.
+    """
+
+    def __init__(self, config: WorldRewardConfig, *, start_limit: float = 120.0) -> None:
+        self.config = config
+        self.labels = reward_labels(list(config.functions))
+        named = dict(zip(config.functions, self.labels, strict=True))
+        self._own = [name for name in named if name not in BUILT_IN and config.workers]
+        self._label = named
+        self._here: dict[str, Callable[..., Any]] = {}
+        found = [(name, config.options.get(name, {})) for name in self._own]
+        self._pool = Pool(KIND, found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
+        self._service = RewardService(config) if config.services else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        """Calls of a pool follow each other."""
+
+    def __enter__(self) -> Self:
+        self._here = {
+            name: find_clip_reward(name, self.config.options.get(name))
+            for name in self.config.functions
+            if name not in self._own
+        }
+        self._pool.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._service is not None:
+            self._service.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+    def start(self, clips: Tensor, latents: Tensor, rows: Sequence[WorldRow], fps: float) -> Pending:
+        """Begin to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not be changed before the result is there.
+
+        Args:
+            clips: uint8 `[B, 3, T, H, W]` on the CPU.
+            latents: float32 `[B, C, T, h, w]`, normalised, of the same clips; read where a service gets latents.
+            fps: frames per second of the clips; functions find it as `samples[i].meta["fps"]`.
+
+        Raises:
+            RewardError: a function that is called in this process failed.
+        """
+        if clips.dtype != torch.uint8 or clips.ndim != 5 or len(clips) != len(rows):
+            raise ValueError(
+                f"clips must be uint8 [{len(rows)}, 3, T, H, W], are {clips.dtype} {list(clips.shape)} for {len(rows)} rows"
+            )
+        samples = [replace(row, meta={**row.meta, "fps": fps}) for row in rows]
+        pixels = clips.contiguous().numpy()
+        here = {self._label[name]: call_here(name, function, pixels, samples) for name, function in self._here.items()}
+        futures = [self._thread.submit(self._call_own, pixels, samples)] if self._own else []
+        if self._service is not None:
+            # A copy of the latents: the caller may go on with theirs.
+            sent = pixels if self.config.media == "video" else latents.detach().to("cpu", torch.float16).numpy()
+            prompts = [row.prompt for row in rows]
+            futures.append(in_background(partial(self._service.score, sent, prompts, fps, of_rows(rows))))
+        return Pending(self.config, self.labels, len(rows), here, futures)
+
+    def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
+        subject = of_rows(samples)
+        calls = [Call(number, (clips, samples), subject) for number in range(len(self._own))]
+        results = self._pool.run(calls)
+        return {self._label[name]: result.score for name, result in zip(self._own, results, strict=True)}
+
+
+def open_scorer(config: WorldRewardConfig) -> ClipScorer:
+    """A scorer of everything that the configuration names. Files of the user's are imported, no request is made.
+
+    Raises:
+        ConfigError: no reward is named, one cannot be found or called, or a service is without its addresses.
+    """
+    if not config.functions and not config.services:
+        raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }, or reward.services")
+    check_functions(config.functions, config.options)
+    return ClipScorer(config)
+
+
+def in_background(call: Callable[[], Values]) -> Future[Values]:
+    """Its result, from a thread that a process which ends does not wait for: a service may take minutes."""
+    future: Future[Values] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward service", daemon=True).start()
+    return future
+
+
+def call_here(
+    name: str, function: Callable[..., Any], clips: NDArray[np.uint8], samples: Sequence[WorldRow]
+) -> list[float]:
+    """The scores by a function in this process; by a built-in one clip by clip, since a large clip takes gigabytes as float32."""
+    size = 1 if name in BUILT_IN else len(samples)
+    scores: list[float] = []
+    for first in range(0, len(samples), size):
+        arguments = (clips[first : first + size], samples[first : first + size])
+        subject = f'reward "{name}", {of_rows(arguments[1])}:'
+        try:
+            result = function(*arguments)
+        except DsReasonError:
+            raise
+        except Exception as error:  # noqa: BLE001  somebody else's code
+            raise RewardError(f"{subject} {described(error)}") from error
+        try:
+            scores += check_scores(result, arguments)[0]
+        except ValueError as error:
+            raise RewardError(f"{subject} {error}") from None
+    return scores
+
+
+def of_rows(rows: Sequence[WorldRow]) -> str:
+    """Which clips, for messages: `clips of "train.txt:1" to "train.txt:4"`."""
+    first, last = rows[0].id, rows[-1].id
+    return f'clip of "{first}"' if len(rows) == 1 else f'clips of "{first}" to "{last}"'

@@ -1,0 +1,210 @@
+"""The client of cosmos-rl's reward service: clips are enqueued, and their scores asked for until they are there.
+
+The bytes are described in `wire.py`, and a server of that kind is `server.py`. Addresses and token come from
+REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same with WFM_REWARD_; the addresses also from
+the configuration. REMOTE_REWARD_URL, the server of rewards for texts, is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from dsreason.config.schema_world import WorldRewardConfig
+from dsreason.errors import ConfigError, RewardError
+from dsreason.problems import first_problem
+from dsreason.rewards.http import Refused, Retry, RewardServer, variable
+from dsreason.rewards.remote import Answer, Score
+from dsreason.world.rewards.wire import ENQUEUE_TYPE, FORM_TYPE, REPLICA, Request, enqueue_body, pull_body
+
+log = logging.getLogger(__name__)
+
+MOST_TOTAL = 5.0
+"""The sum of the services' weighted scores is clipped at ± this."""
+FAILED_PULLS = 6
+"""Failures in a row after which scores are given up: with the pauses between them, half a minute."""
+LONGEST_POLL = 5.0
+REQUEST_LIMIT = 60.0
+"""Seconds for the answer to one pull."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the service calls a request of ours; `subject` says of which clips it is."""
+
+    uuid: str
+    shown: str
+    """The same for messages."""
+    replica: str | None
+    subject: str
+    deadline: float
+
+
+class RewardService:
+    """A reward service, as the configuration or the environment names it.
+
+    Args:
+        pause: seconds before the first retry; doubled for every further one.
+        poll: seconds between the first two questions whether scores are there; half as long again each time.
+
+    Raises:
+        ConfigError: an address is missing or is none, or the token cannot be sent.
+    """
+
+    def __init__(self, config: WorldRewardConfig, *, pause: float = 1.0, poll: float = 0.2) -> None:
+        self.config, self.pause, self.poll = config, pause, poll
+        token = variable("TOKEN")
+        self.enqueue = RewardServer(_address(config.enqueue_url, "enqueue_url"), token)
+        self.fetch = RewardServer(_address(config.fetch_url, "fetch_url"), token)
+        self._stop = threading.Event()
+
+    def close(self) -> None:
+        """Requests under way end after the answer that they wait for."""
+        self._stop.set()
+
+    def score(
+        self, array: NDArray[np.generic], prompts: Sequence[str], fps: float, subject: str
+    ) -> dict[str, list[float]]:
+        """Scores by `<name>/<score key>`, waited for until `reward.time_limit`.
+
+        Args:
+            array: uint8 `[B, 3, T, H, W]`, or float16 latents where `reward.media` is `latent`.
+            subject: which clips, for messages.
+
+        Raises:
+            RewardError: the service refuses, fails, or has no scores in time.
+        """
+        keys = score_keys(self.config)
+        infos = [{"video_fps": fps}] * len(prompts)
+        request = Request(prompts, sent_weights(self.config), infos, self.config.media, array)
+        ticket = self._enqueue(enqueue_body(request), subject, time.monotonic() + self.config.time_limit)
+        return {
+            f"{name}/{key}": values
+            for name, wanted in keys.items()
+            for key, values in self._pull(ticket, name, wanted, len(prompts)).items()
+        }
+
+    def _enqueue(self, body: bytes, subject: str, deadline: float) -> Ticket:
+        attempt = 0
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            try:
+                _, answer = self.enqueue.post(body, {"Content-Type": ENQUEUE_TYPE}, left)
+                return self._ticket(answer, subject, deadline)
+            except Refused as error:
+                raise self._error(self.enqueue, subject, str(error)) from None
+            except Retry as error:
+                pause, attempt = error.pause(self.pause, attempt), attempt + 1
+                if time.monotonic() + pause >= deadline:
+                    limit = self.config.time_limit
+                    raise self._error(
+                        self.enqueue, subject, f"{error} ({attempt} attempts within {limit:g} s)"
+                    ) from error
+                log.warning("reward service %s: %s; trying again in %.1f s", self.enqueue.place, error, pause)
+            if self._stop.wait(pause):
+                raise self._error(self.enqueue, subject, "cancelled")
+
+    def _ticket(self, answer: bytes, subject: str, deadline: float) -> Ticket:
+        said = self.enqueue.quoted(answer.decode(errors="replace"))
+        try:
+            found = json.loads(answer)
+            uuid, replica = str(found["uuid"]), found.get("replica_id")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {said}') from None
+        if replica is not None and not (isinstance(replica, str) and replica.isascii() and replica.isprintable()):
+            raise self._error(self.enqueue, subject, f"the response has a replica_id that no header can hold: {said}")
+        return Ticket(uuid, f"job {self.enqueue.quoted(uuid)}", replica or None, subject, deadline)
+
+    def _pull(self, ticket: Ticket, name: str, keys: Sequence[str], count: int) -> dict[str, list[float]]:
+        headers = {"Content-Type": FORM_TYPE} | ({REPLICA: ticket.replica} if ticket.replica else {})
+        body = pull_body(ticket.uuid, name)
+        failures, pause, said = 0, self.poll, "nothing"
+        while (left := ticket.deadline - time.monotonic()) > 0:
+            try:
+                status, answer = self.fetch.post(body, headers, min(left, REQUEST_LIMIT), expected=[400])
+                if status != 400:
+                    return self._scores(answer, ticket, name, keys, count)
+                failures, wait, pause = 0, pause, min(pause * 1.5, LONGEST_POLL)
+                said = f"status 400 ({self.fetch.quoted(answer.decode(errors='replace').strip())})"
+            except Refused as error:
+                raise self._error(self.fetch, ticket.subject, f'scores of "{name}", {ticket.shown}: {error}') from None
+            except Retry as error:
+                wait, failures, said = error.pause(self.pause, failures), failures + 1, str(error)
+                if failures == FAILED_PULLS:
+                    text = f'scores of "{name}", {ticket.shown}: {error} ({failures} attempts in a row)'
+                    raise self._error(self.fetch, ticket.subject, text) from error
+            if self._stop.wait(min(wait, max(0.0, ticket.deadline - time.monotonic()))):
+                raise self._error(self.fetch, ticket.subject, "cancelled")
+        raise self._error(
+            self.fetch,
+            ticket.subject,
+            f'no scores of "{name}" within {self.config.time_limit:g} s; the last answer to {ticket.shown} was {said}. '
+            "The service may have dropped the job: see its log, or raise reward.time_limit",
+        )
+
+    def _scores(
+        self, answer: bytes, ticket: Ticket, name: str, keys: Sequence[str], count: int
+    ) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        try:
+            scores = Answer.model_validate_json(answer).scores
+            for key in keys:
+                if key not in scores:
+                    listed = self.fetch.quoted(", ".join(sorted(scores)))
+                    raise self._error(self.fetch, ticket.subject, f'"{name}" has no score {key}; it has {listed}')
+                found |= Score(scores={key: scores[key]}).scores
+        except ValidationError as error:
+            problem = self.fetch.quoted(first_problem(error, self.fetch.without_token))
+            raise self._error(self.fetch, ticket.subject, f'the scores of "{name}" cannot be used: {problem}') from None
+        for key, values in found.items():
+            if len(values) != count:
+                raise self._error(self.fetch, ticket.subject, f"{name}/{key}: {len(values)} numbers for {count} clips")
+        return found
+
+    def _error(self, server: RewardServer, subject: str, text: str) -> RewardError:
+        return RewardError(f"reward service {server.place}, {subject}: {text}")
+
+
+def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
+    """What is read of each function's scores: `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
+    found: dict[str, list[str]] = {}
+    for service in config.services:
+        keys = found.setdefault(service.name, [])
+        keys += [key for key in service.score_key.split("+") if key not in keys]
+    return found
+
+
+def sent_weights(config: WorldRewardConfig) -> dict[str, float]:
+    """By function, the greatest of its weights; 1 where that is 0, since the service would leave the function out."""
+    found: dict[str, float] = {}
+    for service in config.services:
+        found[service.name] = max(found.get(service.name, 0.0), service.weight)
+    return {name: weight or 1.0 for name, weight in found.items()}
+
+
+def service_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
+    """`[B]`: clip(sum of clip(score, clip_min, clip_max)·weight, ± 5)·scale, as cosmos-rl's client has it."""
+    total: NDArray[np.float64] | float = 0.0
+    for service in config.services:
+        score = sum(np.asarray(values[f"{service.name}/{key}"]) for key in service.score_key.split("+"))
+        total = total + np.clip(score, service.clip_min, service.clip_max) * service.weight
+    return np.clip(total, -MOST_TOTAL, MOST_TOTAL) * config.scale
+
+
+def _address(given: str | None, key: str) -> str:
+    url = given or variable(key.upper())
+    if not url:
+        name = key.upper()
+        raise ConfigError(
+            f"reward.services needs the service's addresses: set REMOTE_REWARD_{name} (or WFM_REWARD_{name}) in the environment, "
+            f"or reward.{key}"
+        )
+    return url

@@ -1,0 +1,112 @@
+"""The bytes of cosmos-rl's reward service, for its client and for a server.
+
+    POST …/enqueue   one line of JSON, a line break, an array in numpy's `.npy` format
+                     {"prompts": [str], "reward_fn": {name: weight}, "video_infos": [{"video_fps": 16.0}], "media_type": "video"}
+    200              {"uuid": "…", "replica_id": "…"}        the latter only where there are several replicas
+    POST …/pull      a form with `uuid` and `type`, the function's name; the header X-Lepton-Replica-Target names the replica
+    200              {"scores": {key: [float]}, …};  400: not yet, ask again
+
+Arrays by `media_type`: `video` uint8 `[B, C, T, H, W]`, `image` uint8 `[B, H, W, C]`, `latent` `[B, C, T, h, w]`, normalised.
+Without a `media_type` they are latents. Latents of type uint8 are the bytes of bfloat16 numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+from urllib.parse import urlencode
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsreason.files.npy import read_npy
+
+Media = Literal["video", "image", "latent"]
+Array = NDArray[Any]
+
+ENQUEUE_TYPE = "application/octet-stream"
+FORM_TYPE = "application/x-www-form-urlencoded"
+REPLICA = "X-Lepton-Replica-Target"
+NUM_AXES = {"video": 5, "image": 4, "latent": 5}
+MAX_HEAD_BYTES = 16 * 2**20
+"""Of the JSON."""
+KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an enqueued body asks for.
+
+    Example: `Request(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
+    """
+
+    prompts: Sequence[str]
+    reward_fn: Mapping[str, float]
+    """Names and weights. The server does not apply weights, but leaves functions out whose weight is not positive."""
+    video_infos: Sequence[Mapping[str, Any]]
+    media_type: Media
+    array: Array
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys, such as `geneval_tags`."""
+
+
+def enqueue_body(request: Request) -> bytes:
+    head = {key: getattr(request, key) for key in KNOWN} | dict(request.extra)
+    buffer = io.BytesIO()
+    buffer.write(json.dumps(head, allow_nan=False).encode() + b"\n")
+    np.save(buffer, request.array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def pull_body(uuid: str, name: str) -> bytes:
+    return urlencode({"uuid": uuid, "type": name}).encode()
+
+
+def read_body(body: bytes | bytearray) -> Request:
+    """The request in a body. ValueError says what is wrong with it. The array shares the body's memory."""
+    end = body.find(b"\n", 0, MAX_HEAD_BYTES)
+    if end < 0:
+        raise ValueError(f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes")
+    try:
+        head = json.loads(bytes(body[:end]))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the first line is not JSON: {error}") from None
+    if not isinstance(head, dict):
+        raise ValueError("the first line is not a JSON object")
+    media_type = head.get("media_type", "latent")
+    if media_type not in get_args(Media):
+        raise ValueError(f"media_type is {media_type!r}; it must be video, image or latent")
+    try:
+        array = read_npy(memoryview(body)[end + 1 :])
+    except ValueError as error:
+        raise ValueError(f"what follows the JSON: {error}") from None
+    if array.ndim != NUM_AXES[media_type] or 0 in array.shape:
+        raise ValueError(f"{media_type} of shape {list(array.shape)}; it must have {NUM_AXES[media_type]} axes")
+    prompts, infos, weights = head.get("prompts"), head.get("video_infos"), head.get("reward_fn")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("prompts must be a list of strings")
+    if len(prompts) != len(array):
+        raise ValueError(f"{len(prompts)} prompts for {len(array)} clips")
+    infos = [{}] * len(array) if infos is None else infos
+    if not isinstance(infos, list) or len(infos) != len(array) or not all(isinstance(info, dict) for info in infos):
+        raise ValueError(f"video_infos must be a list of {len(array)} objects")
+    if not isinstance(weights, dict) or not all(_is_number(weight) for weight in weights.values()):
+        raise ValueError("reward_fn must be an object of names and weights")
+    extra = {key: value for key, value in head.items() if key not in KNOWN}
+    return Request(prompts, weights, infos, media_type, array, extra)
+
+
+def bfloat16_bits(array: Array) -> Array:
+    """uint8 `[…, 2·w]`, the bytes of bfloat16 numbers, as float32 `[…, w]`."""
+    if array.shape[-1] % 2:
+        raise ValueError(f"latents of type uint8 must have an even last axis, it is {array.shape[-1]}")
+    bits = np.ascontiguousarray(array).view("<u2").astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,100 @@
+"""The steps of a sampler, with or without noise, and their log-probabilities.
+
+Latents at the noise level s are x = (1 − s)·data + s·noise, and the model predicts v = noise − data. All kinds of steps
+from s to s' < s are affine: x' = a·x + b·v + std·ε.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
+
+NEAR_ONE = 0.998
+"""From this noise level on, `flow` takes 1 − s of the next step. Flow-GRPO does so at s = 1; the published grids of Wan begin
+at 0.999999, where its noise would be a thousand times too large. Those of Cosmos begin at 0.995, and remain as they are."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """x' = a·x + b·v + std·ε."""
+
+    a: float
+    b: float
+    std: float
+
+
+def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
+    """The step from `s` to `s_next`.
+
+    Args:
+        kind: `ode` (Euler); `flow` (Flow-GRPO, arXiv 2505.05470); `dance` (DanceGRPO, 2505.07818); `cps` (2509.05952); `ddim`
+            (DDIM's noise in these coordinates). With `eta` = 0 all are `ode`.
+        eta: noise level.
+        s_cap: the second noise level of the schedule, which `flow` needs near s = 1.
+    """
+    if not 0 <= s_next < s <= 1 or eta < 0:
+        raise ValueError(f"step_of: {s_next=} must be from 0 to below {s=}, that at most 1, and {eta=} at least 0")
+    if kind == "ode":
+        return Step(1.0, s_next - s, 0.0)
+    if kind == "flow":
+        return _diffusion(s, s_next, eta**2 * s / (1 - (s_cap if s > NEAR_ONE else s)))
+    if kind == "dance":
+        return _diffusion(s, s_next, eta**2)
+    return _resampled(s, s_next, _fresh_noise(kind, s, s_next, eta))
+
+
+def _diffusion(s: float, s_next: float, variance: float) -> Step:
+    """Euler-Maruyama of dx = (v + g²/(2s)·(x + (1 − s)·v)) ds + g dw, with g² = `variance`: the ODE's marginals in the limit."""
+    dt = s_next - s
+    drift = variance / (2 * s) * dt
+    return Step(1 + drift, dt + drift * (1 - s), math.sqrt(variance * -dt))
+
+
+def _fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
+    """The part of s' that is new noise; the rest stays as predicted."""
+    if kind == "cps":
+        return s_next * math.sin(eta * math.pi / 2)
+    if eta > 1:
+        raise ValueError(f"step_of: {eta=} of ddim is at most 1")
+    return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))
+
+
+def _resampled(s: float, s_next: float, std: float) -> Step:
+    """Predicted data x0 and noise x1, mixed anew at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
+
+    x0 = x − s·v and x1 = x + (1 − s)·v.
+    """
+    kept = math.sqrt(max(0.0, s_next**2 - std**2))
+    return Step((1 - s_next) + kept, -(1 - s_next) * s + kept * (1 - s), std)
+
+
+def mean(step: Step, x: Tensor, v: Tensor) -> Tensor:
+    """The expected next latents, of the shape of `x`."""
+    return step.a * x + step.b * v
+
+
+def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = None) -> Tensor:
+    """Log-density of `x_next` under N(`mean`, `std`²), the **mean** over elements: `[B]`.
+
+    Args:
+        x_next, mean: `[B, C, T, h, w]`, float32.
+        std: of the step, above 0.
+        free: `[B, 1, T, 1, 1]`, 1 for the frames that count; None: all. Given frames have no probability.
+    """
+    if std <= 0:
+        raise ValueError("log_prob: the step adds no noise (std 0), so it has no density; do not train it")
+    density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    return mean_of_free(density, free)
+
+
+def mean_of_free(values: Tensor, free: Tensor | None = None) -> Tensor:
+    """Mean of `[B, C, T, h, w]` over each clip's free frames: `[B]`."""
+    frames = values.mean(dim=(1, 3, 4))  # [B, T]
+    weights = torch.ones_like(frames) if free is None else free.flatten(1).to(frames)
+    return (frames * weights).sum(1) / weights.sum(1)

@@ -1,0 +1,319 @@
+"""Training of world models on real ranks: exact resuming, any number of ranks, exports that diffusers loads."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from tests.distributed import run_on_ranks
+from tests.integration.command import metrics
+
+pytestmark = pytest.mark.integration
+
+RUN = """
+[model]
+path = "tiny:cosmos_predict2_5"
+max_prompt_length = 64
+[data]
+frames = 9
+height = 32
+width = 32
+limit = 24
+validation = 4
+[optim]
+lr = 1e-3
+schedule = "constant"
+warmup = 0
+[train]
+max_steps = 4
+precision = "fp32"
+micro_batch_size = 2
+[world]
+prompts_per_step = 3
+num_generations = 2
+sampling_steps = 3
+schedule = "linear"
+[reward.functions]
+brightness = 1.0
+[validation]
+max_samples = 3
+show = 1
+[checkpoint]
+every = 2
+keep = -1
+export_dtype = "fp32"
+"""
+FLOW = {
+    "train.ema_decay": 0.5,
+    "world.kl_coef": 0.1,
+    "world.kl": '"mean"',
+    "world.sde": '"cps"',
+    "world.noise_level": 0.8,
+    "world.trained_steps": "[0, 1]",
+    "world.guidance_scale": 2.0,
+    "world.conditional_frames": "[0, 1]",
+    "world.optimizer_steps_per_rollout": 2,
+}
+NFT = {
+    "world.algorithm": '"nft"',
+    "world.num_generations": 3,  # 9 clips on two ranks: one of them runs a stand-in
+    "world.kl_coef": 0.1,
+    "world.nft_decay": '"slow"',
+    "lora.rank": 4,
+    "lora.alpha": 16.0,
+}
+
+SFT = {
+    "world.algorithm": '"sft"',
+    "world.conditional_frames": "[0, 2]",
+    "train.global_batch_size": 5,
+    "train.ema_decay": 0.9,
+    "train.ema_every": 2,
+    "checkpoint.best_metric": '"val/loss"',
+    "reward.functions": "{}",
+}
+DDRL = {"world.algorithm": '"ddrl"', "world.data_noise": '"fresh"', "world.data_coef": 0.5, "train.max_steps": 1}
+
+
+def run_world(folder: str, name: str, resume: str | None, changes: dict[str, Any]) -> None:
+    """What a rank of `dsreason world` does."""
+    from dsreason.cli.job import Job, load_job, trainers
+
+    trainer = trainers()["world"]
+    overrides = tuple(f"{key}={value}" for key, value in changes.items())
+    config = load_job(Job(trainer, Path(folder) / "run.toml", overrides=overrides))
+    trainer.run(config, Path(folder) / name, None if resume is None else str(Path(folder) / resume))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("diffusers")
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flow(folder: Path) -> Path:
+    """`flow/` on two ranks, `flow_resumed/` from its second step, `flow_alone/` on one rank with another cut, and
+    `flow_together/` on two ranks that compute each clip together."""
+    start = partial(run_on_ranks, run_world)
+    start(2, str(folder), "flow", None, FLOW)
+    start(2, str(folder), "flow_resumed", "flow/checkpoints/step_2", FLOW)
+    start(1, str(folder), "flow_alone", None, FLOW | {"train.micro_batch_size": 5})
+    start(2, str(folder), "flow_together", None, FLOW | {"train.context_parallel_size": 2})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nft(folder: Path) -> Path:
+    """`nft/` on two ranks, `nft_resumed/` from its second step, and `nft_alone/` from there on one rank."""
+    start = partial(run_on_ranks, run_world)
+    start(2, str(folder), "nft", None, NFT)
+    start(2, str(folder), "nft_resumed", "nft/checkpoints/step_2", NFT)
+    start(1, str(folder), "nft_alone", "nft/checkpoints/step_2", NFT | {"train.micro_batch_size": 3})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(folder: Path) -> Path:
+    """Training on real clips: `sft/` on two ranks, `sft_alone/` on one from its second step, and `ddrl/` on one."""
+    start = partial(run_on_ranks, run_world)
+    start(2, str(folder), "sft", None, SFT)
+    start(1, str(folder), "sft_alone", "sft/checkpoints/step_2", SFT | {"train.micro_batch_size": 3})
+    start(1, str(folder), "ddrl", None, DDRL)
+    return folder
+
+
+FULL, ADAPTER = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
+TIMES = ("time/", "perf/", "memory/")
+
+
+def exported(run: Path, file: str) -> dict[str, torch.Tensor]:
+    return load_file(run / "export/final" / file)
+
+
+def values(run: Path, after: int = 0) -> list[dict[str, float]]:
+    lines = [line for line in metrics(run) if line["step"] > after]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+
+
+@pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
+def test_a_resumed_run_goes_on_bit_for_bit(runs: str, file: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(runs)
+    assert values(folder / runs, after=2) == values(folder / f"{runs}_resumed")
+    whole, resumed = exported(folder / runs, file), exported(folder / f"{runs}_resumed", file)
+    assert whole.keys() == resumed.keys()
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("runs", "other", "file"), [("flow", "alone", FULL), ("flow", "together", FULL), ("nft", "alone", ADAPTER)]
+)
+def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: pytest.FixtureRequest) -> None:
+    """Up to the order of sums: the clips, their rewards and their gradients are the same."""
+    folder = request.getfixturevalue(runs)
+    alone = values(folder / f"{runs}_{other}")
+    for one, two in zip(alone, values(folder / runs, after=alone[0]["step"] - 1), strict=True):
+        assert one.keys() == two.keys()
+        for name in ("reward/mean", "reward/std", "clips/diversity", "policy/kl", "train/grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-7), (name, one["step"])
+    two_ranks, one_rank = exported(folder / runs, file), exported(folder / f"{runs}_{other}", file)
+    for name, value in two_ranks.items():
+        torch.testing.assert_close(one_rank[name], value, atol=2e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["flow", "flow_alone", "flow_together"])
+def test_sampling_and_training_are_one_function_and_the_policy_moves(name: str, flow: Path) -> None:
+    found = values(flow / name)
+    on_policy = [line for line in found if line["step"] % 2 == 1]  # two optimizer steps on a rollout
+    assert [line["policy/ratio_error"] for line in on_policy] == [0.0, 0.0]
+    assert all(line["train/grad_norm"] > 0 for line in on_policy)
+    assert all(line["policy/ratio_error"] > 0 for line in found if line["step"] % 2 == 0)
+    assert found[0]["policy/kl"] == 0.0  # still the model that training began with
+    assert found[-1]["policy/kl"] > 0
+
+
+def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(clips: Path) -> None:
+    two, one = values(clips / "sft", after=2), values(clips / "sft_alone")
+    for a, b in zip(two, one, strict=True):
+        for name in ("train/loss", "train/grad_norm", *(["val/loss"] if a["step"] == 4 else [])):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), name
+    for name, value in exported(clips / "sft", FULL).items():
+        torch.testing.assert_close(exported(clips / "sft_alone", FULL)[name], value, atol=2e-4, rtol=1e-2)
+    shown = metrics(clips / "sft")
+    assert shown[-1]["val/loss"] < shown[0]["val/loss"]
+    assert "val/reward/mean" not in shown[0]
+
+
+def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:
+    (found,) = values(clips / "ddrl")
+    assert found["policy/ratio_error"] == 0.0
+    assert found["policy/data_loss"] > 0.5  # of a model that has learned nothing
+    assert found["train/loss"] == pytest.approx(found["policy/loss"] + 0.5 * found["policy/data_loss"])
+
+
+def test_the_curves_have_what_shows_that_rewards_are_cheated(flow: Path) -> None:
+    expected = {"reward/brightness/mean", "reward/zero_std_fraction", "clips/diversity", "clips/brightness"}
+    assert expected <= values(flow / "flow")[0].keys()
+    shown = metrics(flow / "flow")
+    assert [line["step"] for line in shown if "val/reward/mean" in line] == [0, 4]
+    assert (flow / "flow/validation/step_4/0.gif").is_file()
+    assert len((flow / "flow/validation/step_4.jsonl").read_text().splitlines()) == 3
+
+
+def test_diffusers_loads_the_exported_transformer(flow: Path) -> None:
+    from diffusers import CosmosTransformer3DModel
+
+    folder = flow / "flow/export/final"
+    model, report = CosmosTransformer3DModel.from_pretrained(folder / "transformer", output_loading_info=True)
+    assert not any(report.values())
+    expected = exported(flow / "flow", FULL)
+    assert all(value.equal(expected[name]) for name, value in model.state_dict().items())
+    assert (folder / "model_index.json").is_file()
+    assert not (folder / "vae").exists()
+
+
+def test_the_export_has_the_averaged_weights(flow: Path) -> None:
+    """Half of each: with a decay of 0.5 the average lags behind what was trained."""
+    average = load_file(flow / "flow/checkpoints/step_4/average_ema_rank_0.safetensors")
+    name = next(name for name, value in exported(flow / "flow", FULL).items() if value.ndim == 2)
+    share = average[name].flatten()
+    assert share.equal(exported(flow / "flow", FULL)[name].flatten()[: len(share)])
+
+
+def test_diffusers_loads_the_exported_adapter_exactly(nft: Path) -> None:
+    from dsreason.world.families import FAMILIES
+    from dsreason.world.lora import load_lora
+    from dsreason.world.models import load_transformer
+
+    base = Path(str(run_facts(nft / "nft")["model_path"]))
+    transformer = load_transformer(base, torch.float32)
+    load_lora(transformer, nft / "nft/export/final")
+    assert transformer.peft_config["default"].lora_alpha == 16
+    x, text = torch.ones(1, 16, 3, 4, 4), torch.ones(1, 4, 128)
+    with torch.no_grad():
+        changed = FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text)
+        transformer.disable_adapters()
+        assert not changed.equal(FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text))
+
+
+@pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
+def test_a_checkpoint_is_exported_as_the_run_was(
+    runs: str, file: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from dsreason.cli.export import export
+
+    folder = request.getfixturevalue(runs)
+    export(checkpoint=folder / runs, output=tmp_path / "out", dtype="fp32")
+    found, expected = load_file(tmp_path / "out" / file), exported(folder / runs, file)
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+
+
+def run_facts(run: Path) -> dict[str, Any]:
+    from dsreason.config.output import read_record
+
+    return read_record(run)
+
+
+def test_what_is_frozen_is_not_in_the_checkpoint(nft: Path) -> None:
+    checkpoint = nft / "nft/checkpoints/step_4"
+    state = torch.load(checkpoint / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+    assert not state["frozen_param_fragments"]
+    assert state["param_shapes"]
+    assert all(".lora_" in name for group in state["param_shapes"] for name in group)
+    assert set(load_file(checkpoint / "average_old_rank_0.safetensors")) == {
+        n for g in state["param_shapes"] for n in g
+    }
+
+
+def weights_on_ranks(folder: str) -> list[NDArray[np.float32]]:
+    """Outputs of a small network under ZeRO-3: trained, of the average half way, and of the network again."""
+    from dsreason.config.schema import OptimConfig
+    from dsreason.engine.average import WeightAverage
+    from dsreason.engine.engine import build_engine
+    from dsreason.job.ranks import init_world
+
+    world = init_world()
+    torch.manual_seed(0)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine = build_engine(torch.nn.Linear(3, 5), OptimConfig(lr=0.5, weight_decay=0), settings)
+    x = torch.ones(1, 3)
+
+    def output() -> NDArray[np.float32]:
+        with torch.no_grad():
+            return engine(x).clone().numpy()
+
+    average, found = WeightAverage(engine), [output()]
+    engine.backward(engine(x).sum())
+    engine.step()
+    found.append(output())
+    average.blend(0.5)
+    with average.in_place():
+        found.append(output())
+    found.append(output())
+    whole = {name: value.clone().numpy() for name, value in average.full()}
+    found.append(x.numpy() @ whole["weight"].T + whole["bias"])
+    assert world.size == 2
+    return found
+
+
+def test_an_average_half_way_has_half_of_the_change_and_the_policy_comes_back_exactly(tmp_path: Path) -> None:
+    for before, after, half, back, whole in run_on_ranks(weights_on_ranks, 2, str(tmp_path)):
+        assert np.abs(after - before).min() > 0.1
+        np.testing.assert_allclose(half, (before + after) / 2, atol=1e-6)
+        np.testing.assert_array_equal(back, after)
+        np.testing.assert_allclose(whole, half, atol=1e-6)

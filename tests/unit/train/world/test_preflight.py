@@ -1,0 +1,99 @@
+"""What is wrong with a run of world models is told before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema_world import WorldConfig
+from dsreason.errors import ConfigError, DataError, DsReasonError
+from dsreason.train.world.preflight import check, step_order, total_steps
+
+pytest.importorskip("diffusers")
+
+TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
+
+
+def made(**sections: Any) -> WorldConfig:
+    document: dict[str, Any] = {
+        "model": {"max_prompt_length": 64},
+        "data": TINY,
+        "world": {"prompts_per_step": 4, "num_generations": 2, "sampling_steps": 4},
+        "reward": {"functions": {"brightness": 1.0}},
+        "train": {"precision": "fp32"},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}
+    return WorldConfig.model_validate(document)
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "flow_grpo", "ddrl", "nft"])
+def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
+    check(made(world={"algorithm": algorithm}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "text"),
+    [
+        ({"reward": {"functions": {}}}, ConfigError, "world.algorithm .flow_grpo. needs a reward"),
+        ({"reward": {"functions": {"brightnes": 1.0}}}, DsReasonError, "brightnes"),
+        ({"world": {"algorithm": "sft"}, "reward": {"functions": {}}}, ConfigError, "checkpoint.best_metric"),
+        ({"world": {"algorithm": "nft", "same_noise": True}}, ConfigError, "world.same_noise"),
+        (
+            {"world": {"prompts_per_step": 2, "optimizer_steps_per_rollout": 3}},
+            ConfigError,
+            "is more than world.prompts",
+        ),
+        ({"world": {"noise_level": 0.0}}, ConfigError, "world.noise_level .0. adds no noise"),
+        ({"world": {"sde": "cps", "noise_level": 0.8, "trained_steps": (3,)}}, ConfigError, "names step 3"),
+        ({"world": {"conditional_frames": (0, 3)}}, ConfigError, "can be given at most 2"),
+        ({"world": {"conditional_frames": (1, 0)}}, ConfigError, "fewest first"),
+        ({"model": {"path": "tiny:wan"}, "world": {"conditional_frames": (0, 1)}}, ConfigError, "none, only text"),
+        ({"world": {"conditional_frames": (1, 1)}, "data": {**TINY, "frames": 1}}, ConfigError, "leaves none of the 1"),
+        ({"train": {"context_parallel_size": 3}}, ConfigError, "does not divide the model's 4 attention heads"),
+        (
+            {"world": {"prompts_per_step": 100}, "data": TINY},
+            DataError,
+            "fewer than one global batch .100: world.prompts_per_step.",
+        ),
+        ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
+        ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
+    ],
+)
+def test_what_is_wrong_is_told(sections: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        check(made(**sections))
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "ddrl"])
+def test_prompts_alone_do_not_do_where_clips_are_needed(algorithm: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red square\n" * 40)
+    data = {**TINY, "format": "prompts", "path": str(file)}
+    with pytest.raises(DataError, match=rf"world.algorithm \({algorithm}\) needs clips"):
+        check(made(world={"algorithm": algorithm}, data=data))
+    check(made(data=data))
+
+
+def test_second_copies_of_weights_cannot_be_exchanged(tmp_path: Path) -> None:
+    file = tmp_path / "hpz.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}')
+    config = made(world={"kl_coef": 0.1}).model_copy(update={"deepspeed": str(file)})
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size keeps second copies.*world.kl_coef"):
+        check(config)
+    check(made().model_copy(update={"deepspeed": str(file)}))
+
+
+def test_steps_count_optimizer_steps() -> None:
+    config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 5})
+    order = step_order(config, 64)
+    assert (order.num_steps, total_steps(config, order)) == (3, 5)
+    sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
+    assert total_steps(sft, step_order(sft, 64)) == 8

@@ -1,0 +1,122 @@
+"""Rows of prompts and of generated clips."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsreason.config.schema_world import WorldDataConfig
+from dsreason.errors import DataError
+from dsreason.world.data import open_world_data
+from dsreason.world.data.builtin import MOVES, PROMPTS, Square, draw_clip
+from dsreason.world.types import ClipSize
+
+SIZE = ClipSize(9, 32, 32, 16.0)
+
+
+def test_a_built_in_clip_shows_a_square_that_moves_as_its_caption_says() -> None:
+    training, held_out = open_world_data(WorldDataConfig(limit=48, validation=8), 0)
+    assert (len(training), len(held_out)) == (40, 8)
+    assert not {row.id for row in training.rows} & {row.id for row in held_out.rows}
+    for row in held_out.rows:
+        clip = held_out.read_clip(row, SIZE)
+        assert clip.shape == (3, 9, 32, 32)
+        assert clip.dtype == torch.uint8
+        assert row.prompt == f"a {row.meta['colour']} square moves {row.meta['move']}"
+        channel = ["red", "green", "blue"].index(row.meta["colour"])
+        mask = (clip.float().argmax(0) == channel) & (clip.float().amax(0) - clip.float().amin(0) > 30)
+        assert 80 <= mask[0].sum() <= 130  # 10 by 10 pixels, and its edges
+        place = torch.stack([frame.nonzero().float().mean(0) for frame in mask])
+        way = (place[-1] - place[0]).flip(0).tolist()
+        assert way == pytest.approx([12.0 * step for step in MOVES[row.meta["move"]]], abs=0.6)
+
+
+def test_a_square_by_hand() -> None:
+    clip = draw_clip(Square("red", "right", 1.0, 0.2, (0.0, 0.0)), SIZE)
+    assert clip[:, 0, 5, 9].tolist() == [255, 26, 26]
+    assert clip[:, 0, 5, 10].tolist() == [51, 51, 51]
+    assert clip[:, 1, 5, [0, 1, 2, 10, 11]].float().mean(0).tolist() == pytest.approx(
+        [51, (51 + 102.3) / 2, 102.3, 102.3, (51 + 102.3) / 2], abs=1
+    )
+    assert clip[:, 8, 5, 11].tolist() == [51, 51, 51]
+    assert clip[:, 8, 5, 12].tolist() == [255, 26, 26]
+
+
+def test_mislabelled_captions_are_wrong_as_often_as_they_should_and_the_clips_are_the_same() -> None:
+    right, _ = open_world_data(WorldDataConfig(), 3)
+    wrong, _ = open_world_data(WorldDataConfig(path="mislabelled"), 3)
+    assert {row.prompt for row in right.rows} == {row.prompt for row in wrong.rows} == set(PROMPTS)
+    assert [row.clip for row in right.rows] == [row.clip for row in wrong.rows]
+    assert [row.meta for row in right.rows] == [row.meta for row in wrong.rows]
+    same = Counter(
+        (row.prompt.split()[1] == row.meta["colour"], row.prompt.split()[-1] == row.meta["move"]) for row in wrong.rows
+    )
+    colour, move = ((same[True, True] + same[True, False]), (same[True, True] + same[False, True]))
+    assert colour / 4096 == pytest.approx(0.5 + 0.5 / 3, abs=0.03)
+    assert move / 4096 == pytest.approx(0.5 + 0.5 / 4, abs=0.03)
+
+
+def test_clips_depend_on_seed_and_number_only() -> None:
+    one, other = (open_world_data(WorldDataConfig(limit=4), seed)[0] for seed in (0, 1))
+    again = pickle.loads(pickle.dumps(open_world_data(WorldDataConfig(limit=9), 0)[0]))
+    assert torch.equal(one.read_clip(one[3], SIZE), again.read_clip(again[3], SIZE))
+    assert not torch.equal(one.read_clip(one[3], SIZE), other.read_clip(other[3], SIZE))
+
+
+def test_mock_data_have_any_size() -> None:
+    rows, _ = open_world_data(WorldDataConfig(format="mock"), 0)
+    clips = [rows.read_clip(row, ClipSize(5, 48, 80, 16.0)) for row in rows.rows[:2]]
+    assert clips[0].shape == (3, 5, 48, 80)
+    assert not torch.equal(*clips)
+    assert len({row.prompt for row in rows.rows}) == len(rows) == 1024
+
+
+def test_prompts_are_lines_or_objects(tmp_path: Path) -> None:
+    text, objects = tmp_path / "train.txt", tmp_path / "test.jsonl"
+    text.write_text("a red ship\n\n  a blue ship \n")
+    lines = [
+        {"prompt": "two cups", "tag": "counting", "include": [{"class": "cup", "count": 2}]},
+        {"prompt": "x", "video": "a/b.mp4"},
+    ]
+    objects.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    training, held_out = open_world_data(WorldDataConfig(format="prompts", path=str(text), validation=str(objects)), 0)
+    assert [(row.id, row.prompt, row.clip, row.meta) for row in training.rows] == [
+        (f"{text}:1", "a red ship", None, {}),
+        (f"{text}:3", "a blue ship", None, {}),
+    ]
+    assert held_out[0].meta == {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
+    assert held_out[1].clip == str(tmp_path / "a/b.mp4")
+    with pytest.raises(DataError, match=r"train.txt:1: the row is a prompt without a clip"):
+        training.read_clip(training[0], SIZE)
+
+
+def test_bad_rows_are_named_or_left_out_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": " "}\n[1]\n{"prompt"\n')
+    with pytest.raises(DataError, match=r'4 rows of .*p.jsonl:2: has no text under "prompt"; its fields are text'):
+        open_world_data(WorldDataConfig(format="prompts", path=str(file)), 0)
+    with caplog.at_level(logging.WARNING):
+        rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(file), on_bad_row="skip"), 0)
+    assert [row.prompt for row in rows.rows] == ["a"]
+    assert all(f"p.jsonl:{line}: " in caplog.text for line in (2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"format": "prompts"}, "data.path is empty"),
+        ({"format": "prompts", "path": "/nowhere/p.txt"}, "no such file"),
+        ({"format": "prompts", "path": "https://host/p.txt"}, "is an address"),
+        ({"path": "wrong"}, 'must be empty or "mislabelled"'),
+        ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves nothing of the 5 rows"),
+    ],
+)
+def test_data_that_cannot_be_opened(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_world_data(WorldDataConfig.model_validate(settings), 0)

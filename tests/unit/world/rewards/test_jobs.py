@@ -1,0 +1,72 @@
+"""Which functions of a file are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsreason.errors import ConfigError
+from dsreason.world.rewards import jobs
+from dsreason.world.rewards.jobs import Jobs, find_functions
+from dsreason.world.rewards.wire import Request, enqueue_body, read_body
+
+FILE = """
+from os.path import join
+from dsreason.world.rewards.pixels import motion
+
+def one(clips, samples): ...
+def two(clips, samples, weight=1.0): ...
+def _hidden(clips, samples): ...
+def helper(clip): ...
+class Thing: ...
+"""
+
+
+def test_public_functions_of_the_file_are_served_and_built_in_ones_that_it_imports(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(FILE)
+    assert list(find_functions(str(file))) == ["motion", "one", "two"]
+    assert list(find_functions(f"{file}:two")) == ["two"]
+    with pytest.raises(ConfigError, match=r"cannot be called as fn\(clips, samples\)"):
+        find_functions(f"{file}:helper")
+    file.with_name("none.py").write_text("def helper(clip): ...")
+    with pytest.raises(ConfigError, match="no function there can be called"):
+        find_functions(str(file.with_name("none.py")))
+    with pytest.raises(ConfigError, match="no file"):
+        find_functions(str(file.with_name("absent.py")))
+
+
+REQUEST = Request(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2, 2), np.uint8), {"geneval_tags": ["b"]})
+
+
+def test_a_request_is_read_as_it_was_written() -> None:
+    read = read_body(bytearray(enqueue_body(REQUEST)))
+    assert np.array_equal(read.array, REQUEST.array)
+    assert (read.prompts, read.reward_fn, read.video_infos, read.media_type, read.extra) == (
+        ["a"],
+        {"x": 1.0},
+        [{}],
+        "video",
+        {"geneval_tags": ["b"]},
+    )
+
+
+def test_scores_are_kept_of_the_newest_jobs_and_those_that_wait_are_never_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "KEPT", 2)
+    queue = Jobs(10, 1000)
+    names = []
+    for _ in range(5):
+        assert queue.reserve(10)
+        names.append(queue.add(REQUEST, 10))
+    assert all(queue.find(name) for name in names)
+    for _ in range(4):
+        job = queue.take()
+        job.request = None
+        queue.release(10)
+    assert queue.reserve(10)
+    names.append(queue.add(REQUEST, 10))
+    assert [queue.find(name) is not None for name in names] == [False, False, False, False, True, True]

@@ -1,0 +1,120 @@
+"""The caches of text embeddings and latents: what is encoded once, what a key depends on, what is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsreason.errors import DataError, StorageError
+from dsreason.world.cache import LatentCache, TextCache, fingerprint
+from dsreason.world.families import FAMILIES, WorldFamily
+from dsreason.world.models import load_vae
+
+PROMPTS = ["a red square moves left", "a blue square moves left", "a red square moves right"]
+
+
+def counting(family: WorldFamily, encoded: list[str]) -> WorldFamily:
+    def embeddings(folder: Path, prompts: Any, *rest: Any) -> Any:
+        encoded.extend(prompts)
+        return family.embeddings(folder, prompts, *rest)
+
+    return replace(family, embeddings=embeddings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_encoded_once_and_shared_by_ranks(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
+    encoded: list[str] = []
+    family = counting(FAMILIES[name], encoded)
+    cache = TextCache.open(family, tiny_worlds[name], 64, torch.float32, tmp_path)
+    cache.encode(PROMPTS, rank=1, num_ranks=2)
+    assert encoded == [PROMPTS[1]]
+    cache.encode([*PROMPTS, *PROMPTS])
+    assert encoded == [PROMPTS[1], PROMPTS[0], PROMPTS[2]]
+    cache.encode(PROMPTS)
+    assert len(encoded) == 3
+    cache.check_different(PROMPTS)
+    expected = FAMILIES[name].encode_text(tiny_worlds[name], PROMPTS, 64, "cpu", torch.float32)
+    assert torch.equal(cache.read(PROMPTS[::-1]), expected.flip(0))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_prompts_that_are_cut_before_they_differ(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    cache = TextCache.open(FAMILIES["cosmos_predict2_5"], tiny_worlds["cosmos_predict2_5"], 16, torch.float32, tmp_path)
+    cache.encode(PROMPTS)
+    with pytest.raises(DataError, match=r"'a red square moves left' and 'a blue .*max_prompt_length \(16 tokens"):
+        cache.check_different(PROMPTS)
+
+
+@pytest.mark.parametrize(("name", "length"), [("cosmos_predict2_5", 64), ("wan", 8)])
+def test_prompts_that_are_cut_are_counted_and_shown(
+    tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, length: int
+) -> None:
+    cache = TextCache.open(FAMILIES[name], tiny_worlds[name], length, torch.float32, tmp_path)
+    cache.encode(["a ball"])
+    assert not caplog.messages
+    cache.encode(["a ball", "a red square moves left " * 9])
+    assert len(caplog.messages) == 1
+    assert f"1 of 2 prompts are cut at model.max_prompt_length ({length} tokens" in caplog.text
+    assert "'a red square moves left a red" in caplog.text
+    cache.encode(["a red square moves left " * 9], rank=1, num_ranks=2)
+    assert len(caplog.messages) == 1
+
+
+def test_another_length_dtype_or_encoder_is_another_cache(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    name = "wan"
+    other = tmp_path / "other"
+    shutil.copytree(tiny_worlds[name], other)
+    same = TextCache.open(FAMILIES[name], other, 64, torch.float32, tmp_path).folder
+    assert same == TextCache.open(FAMILIES[name], tiny_worlds[name], 64, torch.float32, tmp_path).folder
+    weights = other / "text_encoder" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors[max(tensors)].view(-1)[0] += 1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    folders = {
+        same,
+        TextCache.open(FAMILIES[name], other, 64, torch.float32, tmp_path).folder,
+        TextCache.open(FAMILIES[name], tiny_worlds[name], 32, torch.float32, tmp_path).folder,
+        TextCache.open(FAMILIES[name], tiny_worlds[name], 64, torch.bfloat16, tmp_path).folder,
+    }
+    assert len(folders) == 4
+
+
+def test_fingerprint_sees_the_tokenizer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    shutil.copytree(tiny_worlds["wan"] / "tokenizer", other)
+    assert fingerprint(other) == fingerprint(tiny_worlds["wan"] / "tokenizer")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    assert fingerprint(other) != fingerprint(tiny_worlds["wan"] / "tokenizer")
+
+
+def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.bfloat16, tmp_path)
+    cache.encode(PROMPTS[:1])
+    assert cache.read(PROMPTS[:1]).dtype == torch.bfloat16
+
+
+def test_a_damaged_or_missing_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
+    with pytest.raises(StorageError, match=r"\.safetensors: is not there"):
+        cache.read(PROMPTS)
+    cache.encode(PROMPTS[:1])
+    next(cache.folder.iterdir()).write_bytes(b"\0" * 20)
+    with pytest.raises(StorageError, match=r"\.safetensors: cannot be read .*remove it"):
+        cache.read(PROMPTS[:1])
+
+
+def test_latents_are_encoded_once(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    folder = tiny_worlds["wan"]
+    codec = load_vae(folder, "cpu", torch.float32)
+    cache = LatentCache.open(codec, folder, torch.float32, tmp_path)
+    clips = torch.randint(256, (2, 3, 5, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    latents = cache.encode(clips)
+    torch.testing.assert_close(latents, codec.encode(clips.float() / 127.5 - 1))
+    assert len(list(cache.folder.iterdir())) == 2
+    assert torch.equal(LatentCache(None, cache.folder).encode(clips.flip(0)), latents.flip(0))  # type: ignore[arg-type]

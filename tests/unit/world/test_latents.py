@@ -1,0 +1,98 @@
+"""Codecs: Wan's autoencoder in the pipeline's normalisation, and the linear one in the same geometry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsreason.errors import CheckpointError
+from dsreason.world.latents import LatentCodec, LinearCodec
+from dsreason.world.models import load_vae
+from dsreason.world.types import ClipSize
+
+SIZE = ClipSize(9, 32, 48, 16.0)
+
+
+def squares(count: int) -> torch.Tensor:
+    """Clips `[B, 3, 9, 32, 48]` from -1 to 1 of a square that moves to the right."""
+    numbers = torch.Generator().manual_seed(0)
+    clips = torch.full((count, 3, 9, 32, 48), -0.8)
+    for clip in clips:
+        colour = torch.rand(3, 1, 1, generator=numbers)
+        top, left = (int(torch.randint(0, high, (), generator=numbers)) for high in (22, 20))
+        for frame in range(9):
+            clip[:, frame, top : top + 10, left + frame : left + frame + 10] = colour
+    return clips
+
+
+@pytest.fixture(scope="module")
+def linear() -> LinearCodec:
+    return LinearCodec.fit(squares(64))
+
+
+@pytest.fixture(params=["wan", "linear"])
+def codec(request: pytest.FixtureRequest, tiny_worlds: dict[str, Path], linear: LinearCodec) -> LatentCodec:
+    return linear if request.param == "linear" else load_vae(tiny_worlds["wan"], "cpu", torch.float32)
+
+
+def test_shapes_and_ranges(codec: LatentCodec) -> None:
+    clips = squares(2)
+    latents = codec.encode(clips)
+    assert latents.shape == (2, 16, 3, 4, 6) == (2, *codec.shape(SIZE))
+    assert latents.dtype == torch.float32
+    pixels = codec.decode(latents)
+    assert pixels.shape == clips.shape
+    assert pixels.min() >= 0
+    assert pixels.max() <= 1
+
+
+def test_one_frame_is_an_image(codec: LatentCodec) -> None:
+    latents = codec.encode(squares(1)[:, :, :1])
+    assert latents.shape == (1, *codec.shape(ClipSize(1, 32, 48, 16.0)))
+    assert codec.decode(latents).shape == (1, 3, 1, 32, 48)
+
+
+def test_nothing_is_drawn_and_clips_do_not_depend_on_each_other(codec: LatentCodec) -> None:
+    clips = squares(3)
+    together = codec.encode(clips)
+    torch.testing.assert_close(torch.cat([codec.encode(clip[None]) for clip in clips]), together)
+    torch.testing.assert_close(codec.decode(together)[1:2], codec.decode(together[1:2]))
+
+
+def test_frozen_and_normalised_as_the_autoencoder_says(tiny_worlds: dict[str, Path]) -> None:
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan.from_pretrained(tiny_worlds["wan"] / "vae").eval()
+    codec = load_vae(tiny_worlds["wan"], "cpu", torch.float32)
+    assert not any(parameter.requires_grad for parameter in codec.vae.parameters())  # type: ignore[attr-defined]
+    clips = squares(1)
+    with torch.no_grad():
+        mode = vae.encode(clips).latent_dist.mode()
+        latents = codec.encode(clips)
+        for channel in (0, 15):
+            expected = (mode[:, channel] - vae.config.latents_mean[channel]) / vae.config.latents_std[channel]
+            torch.testing.assert_close(latents[:, channel], expected)
+        torch.testing.assert_close(codec.decode(latents), (vae.decode(mode).sample / 2 + 0.5).clamp(0, 1))
+
+
+def test_linear_codec_restores_clips_of_its_kind(linear: LinearCodec) -> None:
+    clips = squares(64)[:8]
+    latents = linear.encode(clips)
+    assert latents.std().item() == pytest.approx(1, abs=0.3)
+    error = (linear.decode(latents) - (clips / 2 + 0.5)).pow(2).mean().item()
+    assert error < 0.25 * (clips / 2 + 0.5).var().item()
+
+
+def test_linear_codec_is_saved_in_a_models_folder(linear: LinearCodec, tmp_path: Path) -> None:
+    linear.save(tmp_path / "vae")
+    found = load_vae(tmp_path, "cpu", torch.bfloat16)
+    assert torch.equal(found.encode(squares(1)), linear.encode(squares(1)))
+
+
+def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCosmos"}')
+    with pytest.raises(CheckpointError, match="AutoencoderKLCosmos is not supported; supported are AutoencoderKLWan"):
+        load_vae(tmp_path, "cpu", torch.float32)

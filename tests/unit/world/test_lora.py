@@ -1,0 +1,88 @@
+"""Adapters in diffusers' format: alpha and rank survive the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsreason.errors import ConfigError
+from dsreason.world.families import FAMILIES, family_of
+from dsreason.world.lora import add_lora, load_lora, lora_metadata, save_lora
+from dsreason.world.models import load_transformer
+
+NAME = "cosmos_predict2_5"
+FAMILY = FAMILIES[NAME]
+
+
+def output(transformer: Any, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x, text = torch.randn(1, 16, 3, 4, 4, generator=generator), torch.randn(1, 8, 128, generator=generator)
+    with torch.no_grad():
+        return FAMILY.velocity(transformer, x, torch.tensor([0.5]), text)
+
+
+def adapted(folder: Path, alpha: float, seed: int = 3) -> Any:
+    transformer = load_transformer(folder, torch.float32)
+    add_lora(transformer, rank=4, alpha=alpha, targets=family_of(folder).lora_targets, seed=seed)
+    return transformer
+
+
+def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(tiny_worlds: dict[str, Path]) -> None:
+    base, transformer = load_transformer(tiny_worlds[NAME], torch.float32), adapted(tiny_worlds[NAME], 16)
+    assert output(base).equal(output(transformer))
+    trained = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".lora_" in name for name in trained)
+
+
+def test_its_first_values_depend_on_the_seed_alone(tiny_worlds: dict[str, Path]) -> None:
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(len(found))
+        found.append(
+            {name: p for name, p in adapted(tiny_worlds[NAME], 8, seed).named_parameters() if "lora_A" in name}
+        )
+    first, same, other = found
+    assert all(first[name].equal(same[name]) for name in first)
+    assert not any(first[name].equal(other[name]) for name in first)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 4.0, 16.0])
+def test_diffusers_loads_the_file_exactly_whatever_alpha_is(
+    tiny_worlds: dict[str, Path], tmp_path: Path, alpha: float
+) -> None:
+    transformer = adapted(tiny_worlds[NAME], alpha)
+    for name, parameter in transformer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    trained = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
+    save_lora(trained, tmp_path, lora_metadata(transformer))
+    fresh = load_transformer(tiny_worlds[NAME], torch.float32)
+    base = output(fresh)
+    load_lora(fresh, tmp_path)
+    assert output(fresh).equal(output(transformer))
+    assert not output(fresh).equal(base)
+
+
+def test_a_pipeline_loads_it_too(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    from diffusers import Cosmos2_5_PredictBasePipeline
+
+    transformer = adapted(tiny_worlds[NAME], 16)
+    trained = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
+    save_lora(trained, tmp_path, lora_metadata(transformer))
+    state, metadata = Cosmos2_5_PredictBasePipeline.lora_state_dict(
+        str(tmp_path), weight_name="pytorch_lora_weights.safetensors", return_lora_metadata=True
+    )
+    assert metadata["transformer.lora_alpha"] == 16
+    assert metadata["transformer.r"] == 4
+    assert all(name.startswith("transformer.") for name in state)
+
+
+def test_a_name_that_no_layer_has_is_told(tiny_worlds: dict[str, Path]) -> None:
+    transformer = load_transformer(tiny_worlds[NAME], torch.float32)
+    with pytest.raises(ConfigError, match="lora.targets .to_x."):
+        add_lora(transformer, rank=4, alpha=8, targets=("to_x",), seed=0)

@@ -1,0 +1,346 @@
+"""Finding models and loading their components: real folders' layouts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsreason.config.schema_world import WorldModelConfig
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.world.context_parallel import check_sizes
+from dsreason.world.families import FAMILIES, family_of
+from dsreason.world.families.components import load_scheduler
+from dsreason.world.models import (
+    MODEL_FILES,
+    empty_transformer,
+    load_transformer,
+    load_vae,
+    resolve_world_model,
+)
+
+NAMES = tuple(FAMILIES)
+
+
+@pytest.fixture
+def folder(tiny_worlds: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the tiny Cosmos model that a test may change."""
+    return shutil.copytree(tiny_worlds["cosmos_predict2_5"], tmp_path / "model")
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_models_are_built_once(tmp_path: Path, name: str) -> None:
+    found = resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path)
+    assert family_of(found) is FAMILIES[name]
+    (found / "mark").touch()
+    assert (resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path) / "mark").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_builds_the_same_model(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
+    torch.manual_seed(5)
+    FAMILIES[name].build_tiny(tmp_path / "same")
+    FAMILIES[name].build_tiny(tmp_path / "other", seed=1)
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    expected = (tiny_worlds[name] / weights).read_bytes()
+    assert (tmp_path / "same" / weights).read_bytes() == expected
+    assert (tmp_path / "other" / weights).read_bytes() != expected
+
+
+def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
+    assert resolve_world_model(WorldModelConfig(path=str(folder)), tmp_path) == folder
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("tiny:flux", "no such tiny model; there are tiny:cosmos_predict2_5, tiny:wan"),
+        ("https://me:secret@example.org/model", r"https://\S*example\.org/model: is an address"),
+        ("./nowhere", "no such folder"),
+    ],
+)
+def test_paths_that_name_no_model(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as error:
+        resolve_world_model(WorldModelConfig(path=path), tmp_path)
+    assert "secret" not in str(error.value)
+
+
+def test_a_folder_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model_index\.json: is missing; the folder must be .*diffusers"):
+        resolve_world_model(WorldModelConfig(path=str(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (
+            {"_class_name": "FluxPipeline"},
+            r"FluxPipeline is not supported; supported are Cosmos-Predict2\.5 \(Cosmos2_5",
+        ),
+        ({"_class_name": "Cosmos2VideoToWorldPipeline"}, "Cosmos2VideoToWorldPipeline is not supported"),
+        (
+            {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]},
+            "has two transformers",
+        ),
+        ({"_class_name": "WanPipeline", "boundary_ratio": 0.875}, "has two transformers"),
+        ({"_class_name": "WanPipeline", "expand_timesteps": True}, "has a noise level for each token"),
+        ([], "is no JSON object"),
+    ],
+)
+def test_models_that_are_not_supported(tmp_path: Path, index: Any, message: str) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        family_of(tmp_path)
+
+
+def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
+    """Later exports of Wan 2.1 name the settings of Wan 2.2, which they leave empty."""
+    index = {
+        "_class_name": "WanPipeline",
+        "transformer_2": [None, None],
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert family_of(tmp_path) is FAMILIES["wan"]
+
+
+def test_a_revision_is_downloaded_without_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(path: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.extend([path, revision, *allow_patterns])
+        return str(folder)
+
+    monkeypatch.setattr("dsreason.world.models.snapshot_download", download)
+    config = WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B", revision="diffusers/base/post-trained")
+    assert resolve_world_model(config, tmp_path) == folder
+    assert asked == [config.path, config.revision, *MODEL_FILES]
+    assert not any("bin" in pattern or "pt" in pattern for pattern in MODEL_FILES)
+
+
+def test_a_repository_whose_diffusers_folder_is_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsreason.world.models.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"revision main has no model_index\.json.*model\.revision, such as diffusers/base"
+    ):
+        resolve_world_model(WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B"), tmp_path)
+
+
+def test_folders_in_s3_are_copied_without_pickles(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[str] = []
+
+    def local_folder(address: str, want: Any) -> Path:
+        names = ["model_index.json", "vae/config.json", "transformer/a.safetensors", "transformer/a.bin", "vae/b.pt"]
+        wanted.extend(filter(want, names))
+        return folder
+
+    monkeypatch.setattr("dsreason.world.models.local_folder", local_folder)
+    assert resolve_world_model(WorldModelConfig(path="s3://bucket/model"), tmp_path) == folder
+    assert wanted == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
+
+
+def sharded(folder: Path, name: str) -> Path:
+    import diffusers
+
+    transformer = getattr(diffusers, FAMILIES[name].transformer).from_pretrained(folder / "transformer")
+    shutil.rmtree(folder / "transformer")
+    transformer.save_pretrained(folder / "transformer", max_shard_size="300KB")
+    assert len(list((folder / "transformer").glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_are_loaded_as_diffusers_loads_them(
+    tiny_worlds: dict[str, Path], tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    import diffusers
+
+    folder = sharded(shutil.copytree(tiny_worlds[name], tmp_path / "model"), name)
+    expected = getattr(diffusers, FAMILIES[name].transformer).from_pretrained(folder / "transformer").to(dtype)
+    found = load_transformer(folder, dtype)
+    assert {parameter.dtype for parameter in found.parameters()} == {dtype}
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    for key, value in found.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[key])
+    assert not any(tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
+    assert all(buffer.dtype != torch.bfloat16 for buffer in found.buffers())
+
+
+def test_missing_weights_are_listed(folder: Path) -> None:
+    change(folder / "transformer" / "config.json", num_layers=3)
+    with pytest.raises(CheckpointError, match=r"do not fit config.json(.|\n)*missing: transformer_blocks\.2\."):
+        load_transformer(folder, torch.float32)
+
+
+def test_a_transformer_of_another_class(folder: Path) -> None:
+    change(folder / "transformer" / "config.json", _class_name="WanTransformer3DModel")
+    with pytest.raises(CheckpointError, match=r"is of WanTransformer3DModel, Cosmos-Predict2\.5 has a Cosmos"):
+        load_transformer(folder, torch.float32)
+
+
+def test_a_configuration_that_builds_nothing(folder: Path) -> None:
+    change(folder / "transformer" / "config.json", attention_head_dim="wide")
+    with pytest.raises(CheckpointError, match=r"config\.json: no model can be built from it"):
+        load_transformer(folder, torch.float32)
+
+
+class Trap:
+    """Unpickling this writes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])
+def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, component: str) -> None:
+    mark = tmp_path / "unpickled"
+    for weights in list((folder / component).glob("*.safetensors")):
+        torch.save(Trap(mark), weights.with_suffix(".bin"))
+        torch.save(Trap(mark), folder / component / "pytorch_model.bin")
+        weights.unlink()
+    with pytest.raises(CheckpointError, match=component):
+        if component == "transformer":
+            load_transformer(folder, torch.float32)
+        elif component == "vae":
+            load_vae(folder, "cpu", torch.float32)
+        else:
+            family_of(folder).encode_text(folder, ["a"], 64, "cpu", torch.float32)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"_class_name": "EDMEulerScheduler"}, "EDMEulerScheduler is not supported"),
+        ({"use_flow_sigmas": False}, "use_flow_sigmas is False"),
+        ({"prediction_type": "epsilon"}, "prediction_type 'epsilon'"),
+    ],
+)
+def test_only_schedulers_of_rectified_flow(folder: Path, values: dict[str, Any], message: str) -> None:
+    change(folder / "scheduler" / "scheduler_config.json", **values)
+    with pytest.raises(CheckpointError, match=message):
+        load_scheduler(folder)
+
+
+def test_given_frames_need_the_noise_they_follow_from(tiny_worlds: dict[str, Path]) -> None:
+    from dsreason.world.types import Conditioning
+
+    given = Conditioning(torch.zeros(1, 16, 3, 4, 4), torch.zeros(1, 1, 3, 1, 1))
+    x, s = torch.zeros(1, 16, 3, 4, 4), torch.tensor([0.5])
+    for name, width, message in (("cosmos_predict2_5", 128, "needs initial_noise"), ("wan", 32, "no given frames")):
+        transformer = load_transformer(tiny_worlds[name], torch.float32)
+        with pytest.raises(ValueError, match=message):
+            FAMILIES[name].velocity(transformer, x, s, torch.zeros(1, 8, width), given)
+
+
+COSMOS: dict[str, Any] = {
+    "_class_name": "CosmosTransformer3DModel",
+    "in_channels": 17,
+    "out_channels": 16,
+    "attention_head_dim": 128,
+    "mlp_ratio": 4.0,
+    "text_embed_dim": 1024,
+    "adaln_lora_dim": 256,
+    "max_size": [128, 240, 240],
+    "patch_size": [1, 2, 2],
+    "rope_scale": [1.0, 3.0, 3.0],
+    "concat_padding_mask": True,
+    "extra_pos_embed_type": None,
+    "use_crossattn_projection": True,
+    "crossattn_proj_in_channels": 100352,
+    "encoder_hidden_states_channels": 1024,
+}
+WAN: dict[str, Any] = {"_class_name": "WanTransformer3DModel", "patch_size": [1, 2, 2], "attention_head_dim": 128}
+
+
+def cosmos_parameters(heads: int, layers: int) -> int:
+    """By hand from the architecture, with width d, 1024 text features and modulations of rank 256."""
+    d = 128 * heads
+    modulations = 3 * (d * 256 + 256 * 3 * d)
+    self_attention = 4 * d * d + 2 * 128
+    cross_attention = 2 * d * d + 2 * 1024 * d + 2 * 128
+    feed_forward = 2 * d * 4 * d
+    patches = (17 + 1) * 4 * d + d * 16 * 4
+    times = d * d + d * 3 * d + d
+    last_modulation = d * 256 + 256 * 2 * d
+    text = 100352 * 1024 + 1024
+    return (
+        layers * (modulations + self_attention + cross_attention + feed_forward)
+        + patches
+        + times
+        + last_modulation
+        + text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "parameters"),
+    [
+        ("cosmos_predict2_5", COSMOS | {"num_attention_heads": 16, "num_layers": 28}, cosmos_parameters(16, 28)),
+        ("cosmos_predict2_5", COSMOS | {"num_attention_heads": 40, "num_layers": 36}, cosmos_parameters(40, 36)),
+        # What the published folders hold: Wan2.1-T2V-1.3B-Diffusers and Wan2.1-T2V-14B-Diffusers
+        ("wan", WAN | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_418_996_800),
+        ("wan", WAN | {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 14_288_491_584),
+    ],
+    ids=["Cosmos 2B", "Cosmos 14B", "Wan 1.3B", "Wan 14B"],
+)
+def test_published_configurations_are_built_without_memory(
+    tiny_worlds: dict[str, Path], tmp_path: Path, name: str, values: dict[str, Any], parameters: int
+) -> None:
+    """Cosmos' numbers are counted by hand: 2,059,174,912 and 14,368,047,104."""
+    (tmp_path / "transformer").mkdir()
+    shutil.copy(tiny_worlds[name] / "model_index.json", tmp_path)
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(values))
+    transformer: nn.Module = empty_transformer(tmp_path)
+    assert all(parameter.is_meta for parameter in transformer.parameters())
+    assert sum(parameter.numel() for parameter in transformer.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "message"),
+    [
+        (3, (16, 24, 88, 160), r"context_parallel_size \(3\) does not divide the model's 16 attention heads"),
+        (
+            16,
+            (16, 3, 4, 4),
+            r"context_parallel_size \(16\) does not divide a clip's 12 tokens \(3 x 2 x 2\); change data",
+        ),
+    ],
+)
+def test_context_parallel_sizes_that_do_not_divide(size: int, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(COSMOS | {"num_attention_heads": 16}, shape, size)
+
+
+def test_a_real_clip_divides_among_eight_ranks() -> None:
+    check_sizes(COSMOS | {"num_attention_heads": 16}, (16, 24, 88, 160), 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_targets_are_linear_layers_of_attention_and_feed_forward(tiny_worlds: dict[str, Path], name: str) -> None:
+    modules = dict(load_transformer(tiny_worlds[name], torch.float32).named_modules())
+    for target in FAMILIES[name].lora_targets:
+        matches = [module for key, module in modules.items() if key.endswith(f".{target}")]
+        assert matches
+        assert all(isinstance(module, nn.Linear) for module in matches)

@@ -1,0 +1,137 @@
+"""Steps and log-probabilities: published coefficients computed by hand, and the marginals of the processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsreason.world.schedule import linear
+from dsreason.world.steps import Kind, log_prob, mean, step_of
+
+X, V, X_NEXT = (
+    torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1) for values in ([1, -2], [0.5, 0.25], [0.9, -1.9])
+)
+NOISY: list[Kind] = ["flow", "cps", "dance", "ddim"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "s", "s_next", "eta", "a", "b", "means", "std", "density"),
+    [
+        ("flow", 0.8, 0.6, 0.7, 0.755, -0.249, (0.6305, -1.57225), 0.626099, -0.565520),
+        ("flow", 1.0, 0.9, 0.7, 0.755, -0.1, (0.705, -1.535), 0.7, -0.649636),
+        ("flow", 0.2, 0.0, 0.7, 0.93875, -0.249, (0.81425, -1.93975), 0.156525, 0.844448),
+        ("cps", 0.8, 0.6, 0.8, 0.585410, -0.282918, (0.443951, -1.241550), 0.570634, -0.850477),
+        ("cps", 0.8, 0.6, 0.5, 0.824264, -0.235147, (0.706690, -1.707315), 0.424264, -0.165006),
+        ("dance", 0.8, 0.6, 0.3, 0.98875, -0.20225, (0.887625, -2.028062), 0.134164, 0.859848),
+    ],
+)
+def test_published_steps(
+    kind: Kind,
+    s: float,
+    s_next: float,
+    eta: float,
+    a: float,
+    b: float,
+    means: tuple[float, float],
+    std: float,
+    density: float,
+) -> None:
+    step = step_of(kind, s, s_next, eta, s_cap=0.9)
+    assert (step.a, step.b, step.std) == pytest.approx((a, b, std), abs=1e-6)
+    expected = mean(step, X, V)
+    assert expected.flatten().tolist() == pytest.approx(means, abs=1e-6)
+    assert log_prob(X_NEXT, expected, step.std).tolist() == pytest.approx([density], abs=1e-6)
+
+
+def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
+    """s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
+    step = step_of("ddim", 0.8, 0.5, 0.6)
+    assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
+    kept = math.sqrt(0.25 - step.std**2)
+    data, noise = X - 0.8 * V, X + 0.2 * V
+    torch.testing.assert_close(mean(step, X, V), 0.5 * data + kept * noise)
+
+
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize(("s", "s_next"), [(0.8, 0.6), (1.0, 0.9), (0.2, 0.0)])
+def test_without_noise_every_kind_is_the_ode(kind: Kind, s: float, s_next: float) -> None:
+    step, ode = step_of(kind, s, s_next, 0.0, s_cap=0.9), step_of("ode", s, s_next)
+    assert (step.a, step.b, step.std) == pytest.approx((ode.a, ode.b, ode.std), abs=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["cps", "ddim"])
+def test_the_last_step_adds_no_noise(kind: Kind) -> None:
+    step = step_of(kind, 0.2, 0.0, 0.8)
+    assert step.std == 0
+    with pytest.raises(ValueError, match="adds no noise"):
+        log_prob(X, X, step.std)
+
+
+def test_flow_does_not_explode_where_a_schedule_begins_just_below_one() -> None:
+    """Wan's schedules begin at 0.999999: 1 − s would make the standard deviation 130."""
+    step, at_one = (step_of("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
+    assert step.std == pytest.approx(at_one.std, abs=1e-3)
+    cosmos = step_of("flow", 0.99502, 0.99084, 0.7, s_cap=0.99084)
+    assert cosmos.std == pytest.approx(0.7 * math.sqrt(0.99502 / 0.00498 * 0.00418), abs=1e-6)
+
+
+@pytest.mark.parametrize(("s", "s_next", "eta"), [(0.5, 0.6, 0.1), (0.5, 0.5, 0.1), (1.2, 0.5, 0.1), (0.5, 0.1, -1)])
+def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
+    with pytest.raises(ValueError, match="step_of"):
+        step_of("flow", s, s_next, eta)
+
+
+def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5) -> Tensor:
+    """Of data from N(centre, spread²): E[noise − data | x]."""
+    variance = ((1 - s) * spread) ** 2 + s**2
+    residual = (x - (1 - s) * centre) / variance
+    return s * residual - (centre + (1 - s) * spread**2 * residual)
+
+
+def cosmos_levels(count: int) -> list[float]:
+    """The schedule of Cosmos-Predict2.5: EDM's ramp of exponent 7 from 200 to 0.01, as flow times."""
+    first, last = 200 ** (1 / 7), 0.01 ** (1 / 7)
+    sigmas = [(first + i / (count - 1) * (last - first)) ** 7 for i in range(count)]
+    return [sigma / (1 + sigma) for sigma in sigmas] + [0.0]
+
+
+@pytest.mark.parametrize(
+    ("grid", "kind", "eta", "count", "spread", "tolerance"),
+    [
+        ("linear", "ode", 0.0, 10, 0.431, 0.006),
+        ("linear", "flow", 0.7, 10, 0.478, 0.006),
+        ("linear", "flow", 0.7, 200, 0.500, 0.01),
+        ("linear", "dance", 0.3, 200, 0.500, 0.01),
+        ("linear", "cps", 0.5, 10, 0.400, 0.006),
+        ("linear", "cps", 0.8, 10, 0.352, 0.006),
+        ("linear", "ddim", 0.7, 10, 0.414, 0.006),
+        ("cosmos", "ode", 0.0, 10, 0.356, 0.006),
+        ("cosmos", "flow", 0.7, 10, 0.499, 0.006),
+        ("cosmos", "flow", 0.7, 100, 0.4945, 0.006),
+        ("cosmos", "cps", 0.8, 10, 0.297, 0.006),
+    ],
+)
+def test_samples_of_a_gaussian_have_its_mean_and_spread(
+    grid: str, kind: Kind, eta: float, count: int, spread: float, tolerance: float
+) -> None:
+    """The exact velocity, float64: Euler's error at 10 steps is known, and gone at 200."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(50_000, generator=numbers, dtype=torch.float64)
+    levels = linear(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)
+    for s, s_next in zip(levels, levels[1:], strict=False):
+        step = step_of(kind, s, s_next, eta, s_cap=levels[1])
+        x = mean(step, x, exact_velocity(x, s)) + step.std * torch.randn(x.shape, generator=numbers, dtype=x.dtype)
+    assert x.mean().item() == pytest.approx(2.0, abs=0.01)
+    assert x.std().item() == pytest.approx(spread, abs=tolerance)
+
+
+def test_log_prob_is_a_mean_over_free_frames() -> None:
+    x_next = torch.tensor([[1.0, 100.0], [3.0, 0.0]]).view(2, 1, 2, 1, 1)
+    free = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(2, 1, 2, 1, 1)
+    found = log_prob(x_next, torch.zeros_like(x_next), 1.0, free)
+    constant = 0.5 * math.log(2 * math.pi)
+    assert found.tolist() == pytest.approx([-0.5 - constant, -2.25 - constant])
+    torch.testing.assert_close(log_prob(x_next, torch.zeros_like(x_next), 1.0, torch.ones_like(free))[1], found[1])

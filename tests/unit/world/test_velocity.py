@@ -1,0 +1,113 @@
+"""What a family gives its transformer, and what it makes of the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsreason.world.cache import TextCache
+from dsreason.world.families import FAMILIES
+from dsreason.world.models import load_transformer
+from dsreason.world.types import Conditioning
+
+SHAPE = (2, 16, 3, 4, 4)
+S = torch.tensor([0.3, 0.995])
+PROMPTS = ["a red square", "a blue square"]
+
+
+class Recorder(nn.Module):
+    """Answers with ones, in bfloat16, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        self.asked: dict[str, Any] = {}
+
+    def forward(self, **asked: Any) -> tuple[Tensor]:
+        self.asked = asked
+        return (torch.ones(SHAPE, dtype=torch.bfloat16),)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("name", "most"), [("cosmos_predict2_5", 1.0), ("wan", 1000.0)])
+def test_times_are_those_the_model_was_trained_with(name: str, most: float) -> None:
+    """One function serves sampling and training, so neither can give other times than the other."""
+    recorder = Recorder()
+    v = FAMILIES[name].velocity(recorder, draw(*SHAPE), S, draw(2, 8, 32))
+    times = recorder.asked["timestep"]
+    assert times.dtype == torch.float32
+    torch.testing.assert_close(times.reshape(2, -1)[:, 0], S * most)
+    assert v.dtype == torch.float32
+    assert recorder.asked["hidden_states"].dtype == recorder.asked["encoder_hidden_states"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_solver_is_given_times_of_the_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
+    from dsreason.world.families.components import load_scheduler
+
+    scheduler = load_scheduler(tiny_worlds[name])
+    scheduler.set_timesteps(10)
+    sigmas = FAMILIES[name].sigmas(tiny_worlds[name], 10)
+    torch.testing.assert_close(FAMILIES[name].solver_times(scheduler).double(), sigmas[:-1], atol=1.1e-3, rtol=0)
+
+
+def test_given_frames_are_shown_at_their_own_time_and_move_as_they_must() -> None:
+    recorder, noise, latents = Recorder(), draw(*SHAPE, seed=1), draw(*SHAPE, seed=2)
+    mask = torch.zeros(2, 1, 3, 1, 1)
+    mask[0, :, :1] = 1  # of the first clip the first frame, of the second none
+    x = draw(*SHAPE)
+    v = FAMILIES["cosmos_predict2_5"].velocity(
+        recorder, x, S, draw(2, 8, 32), Conditioning(latents * mask, mask), noise
+    )
+    expected = torch.tensor([[1e-4, 0.3, 0.3], [0.995] * 3])
+    torch.testing.assert_close(recorder.asked["timestep"].reshape(2, 3), expected)
+    seen = recorder.asked["hidden_states"].float()
+    torch.testing.assert_close(seen[0, :, 0], latents[0, :, 0], atol=0.02, rtol=0.01)
+    torch.testing.assert_close(seen[0, :, 1:], x[0, :, 1:], atol=0.02, rtol=0.01)
+    assert recorder.asked["condition_mask"].shape == (2, 1, 3, 4, 4)
+    torch.testing.assert_close(v[0, :, 0], noise[0, :, 0] - latents[0, :, 0])
+    assert (v[0, :, 1:] == 1).all()
+    assert (v[1] == 1).all()
+
+
+def test_projected_text_gives_the_same_velocity(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    folder, family = tiny_worlds["cosmos_predict2_5"], FAMILIES["cosmos_predict2_5"]
+    plain, projected = (
+        TextCache.open(family, folder, 64, torch.float32, tmp_path, project=project) for project in (False, True)
+    )
+    assert plain.folder != projected.folder
+    for cache in (plain, projected):
+        cache.encode(PROMPTS)
+        cache.check_different(PROMPTS)
+    assert plain.read(PROMPTS).shape == (2, 64, 128)
+    assert projected.read(PROMPTS).shape == (2, 64, 32)
+    transformer = load_transformer(folder, torch.float32)
+    found, expected = (
+        family.velocity(transformer, draw(*SHAPE), S, cache.read(PROMPTS)) for cache in (projected, plain)
+    )
+    torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    assert transformer.crossattn_proj[0].weight.grad.abs().max() > 0
+
+
+def test_nothing_is_projected_where_there_is_no_such_layer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    plain, projected = (
+        TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 64, torch.float32, tmp_path, project=project)
+        for project in (False, True)
+    )
+    assert plain == projected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_embeddings_are_frozen(tiny_worlds: dict[str, Path], name: str) -> None:
+    text = FAMILIES[name].encode_text(tiny_worlds[name], PROMPTS, 64, "cpu", torch.float32)
+    assert not text.requires_grad
+    alone = FAMILIES[name].encode_text(tiny_worlds[name], PROMPTS[1:], 64, "cpu", torch.float32)
+    assert torch.equal(text[1:], alone)
