@@ -52,7 +52,7 @@ def resolve_deepspeed(
             see `check_deepspeed`.
     """
     document = read_deepspeed(name)
-    problems = list(_key_problems(document)) or list(_zero_problems(document))
+    problems = list(_key_problems(document)) or list(_zero_problems(document, world_size))
     for owned in owned_keys(config, world_size):
         found = _concrete(document, owned.path)
         if found is not None and not _agrees(found, owned.values):
@@ -250,7 +250,7 @@ PARAMS = {
 }
 
 
-def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
+def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
     zero = document.get("zero_optimization", {})
     if not isinstance(zero, dict):
         return
@@ -267,6 +267,13 @@ def _zero_problems(document: dict[str, Any]) -> Iterator[str]:
             yield f'zero_optimization.{block}.device: "nvme" is not supported: checkpoints would lack it; use "cpu"'
         elif offload.get("device", "none") != "none" and stage < lowest:
             yield f"zero_optimization.{block}: needs stage {lowest} or more, stage is {stage}; raise it or remove the block"
+    group = zero.get("zero_hpz_partition_size", 1)
+    if isinstance(group, int) and 1 < group < world_size and world_size % group:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size ({group}) does not divide the number of ranks ({world_size}); give the "
+            "number of ranks on a host. Each host then has a copy of the weights; gradients and optimizer states stay spread "
+            "over all ranks"
+        )
 
 
 def _finished(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:

@@ -83,9 +83,13 @@ REMOVED = {
     "progressive_layer_drop": "there is no replacement",
 }
 
+HOST_COPIES = (
+    "zero_hpz_partition_size = ranks of a host gives each host a copy of the weights; gradients and optimizer states stay "
+    "spread over all ranks"
+)
 REMOVED_ZERO = {
-    "mics_shard_size": "zero_hpz_partition_size keeps parameters inside a node",
-    "mics_hierarchical_params_gather": "zero_hpz_partition_size keeps parameters inside a node",
+    "mics_shard_size": HOST_COPIES,
+    "mics_hierarchical_params_gather": HOST_COPIES,
     "zeropp_loco_param": "zero_quantized_gradients works without it",
 }
 """Keys of `zero_optimization`."""

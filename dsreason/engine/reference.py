@@ -78,10 +78,17 @@ def room_for_shares(engine: DeepSpeedEngine) -> HostBuffer:
 @contextmanager
 def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
     """Inside, the engine's trained weights may be overwritten; afterwards they are the policy's again."""
-    engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
+    drop_gathered(engine)
     room.store(own_shares(engine))
     try:
         yield
     finally:
-        engine.empty_partition_cache()
+        drop_gathered(engine)
         room.restore(own_shares(engine))
+
+
+def drop_gathered(engine: DeepSpeedEngine) -> None:
+    """The next forward gathers every trained weight from the ranks' shares again."""
+    engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
+    if engine.zero_optimization_partition_weights():
+        engine.optimizer.invalidate_secondary_tensor()  # each host's own copies, with zero_hpz_partition_size

@@ -22,10 +22,11 @@ MIN_WEIGHT = 1e-5
 
 def free_mean(values: Tensor, free: Tensor | None) -> Tensor:
     """Mean of each clip's free elements: `[B, C, T, h, w]` → `[B]`."""
+    frames = values.mean(dim=(1, 3, 4))  # [B, T]
     if free is None:
-        return values.flatten(1).mean(1)
-    chosen = free.expand_as(values)
-    return (values * chosen).flatten(1).sum(1) / chosen.flatten(1).sum(1)
+        return frames.mean(1)
+    weights = free.flatten(1).to(frames)
+    return (frames * weights).sum(1) / weights.sum(1)
 
 
 def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: float) -> Tensor:

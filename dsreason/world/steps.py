@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
+
+from dsreason.losses.diffusion import free_mean
 
 Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
 
@@ -90,11 +91,4 @@ def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = Non
     if std <= 0:
         raise ValueError("log_prob: the step adds no noise (std 0), so it has no density; do not train it")
     density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
-    return mean_of_free(density, free)
-
-
-def mean_of_free(values: Tensor, free: Tensor | None = None) -> Tensor:
-    """Mean of `[B, C, T, h, w]` over each clip's free frames: `[B]`."""
-    frames = values.mean(dim=(1, 3, 4))  # [B, T]
-    weights = torch.ones_like(frames) if free is None else free.flatten(1).to(frames)
-    return (frames * weights).sum(1) / weights.sum(1)
+    return free_mean(density, free)

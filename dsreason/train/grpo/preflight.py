@@ -74,13 +74,11 @@ def check_engine_choice(config: GRPOConfig) -> None:
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "
             "parallelism; remove it"
         )
-    zero = zero_section(config.deepspeed)
-    for key, none in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
-        if zero.get(key, none) != none and objective_of(config.grpo).kl_coef:
-            raise ConfigError(
-                f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which the reference "
-                "policy of the KL cannot exchange; remove it, or set grpo.kl_coef = 0"
-            )
+    if zero_section(config.deepspeed).get("zero_quantized_weights") and objective_of(config.grpo).kl_coef:
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which the reference policy of "
+            "the KL must exchange exactly; remove it, or set grpo.kl_coef = 0"
+        )
 
 
 def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:

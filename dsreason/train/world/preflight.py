@@ -179,20 +179,18 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
 
 
 def check_exchange(config: WorldConfig) -> None:
-    """ConfigError where DeepSpeed keeps second copies of weights that this run exchanges."""
+    """ConfigError where DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
     uses = {
         "world.kl_coef": config.world.kl_coef > 0,
         "world.algorithm = nft": config.world.algorithm == "nft",
         "train.ema_decay": config.train.ema_decay is not None,
     }
-    zero = zero_section(config.deepspeed)
-    for key, none in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
-        if zero.get(key, none) != none and any(uses.values()):
-            names = " and ".join(name for name, used in uses.items() if used)
-            raise ConfigError(
-                f"{config.deepspeed}: zero_optimization.{key} keeps second copies of the weights, which {names} cannot "
-                "exchange; remove one of them"
-            )
+    if zero_section(config.deepspeed).get("zero_quantized_weights") and any(uses.values()):
+        names = " and ".join(name for name, used in uses.items() if used)
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which {names} must exchange "
+            "exactly; remove one of them"
+        )
 
 
 def check_division(config: WorldConfig, folder: Path) -> None:

@@ -62,7 +62,14 @@ def test_policy_loss_of_two_clips() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "clipped"),
-    [(1.5, 1.0, -1.2, True), (0.5, 1.0, -0.5, False), (0.5, -1.0, 0.8, True), (1.5, -1.0, 1.5, False)],
+    [
+        (1.5, 1.0, -1.2, True),
+        (0.5, 1.0, -0.5, False),
+        (0.5, -1.0, 0.8, True),
+        (1.5, -1.0, 1.5, False),
+        (1.2840254166877414, 0.5, -0.6, True),
+        (0.9900498337491681, -2.0, 1.9800996674983362, False),
+    ],
 )
 def test_the_clip_holds_back_what_goes_on_in_its_direction(
     ratio: float, advantage: float, loss: float, clipped: bool
@@ -86,6 +93,9 @@ def test_kl_of_means_and_of_velocities() -> None:
     # without the root of the step's length (0.2) in the divisor it is five times smaller
     assert kl_mean(mean, reference, 0.626099 / 0.2**0.5).item() == pytest.approx(0.00073980, rel=1e-4)
     assert kl_velocity(clips([0.5, 0.25]), clips([0.4, 0.45])).item() == pytest.approx(0.025)
+    mean, reference = clips([0.12, -0.5, 2.0]), clips([0.1, -0.2, 1.7])
+    assert kl_mean(mean, reference, 0.313).item() == pytest.approx(0.306899801637933, rel=1e-12)
+    assert kl_velocity(mean, reference).item() == pytest.approx(0.0601333333333333, rel=1e-12)
 
 
 def test_the_velocitys_error_is_the_weighted_error_of_the_clean_clip() -> None:
@@ -123,6 +133,41 @@ def test_nft_of_one_clip() -> None:
     assert total.item() == pytest.approx(0.440001)
     assert velocity.grad is not None
     assert velocity.grad.flatten().tolist() == pytest.approx([-1.60001, -2.40001])
+
+
+@pytest.mark.parametrize(
+    ("beta", "optimal", "scale", "s", "parts", "gradient"),
+    [
+        (0.1, 0.3, 5, 0.75, (0.0935, 0.1341, 6.096), (-0.84, -1.14, 1.02)),
+        (
+            0.5,
+            0.9,
+            2,
+            0.25,
+            (0.01875, 0.0763888888888889, 0.0980555555555556),
+            (-0.252777777777778, 0.186111111111111, 0.483333333333333),
+        ),
+    ],
+)
+def test_nft_with_other_betas(
+    beta: float, optimal: float, scale: float, s: float, parts: tuple[float, ...], gradient: tuple[float, ...]
+) -> None:
+    clean, noise = clips([0.2, -0.6, 1.1]), clips([-1.0, 0.4, 0.3])
+    velocity, old = clips([-1.4, 0.9, -0.5]).requires_grad_(), clips([-1.1, 1.2, -0.9])
+    found = nft_loss(
+        velocity,
+        old,
+        noisy=(1 - s) * clean + s * noise,
+        clean=clean,
+        times=vector(s),
+        optimal=vector(optimal),
+        beta=beta,
+        scale=scale,
+    )
+    found.loss.sum().backward()
+    assert [found.positive.item(), found.negative.item(), found.loss.item()] == pytest.approx(parts, rel=1e-12)
+    assert velocity.grad is not None
+    assert velocity.grad.flatten().tolist() == pytest.approx(gradient, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,45 @@ def test_published_steps(
     assert log_prob(X_NEXT, expected, step.std).tolist() == pytest.approx([density], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "s", "s_next", "eta", "means", "std", "density"),
+    [
+        ("flow", 0.6, 0.45, 0.5, (-0.4040625, 1.21125), 0.237170825, 0.359539124),
+        ("flow", 0.95, 0.9, 1.2, (-0.1442, 0.3704), 1.169615321, -1.174939064),
+        ("flow", 1.0, 0.875, 0.6, (-0.3335, 1.034), 0.6, -0.415979750),
+        ("dance", 0.9, 0.7, 0.25, (-0.438402778, 1.271944444), 0.111803399, -0.029135189),
+        ("dance", 0.3, 0.1, 0.6, (-0.4628, 1.1696), 0.268328157, 0.222550491),
+        ("cps", 0.6, 0.45, 0.7, (-0.400085914, 1.004467554), 0.400952936, -0.054249112),
+        ("cps", 0.35, 0.2, 0.9, (-0.431150532, 1.101409679), 0.197537668, 0.492632767),
+        ("ddim", 0.6, 0.45, 0.7, (-0.403288250, 1.170989025), 0.264014228, 0.310463352),
+        ("ddim", 0.9, 0.5, 1.0, (-0.477777778, 0.844444444), 0.496903995, -0.338236343),
+    ],
+)
+def test_steps_in_forty_digits(
+    kind: Kind, s: float, s_next: float, eta: float, means: tuple[float, float], std: float, density: float
+) -> None:
+    """Computed from the papers' own forms, the drift of the SDE, predicted data and noise, and DDIM's alphas (2010.02502)."""
+    x, v, x_next = (
+        torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1)
+        for values in ([-0.3, 1.2], [0.7, -0.4], [-0.25, 1.1])
+    )
+    step = step_of(kind, s, s_next, eta, s_cap=0.875)
+    expected = mean(step, x, v)
+    assert step.std == pytest.approx(std, abs=1e-9)
+    assert expected.flatten().tolist() == pytest.approx(means, abs=1e-9)
+    assert log_prob(x_next, expected, step.std).item() == pytest.approx(density, abs=1e-8)
+
+
+def test_the_standard_deviation_is_in_the_ratio() -> None:
+    """Squared errors alone, without 2·std², would give −0.01875, and a size of the update that depends on the noise level."""
+    x_next, new, old = (
+        torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1)
+        for values in ([1.0, -2.0], [0.9, -1.8], [0.95, -1.9])
+    )
+    difference = log_prob(x_next, new, 0.5) - log_prob(x_next, old, 0.5)
+    assert difference.item() == pytest.approx(-0.0375, abs=1e-12)
+
+
 def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
     """s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
     step = step_of("ddim", 0.8, 0.5, 0.6)

@@ -11,8 +11,6 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.train.world.preflight import check, step_order, total_steps
 
-pytest.importorskip("diffusers")
-
 TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
 
 
@@ -82,11 +80,13 @@ def test_prompts_alone_do_not_do_where_clips_are_needed(algorithm: str, tmp_path
     check(made(data=data))
 
 
-def test_second_copies_of_weights_cannot_be_exchanged(tmp_path: Path) -> None:
-    file = tmp_path / "hpz.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}')
+def test_rounded_weights_cannot_be_exchanged(tmp_path: Path) -> None:
+    file = tmp_path / "quantized.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
     config = made(world={"kl_coef": 0.1}).model_copy(update={"deepspeed": str(file)})
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size keeps second copies.*world.kl_coef"):
+    with pytest.raises(
+        ConfigError, match="zero_quantized_weights rounds the weights, which world.kl_coef must exchange"
+    ):
         check(config)
     check(made().model_copy(update={"deepspeed": str(file)}))
 

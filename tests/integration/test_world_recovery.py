@@ -1,0 +1,61 @@
+"""World models on hosts with copies of the weights; runs whose ranks are killed; long runs that are resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed import run_on_ranks
+from tests.integration.test_world import FULL, RUN, exported, run_world, values
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+SHORT: dict[str, Any] = {
+    "train.max_steps": 2,
+    "train.ema_decay": 0.5,
+    "world.kl_coef": 0.1,
+    "world.prompts_per_step": 4,
+    "world.sampling_steps": 2,
+    "validation.max_samples": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep_best": "false",
+    "model.gradient_checkpointing": "false",
+}
+HOSTS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000, "zero_hpz_partition_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`plain/` on four ranks, `copies/` on four as two hosts with a copy of the weights each, `resumed/` from its first step."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "run.toml").write_text(RUN)
+    settings = folder / "copies.json"
+    settings.write_text(json.dumps(HOSTS))
+    copies = SHORT | {"deepspeed": json.dumps(str(settings))}
+    run_on_ranks(run_world, 4, str(folder), "plain", None, SHORT)
+    run_on_ranks(run_world, 4, str(folder), "copies", None, copies)
+    run_on_ranks(run_world, 4, str(folder), "resumed", "copies/checkpoints/step_1", copies)
+    return folder
+
+
+def test_copies_of_the_weights_on_each_host_change_nothing(hosts: Path) -> None:
+    """Nor do the reference of the KL and the average, which are put in their place meanwhile."""
+    assert values(hosts / "copies") == values(hosts / "plain")
+    assert values(hosts / "copies")[1]["policy/kl"] > 0
+    plain, copies = exported(hosts / "plain", FULL), exported(hosts / "copies", FULL)
+    assert all(copies[name].equal(value) for name, value in plain.items())
+
+
+def test_with_copies_a_run_is_resumed_and_exported_bit_for_bit(hosts: Path, tmp_path: Path) -> None:
+    from dsreason.cli.export import export
+
+    assert values(hosts / "resumed") == values(hosts / "copies", after=1)
+    whole = exported(hosts / "copies", FULL)
+    export(checkpoint=hosts / "resumed", output=tmp_path / "out", dtype="fp32")
+    for found in (exported(hosts / "resumed", FULL), load_file(tmp_path / "out" / FULL)):
+        assert found.keys() == whole.keys()
+        assert all(found[name].equal(value) for name, value in whole.items())
