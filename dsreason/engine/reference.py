@@ -90,5 +90,6 @@ def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
 def drop_gathered(engine: DeepSpeedEngine) -> None:
     """The next forward gathers every trained weight from the ranks' shares again."""
     engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
-    if engine.zero_optimization_partition_weights():
-        engine.optimizer.invalidate_secondary_tensor()  # each host's own copies, with zero_hpz_partition_size
+    for parameter in trained_parameters(engine).values():
+        if is_partitioned(parameter):
+            parameter.ds_secondary_tensor = None  # of this host's own copy, with zero_hpz_partition_size

@@ -1,0 +1,200 @@
+"""Sampling of clips by a run's engine, against the call of diffusers' own pipeline.
+
+    python benchmarks/world_sampling.py [--ds-config zero3.json] [--steps 10] [--batch 2] [--scale 3] [--rounds 5]
+
+A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
+one thread. The sides take turns on the same prompts and noise, from embeddings to pixels: the pipeline's call, the solver
+that validations use, whose pixels must be the pipeline's, and a rollout's noisy steps with their log-probabilities.
+Printed are medians of seconds per clip, by the wall clock and of CPU time, and ratios of the CPU time to the pipeline's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsreason.job import launch
+
+if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
+    import torch
+
+    from dsreason.train.world.build import WorldRun
+    from dsreason.train.world.clips import MicroBatch
+
+GOAL = 1.0
+FRAMES, SIDE, TEXT = 17, 64, 64
+
+
+def build_small(folder: Path, layers: int, heads: int) -> Path:
+    """A tiny model's folder with a larger transformer; 96 features a head are few, and quick to build."""
+    import torch
+    from diffusers import CosmosTransformer3DModel
+
+    from dsreason.world.families import FAMILIES
+
+    FAMILIES["cosmos_predict2_5"].build_tiny(folder)
+    settings = json.loads((folder / "transformer" / "config.json").read_text())
+    torch.manual_seed(0)
+    sizes = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": 96, "mlp_ratio": 4.0}
+    CosmosTransformer3DModel.from_config(settings | sizes).save_pretrained(folder / "transformer")
+    return folder
+
+
+def run_config(folder: Path, ds_config: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "deepspeed": ds_config,
+        "model": {"path": str(folder), "max_prompt_length": TEXT, "gradient_checkpointing": False},
+        "data": {"frames": FRAMES, "height": SIDE, "width": SIDE, "limit": 64},
+        "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
+        "train": {"precision": "fp32", "max_steps": 100, "epochs": 1000},
+        "reward": {"functions": {"brightness": 1.0}},
+        "validation": {"before_training": False, "max_samples": 0},
+        "checkpoint": {"every": 0, "export": "none"},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}
+    return document
+
+
+def seconds_of(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """By the wall clock, of CPU time, and what the call returns."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return time.perf_counter() - wall, time.process_time() - cpu, result
+
+
+def open_pipeline(world: WorldRun) -> Any:
+    import torch
+    from diffusers import Cosmos2_5_PredictBasePipeline
+
+    class NoSafety(torch.nn.Module):
+        device, dtype = torch.device("cpu"), torch.float32
+
+        def check_text_safety(self, prompt: str) -> bool:
+            return True
+
+        def check_video_safety(self, frames: Any) -> Any:
+            return frames
+
+    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(world.model_path, safety_checker=NoSafety())
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def by_pipeline(
+    pipeline: Any, batch: MicroBatch, negative: torch.Tensor, arguments: argparse.Namespace
+) -> torch.Tensor:
+    """Pixels `[B, 3, T, H, W]`, 0 to 1."""
+    found = pipeline(
+        prompt_embeds=batch.text,
+        negative_prompt_embeds=negative,
+        latents=batch.start,
+        height=SIDE,
+        width=SIDE,
+        num_frames=FRAMES,
+        num_inference_steps=arguments.steps,
+        guidance_scale=arguments.scale - 1 if arguments.scale > 1 else 1.0,  # the pipeline's own adds 1
+        output_type="pt",
+    )
+    return found.frames.transpose(1, 2)
+
+
+def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
+    import torch
+
+    from dsreason.train.world.clips import Place
+    from dsreason.train.world.rollout import Plan, plan_steps, sample
+    from dsreason.train.world.validate import solve_ode
+
+    pipeline = open_pipeline(world)
+    places = tuple(Place(number, 0) for number in range(arguments.batch))
+    batch = world.inputs.micro_batch(places, True, world.training, list(range(arguments.batch)), 1)
+    negative = world.inputs.negative(arguments.batch)
+    plan: Plan = plan_steps(world, 1)
+
+    def rollout() -> torch.Tensor:
+        pending: list[Any] = []
+        return sample(world, batch, plan, 1, pending).latents
+
+    with torch.no_grad():
+        sides: dict[str, Callable[[], Any]] = {
+            "pipeline": lambda: by_pipeline(pipeline, batch, negative, arguments),
+            "solver": lambda: world.codec.decode(solve_ode(world, batch)),
+            "rollout": rollout,
+        }
+        pixels = {name: side() for name, side in sides.items()}  # warms up, too
+        difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for _ in range(arguments.rounds):
+            for name, side in sides.items():
+                wall, cpu, _ = seconds_of(side)
+                found[name].append((wall / arguments.batch, cpu / arguments.batch))
+    parameters = sum(p.numel() for p in pipeline.transformer.parameters())
+    print(f"{parameters / 1e6:.1f} M parameters, {arguments.batch} clips at a time, guidance {arguments.scale:g}")
+    print(f"load {os.getloadavg()[0]:.1f}; largest difference of pixels, solver to pipeline: {difference:.1e}")
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    for name, (wall, cpu) in medians.items():
+        ratio = cpu / medians["pipeline"][1]
+        print(f"{name:10}{wall:8.3f} s a clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from dsreason.config.schema_world import WorldConfig
+    from dsreason.train.world.build import build_world
+
+    torch.set_num_threads(arguments.threads)
+    config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
+    with build_world(config, arguments.folder / "run", None, validate=lambda world: None) as world:
+        measure(world, arguments)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ds-config", default="zero3.json")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0, help="guidance; 1 is without")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if launch.is_rank():
+        launch.enter_rank()
+        rank(arguments)
+        return
+    launch.prepare_environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = build_small(folder / "model", arguments.layers, arguments.heads)
+        world = {
+            "sampling_steps": arguments.steps,
+            "guidance_scale": arguments.scale,
+            "window": 2,
+            "prompts_per_step": 8,
+        }
+        document = run_config(
+            model, arguments.ds_config, world=world, train={"micro_batch_size": arguments.batch, "seed": 0}
+        )
+        (folder / "run.json").write_text(json.dumps(document))
+        command = [__file__, *sys.argv[1:], f"--folder={folder}"]
+        launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")
+
+
+if __name__ == "__main__":
+    main()

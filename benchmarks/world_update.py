@@ -1,0 +1,119 @@
+"""Flow-GRPO's update with a window of trained steps, against all steps of the rollout.
+
+    python benchmarks/world_update.py [--ds-config zero3.json] [--steps 10] [--window 2] [--rounds 3] [--checkpointing]
+
+A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
+one thread; every weight is trained. The sides take turns in one run: a rollout with rewards, then its update (forward and
+backward of the trained steps, optimizer step). Printed are medians of seconds, by the wall clock and of CPU time, and
+ratios of CPU times: of the update alone, and of the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from world_sampling import build_small, run_config, seconds_of
+
+from dsreason.job import launch
+
+if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
+    from dsreason.train.world.build import WorldRun
+
+GOAL = 0.25
+SIDES = ("window", "all steps")
+PARTS = ("rollout", "update", "step")
+
+
+def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
+    from dsreason.train.world.loop import next_parts, world_step
+
+    windowed = world.config
+    every = windowed.model_copy(update={"world": windowed.world.model_copy(update={"window": 0})})
+    found: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in SIDES}
+    trained = dict(zip(SIDES, (arguments.window, arguments.steps), strict=True))
+    for number in range(arguments.rounds + 1):
+        for side, config in zip(SIDES, (windowed, every), strict=True):
+            world.config = config
+            wall, cpu, parts = seconds_of(lambda: next_parts(world))
+            (part,) = parts
+            assert {len(one.trajectory) for one in part} == {trained[side]}
+            update_wall, update_cpu, _ = seconds_of(lambda part=part: world_step(world, part, world.state.step + 1))
+            if number:  # the first round warms up
+                times = [(wall, cpu), (update_wall, update_cpu), (wall + update_wall, cpu + update_cpu)]
+                found[side].append(times)
+    print(f"load {os.getloadavg()[0]:.1f}; {arguments.rounds} rounds")
+    cpu = {side: [statistics.median(row[i][1] for row in rows) for i in range(3)] for side, rows in found.items()}
+    wall = {side: [statistics.median(row[i][0] for row in rows) for i in range(3)] for side, rows in found.items()}
+    print(f"{'':10}" + "".join(f"{side:>20}" for side in SIDES) + f"{'ratio (CPU time)':>20}")
+    for i, part in enumerate(PARTS):
+        seconds = "".join(f"{wall[side][i]:10.2f} s{cpu[side][i]:7.2f}c" for side in SIDES)
+        goal = f"  (goal {GOAL})" if part == "update" else ""
+        print(f"{part:10}{seconds}{cpu[SIDES[0]][i] / cpu[SIDES[1]][i]:20.3f}{goal}")
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from dsreason.config.schema_world import WorldConfig
+    from dsreason.train.world.build import build_world
+
+    torch.set_num_threads(arguments.threads)
+    config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
+    with build_world(config, arguments.folder / "run", None, validate=lambda world: None) as world:
+        measure(world, arguments)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ds-config", default="zero3.json")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--generations", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, as in the recipes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if launch.is_rank():
+        launch.enter_rank()
+        rank(arguments)
+        return
+    launch.prepare_environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = build_small(folder / "model", arguments.layers, arguments.heads)
+        world = {
+            "sampling_steps": arguments.steps,
+            "window": arguments.window,
+            "prompts_per_step": arguments.prompts,
+            "num_generations": arguments.generations,
+        }
+        document = run_config(
+            model,
+            arguments.ds_config,
+            world=world,
+            train={"micro_batch_size": arguments.batch},
+            model={"gradient_checkpointing": arguments.checkpointing},
+        )
+        (folder / "run.json").write_text(json.dumps(document))
+        command = [__file__, *sys.argv[1:], f"--folder={folder}"]
+        launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")
+
+
+if __name__ == "__main__":
+    main()
