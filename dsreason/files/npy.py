@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import tokenize
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 16 * 1024
+MALFORMED = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError, tokenize.TokenError)
+"""What numpy raises for a header that is not its own, and for a shape that no array has."""
 
 
 def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
@@ -22,8 +25,8 @@ def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
             raise ValueError(f"format version {version}")
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read_header(file)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise ValueError(f"not a .npy array: {str(error):.200}") from None
+    except MALFORMED as error:
+        raise ValueError(f"not a .npy array: {(str(error) or type(error).__name__):.200}") from None
     if dtype.kind not in "uif":
         raise ValueError(f"the array has the type {dtype}; it must be one of plain numbers")
     size, sent = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
@@ -31,5 +34,8 @@ def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
         raise ValueError(
             f"the array of shape {list(shape)} and type {dtype} should have {size} bytes, there are {sent}"
         )
-    array = np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    try:
+        array = np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    except MALFORMED as error:
+        raise ValueError(f"the array has a shape that cannot be: {str(error):.200}") from None
     return array.astype(dtype.newbyteorder("="), copy=False)

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from dsreason.files.atomic import draft_of, write_file
 
 MAX_BYTES = 2 * 2**30
 MAX_DEPTH = 64
+FREE_SIZE, MOST_PER_BYTE = 1_000_000, 16
+"""Items, characters and bytes of arrays that a file may become: so many, and so many for each of its bytes. A list, text or
+array that is used many times costs a pickle two bytes each time."""
 ADVICE = (
     "make it anew with the program that wrote it, as plain lists, dicts, texts, numbers and numpy arrays; prompts need no "
     "embeddings, they are encoded when a run begins"
@@ -37,7 +41,9 @@ def read_plain_pickle(file: Path) -> Any:
     if size > MAX_BYTES:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
     try:
-        return checked(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
+        return _Checker(FREE_SIZE + MOST_PER_BYTE * size).checked(
+            _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
+        )
     except DataError as error:
         raise DataError(f"{file}: {error}; {ADVICE}") from None
     except (pickle.UnpicklingError, ArithmeticError, LookupError, AttributeError, EOFError, MemoryError) as error:
@@ -142,21 +148,38 @@ def _names() -> tuple[Any, ...]:
     return make_array, array_type, make_dtype, encode, from_buffer, no_bytes
 
 
-def checked(value: Any, depth: int = 0) -> Any:
-    """The same with arrays in place of those in the making. DataError for anything that is not plain data."""
-    if depth > MAX_DEPTH:
-        raise DataError(f"is nested more than {MAX_DEPTH} times, or holds itself")
-    if isinstance(value, _Array) and value.array is not None:
-        return value.array
-    if type(value) in (list, tuple):
-        return [checked(item, depth + 1) for item in value]
-    if type(value) is dict:
-        if not all(type(key) in (str, int) for key in value):
-            raise DataError("holds a dict whose keys are neither texts nor whole numbers")
-        return {key: checked(item, depth + 1) for key, item in value.items()}
-    if value is None or type(value) in (str, bool, int, float):
-        return value
-    raise DataError(f"holds a value of type {type(value).__name__.strip('_')}, which is not read")
+@dataclass
+class _Checker:
+    """Goes through what a pickle held, once for each use of it."""
+
+    left: int
+    """Items, characters and bytes of arrays that there may still be."""
+
+    def checked(self, value: Any, depth: int = 0) -> Any:
+        """The same with arrays in place of those in the making. DataError for anything that is not plain data."""
+        if depth > MAX_DEPTH:
+            raise DataError(f"is nested more than {MAX_DEPTH} times, or holds itself")
+        if isinstance(value, _Array) and value.array is not None:
+            self._count(value.array.nbytes)
+            return value.array
+        if type(value) in (list, tuple):
+            self._count(len(value))
+            return [self.checked(item, depth + 1) for item in value]
+        if type(value) is dict:
+            if not all(type(key) in (str, int) for key in value):
+                raise DataError("holds a dict whose keys are neither texts nor whole numbers")
+            self._count(sum(len(key) if type(key) is str else 1 for key in value))
+            return {key: self.checked(item, depth + 1) for key, item in value.items()}
+        if type(value) is str:
+            self._count(len(value))
+        if value is None or type(value) in (str, bool, int, float):
+            return value
+        raise DataError(f"holds a value of type {type(value).__name__.strip('_')}, which is not read")
+
+    def _count(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise DataError("uses the same lists, texts or arrays so often that it would become too large")
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:

@@ -150,3 +150,25 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path: Path, shape: tuple[
     array.call = (*array.call, state)
     with pytest.raises(DataError, match="holds an array"):
         read_plain_pickle(written(tmp_path, pickle.dumps([array])))
+
+
+def doubled(value: object, times: int) -> object:
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [doubled([], 40), doubled("x" * 5000, 12), doubled(np.zeros(5000, np.uint8), 12), doubled({"k" * 5000: 1}, 12)],
+)
+def test_a_small_file_does_not_become_a_large_one(tmp_path: Path, value: object) -> None:
+    """A pickle holds a list, text or array once, however often it is used."""
+    content = pickle.dumps(value)
+    assert len(content) < 10_000
+    with pytest.raises(DataError, match="uses the same lists, texts or arrays so often"):
+        read_plain_pickle(written(tmp_path, content))
+
+
+def test_what_is_used_a_few_times_is_read(tmp_path: Path) -> None:
+    assert read_plain_pickle(written(tmp_path, pickle.dumps(doubled("x" * 5000, 6)))) == doubled("x" * 5000, 6)
