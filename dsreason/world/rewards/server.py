@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -67,6 +68,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
     ) -> None:
         self.functions, self.token, self.decoder, self.limits = functions, token, decoder, limits
         self.jobs = Jobs(limits.most_waiting, limits.queue_bytes)
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
         threading.Thread(
             target=score_jobs, args=(self.jobs, functions, decoder), name="reward functions", daemon=True
@@ -78,7 +80,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}{PREFIX}"
+        return f"http://[{host!s}]:{port}{PREFIX}" if ":" in str(host) else f"http://{host!s}:{port}{PREFIX}"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -480,6 +481,7 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (body(VIDEO, media_type="video", reward_fn=["level"]), "reward_fn must be an object"),
         (body(VIDEO, media_type="video")[:-1], "should have 48 bytes, there are 47"),
         (b"{}\n" + b"x" * 200, "what follows the JSON: not a .npy array"),
+        (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "what follows the JSON: not a .npy array"),
         (b"{}\n" + PICKLED.getvalue(), "it must be one of plain numbers"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "should have 216"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(-2, 3, -2,2,2)"), "array"),
@@ -502,6 +504,15 @@ def test_without_the_right_token_nothing_is_done(server: RewardHTTPServer, given
         assert status == 401
         assert answer["message"].startswith("the token is wrong" if given else "a token is required")
     assert post(server, "enqueue", body(VIDEO, media_type="video"), TOKEN)[0] == 200
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_it_listens_at_an_address_of_ipv6_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "::1,[::1]")
+    served = RewardHTTPServer(("::1", 0), FUNCTIONS)
+    assert served.url.startswith("http://[::1]:")
+    for _ in running(served):
+        assert post(served, "ping", {"info_data": "{}"})[0] == 200
 
 
 def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
