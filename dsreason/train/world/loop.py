@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,12 @@ def world_step(world: WorldRun, part: Part, rollout_step: int) -> dict[str, floa
 
 def gradients(world: WorldRun, part: Part, step: int, rollout_step: int) -> dict[str, float]:
     """Forward and backward of all clips of a step; what is shown of them."""
-    by_algorithm: dict[str, Callable[[], dict[str, float]]] = {
-        "sft": lambda: sft.accumulate(world, part, step),
-        "nft": lambda: nft.accumulate(world, part, rollout_step),
-    }
-    usual = lambda: update.accumulate(world, part, step, rollout_step)  # noqa: E731
-    return by_algorithm.get(world.config.world.algorithm, usual)()
+    algorithm = world.config.world.algorithm
+    if algorithm == "sft":
+        return sft.accumulate(world, part, step)
+    if algorithm == "nft":
+        return nft.accumulate(world, part, rollout_step)
+    return update.accumulate(world, part, step, rollout_step)
 
 
 def follow(world: WorldRun, step: int) -> None:
