@@ -269,6 +269,16 @@ class WorldConfig(JobConfig):
             return f"train.global_batch_size is {self.samples_per_step}"
         return f"world.prompts_per_step x num_generations / optimizer_steps_per_rollout is {self.samples_per_step}"
 
+    @model_validator(mode="after")
+    def check_whole_rollouts(self) -> Self:
+        steps, last = self.world.optimizer_steps_per_rollout, self.train.max_steps
+        if self.world.algorithm != "sft" and last is not None and last % steps:
+            raise ValueError(
+                f"train.max_steps ({last}) must be a multiple of world.optimizer_steps_per_rollout ({steps}): a run cannot be "
+                "resumed exactly inside of a rollout"
+            )
+        return self
+
     def check_ranks(self, num_ranks: int) -> list[str]:
         size = self.train.context_parallel_size
         if num_ranks % size:

@@ -41,9 +41,7 @@ def read_plain_pickle(file: Path) -> Any:
     if size > MAX_BYTES:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
     try:
-        return _Checker(FREE_SIZE + MOST_PER_BYTE * size).checked(
-            _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
-        )
+        return _Checker(FREE_SIZE + MOST_PER_BYTE * size).checked(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
     except DataError as error:
         raise DataError(f"{file}: {error}; {ADVICE}") from None
     except (pickle.UnpicklingError, ArithmeticError, LookupError, AttributeError, EOFError, MemoryError) as error:

@@ -20,7 +20,8 @@ from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
 from dsreason.engine.reference import ReferencePolicy
-from dsreason.job.ranks import World, first_rank_first
+from dsreason.errors import ConfigError
+from dsreason.job.ranks import World, errors_on_all_ranks, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES
@@ -61,7 +62,7 @@ class WorldRun(JobRun[WorldConfig]):
     sigmas: Tensor
     """`[sampling_steps + 1]`, float64, falling; the last one is 0."""
     scorer: ClipScorer | None
-    """None where there are no rewards, which only sft can do without."""
+    """None on ranks that do not lead their share, and where there are no rewards, which only sft can do without."""
     reference: ReferencePolicy | None
     """None where no KL is asked for."""
     averages: Mapping[str, WeightAverage]
@@ -100,6 +101,16 @@ class WorldRun(JobRun[WorldConfig]):
             max_shard_size=self.config.checkpoint.max_shard_size,
             run=self.output_dir,
             step=self.state.step,
+        )
+
+
+def check_start(config: WorldConfig, step: int) -> None:
+    """ConfigError where a run would go on inside of a rollout."""
+    steps = config.world.optimizer_steps_per_rollout
+    if config.world.algorithm != "sft" and step % steps:
+        raise ConfigError(
+            f"world.optimizer_steps_per_rollout ({steps}): the checkpoint is of step {step}, which is inside of a rollout; "
+            "take the number that the run began with"
         )
 
 
@@ -149,7 +160,7 @@ def build_world(
             size=size,
             shape=shape,
             sigmas=sigmas_of(config, folder),
-            scorer=open_rewards(config, stack),
+            scorer=open_rewards(config, share, stack),
             reference=reference,
             averages=averages,
             lora=lora,
@@ -170,10 +181,12 @@ def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Te
     return family_of(folder).sigmas(folder, steps)
 
 
-def open_rewards(config: WorldConfig, stack: ExitStack) -> ClipScorer | None:
-    if not config.reward.functions and not config.reward.services:
-        return None
-    return stack.enter_context(open_scorer(config.reward))
+def open_rewards(config: WorldConfig, share: Share, stack: ExitStack) -> ClipScorer | None:
+    """On the ranks that ask for rewards: one of those that compute a clip together. Collective."""
+    with errors_on_all_ranks():
+        if share.leads and (config.reward.functions or config.reward.services):
+            return stack.enter_context(open_scorer(config.reward))
+    return None
 
 
 def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, dict[str, Any] | None]:
@@ -216,6 +229,7 @@ def start_weights(
         "ema": lambda: config.train.ema_decay is not None,
         "old": lambda: config.world.algorithm == "nft",
     }
+    check_start(config, state.step)
     averages = {name: WeightAverage(engine) for name, wanted in names.items() if wanted()}
     if checkpoint is not None:
         for name, average in averages.items():

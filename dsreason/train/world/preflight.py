@@ -81,7 +81,7 @@ def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
     if max_steps is not None and not sft:
-        max_steps = -(-max_steps // world.optimizer_steps_per_rollout)
+        max_steps //= world.optimizer_steps_per_rollout
     return StepOrder(
         [Part(np.arange(num_rows))],
         batch_size=config.samples_per_step if sft else world.prompts_per_step,
@@ -97,8 +97,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
     """Optimizer steps of the run."""
     if config.world.algorithm == "sft":
         return order.num_steps
-    steps = order.num_steps * config.world.optimizer_steps_per_rollout
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+    return order.num_steps * config.world.optimizer_steps_per_rollout
 
 
 def noise_levels(config: WorldConfig, folder: Path) -> list[float]:

@@ -77,8 +77,7 @@ def rollout(world: WorldRun) -> list[list[Sample]]:
 
 
 def split_places(world: WorldRun) -> list[list[Place]]:
-    """The rollout's clips by optimizer step, each with its share of the prompts; those after the run's last step are left
-    out."""
+    """The rollout's clips by optimizer step, each with its share of the prompts."""
     config = world.config.world
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
@@ -196,8 +195,7 @@ def with_advantages(
         values = [float(table[place.prompt, place.clip]) for place in one.batch.places]
         return replace(one, advantages=torch.tensor(values, dtype=torch.float32))
 
-    left = world.total_steps - world.state.step
-    return [[of(one) for one in part] for part in samples][:left]
+    return [[of(one) for one in part] for part in samples]
 
 
 def summarise(world: WorldRun, scored: Sequence[Scored]) -> dict[str, float]:

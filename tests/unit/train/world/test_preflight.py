@@ -92,8 +92,13 @@ def test_rounded_weights_cannot_be_exchanged(tmp_path: Path) -> None:
 
 
 def test_steps_count_optimizer_steps() -> None:
-    config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 5})
+    config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 6})
     order = step_order(config, 64)
-    assert (order.num_steps, total_steps(config, order)) == (3, 5)
+    assert (order.num_steps, total_steps(config, order)) == (3, 6)
+    with pytest.raises(
+        ValueError, match=r"max_steps \(3\) must be a multiple of world.optimizer_steps_per_rollout \(2\)"
+    ):
+        made(world={"optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
+    made(world={"algorithm": "sft", "optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
     sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
     assert total_steps(sft, step_order(sft, 64)) == 8

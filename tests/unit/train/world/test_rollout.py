@@ -27,14 +27,13 @@ from dsreason.world.types import WorldRow
 LOOK = Look(0.5, 0.0, np.zeros((3, 4, 8, 8), np.float32))
 
 
-def made_run(total_steps: int = 100, **world: Any) -> Any:
+def made_run(**world: Any) -> Any:
     settings = {"prompts_per_step": 3, "num_generations": 2, "sampling_steps": 10, "schedule": "linear", **world}
     config = WorldConfig.model_validate({"world": settings})
     return SimpleNamespace(
         config=config,
         sigmas=linear(10, 3.0),
         state=SimpleNamespace(step=0),
-        total_steps=total_steps,
         shape=(2, 3, 4, 4),
         device=torch.device("cpu"),
         share=Share(0, 1),
@@ -127,14 +126,6 @@ def test_a_reward_that_fails_or_is_no_number_stops_the_run() -> None:
         fetch([(batch, failing, [LOOK])])
     with pytest.raises(RewardError, match="row 0"):
         fetch([(batch, lambda: Scores(torch.tensor([float("nan")]), {}), [LOOK])])
-
-
-def test_steps_after_the_last_one_are_left_out() -> None:
-    world = made_run(total_steps=1)
-    scored = [Scored(Place(p, c), float(c), {}, LOOK) for p in range(3) for c in range(2)]
-    batch = batch_of(Place(0, 0))
-    sample = Sample(batch, batch.start, {}, torch.zeros(1), {})
-    assert len(with_advantages(world, [[sample], [sample]], scored)) == 1
 
 
 @pytest.mark.parametrize(("times", "expected"), [(None, 9), (4, 4), (20, 10)])
