@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +20,17 @@ from dsreason.train.world.velocity import velocity_of
 from dsreason.world.data import WorldDataset
 from dsreason.world.noise import generator
 
+log = logging.getLogger(__name__)
+
 
 def next_batches(world: WorldRun) -> list[MicroBatch]:
     """This rank's clips of the next step; with `data.on_bad_row = "skip"` those that cannot be read are left out."""
-    step = world.state.step
-    batches, skipped = make_batches(world, world.training, world.order.indices(step), next(world.clips), step + 1)
+    step, indices = world.state.step, world.order.indices(world.state.step)
+    with errors_on_all_ranks():
+        clips = next(world.clips)
+    batches, skipped = make_batches(world, world.training, indices, clips, step + 1)
+    if not batches:
+        raise DataError(f"none of the {len(indices)} clips of step {step + 1} can be used; the first: {skipped[0]}")
     count_skipped(world, skipped)
     return batches
 
@@ -32,28 +39,34 @@ def make_batches(
     world: WorldRun, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
 ) -> tuple[list[MicroBatch], list[str]]:
     """The clips of this rank's share of the rows, as many micro-batches on every rank; and the rows, of all ranks, that are
-    left out. Collective.
+    left out. There are no batches where no rank has a clip that can be used. Collective.
 
     Args:
         clips: of this rank's places, see `own_places`.
     """
-    config = world.config
-    own = dict(zip(own_places(len(indices), world.share), clips, strict=True))
-    bad = [clip for clip in own.values() if isinstance(clip, DataError)]
+    clean: dict[Place, Tensor] = {}
+    bad: list[str] = []
     with errors_on_all_ranks():
-        if bad and config.data.on_bad_row == "error":
-            raise bad[0]
-    usable = {place: clip for place, clip in own.items() if not isinstance(clip, DataError)}
-    clean = {place: world.inputs.latents.encode(clip[None])[0] for place, clip in usable.items()}
-    found = gather_objects((len(clean), [str(error) for error in bad]) if world.share.leads else (0, []))
+        for place, clip in zip(own_places(len(indices), world.share), clips, strict=True):
+            if not isinstance(clip, DataError):
+                clean[place] = world.inputs.latents.encode(clip[None])[0]
+            elif world.config.data.on_bad_row == "error":
+                raise clip
+            else:
+                bad.append(str(clip))
+    found = gather_objects((len(clean), bad) if world.share.leads else (0, []))
+    skipped = [text for _, texts in found for text in texts]
     if sum(count for count, _ in found) == 0:
-        raise DataError(f"none of the {len(indices)} clips of a step can be used; the first: {found[0][1][0]}")
-    groups = share_out([Place(number, 0) for number in range(len(indices))], world.share, config.train.micro_batch_size)
+        return [], skipped
+    groups = share_out(
+        [Place(number, 0) for number in range(len(indices))], world.share, world.config.train.micro_batch_size
+    )
     batches = []
-    for group, counted in groups:
-        places = tuple(place for place in group if place in clean) if counted else ()
-        batches.append(world.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
-    return batches, [text for _, texts in found for text in texts]
+    with errors_on_all_ranks():
+        for group, counted in groups:
+            places = tuple(place for place in group if place in clean) if counted else ()
+            batches.append(world.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
+    return batches, skipped
 
 
 def draw_times(places: Sequence[Place], shift: float, seed: int, step: int) -> Tensor:
@@ -86,12 +99,17 @@ def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dic
 
 
 @torch.no_grad()
-def held_out_loss(world: WorldRun) -> float:
-    """The mean loss on the held-out clips, with noise and noise levels that never change. Collective."""
+def held_out_loss(world: WorldRun) -> float | None:
+    """The mean loss on the held-out clips, with noise and noise levels that never change; None where none of them can be
+    used. Collective."""
     rows = loss_rows(world.config, world.validation)
     own = [rows[place.prompt] for place in own_places(len(rows), world.share)]
-    clips = read_clips(world.validation, world.size, own)
-    batches, _ = make_batches(world, world.validation, rows, clips, step=0)
+    with errors_on_all_ranks():
+        clips = read_clips(world.validation, world.size, own)
+    batches, skipped = make_batches(world, world.validation, rows, clips, step=0)
+    if not batches:
+        log.warning("there is no validation loss: none of the %d held-out clips can be used: %s", len(rows), skipped[0])
+        return None
     sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
     for batch in batches:
         losses = clip_losses(world, batch, step=0)

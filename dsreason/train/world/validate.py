@@ -80,7 +80,9 @@ def validate(world: WorldRun) -> WorldResult | None:
     with averaged(world):
         if loss_rows(world.config, world.validation):
             with world.progress.phase("validation: loss"):
-                metrics["val/loss"] = held_out_loss(world)
+                loss = held_out_loss(world)
+            if loss is not None:
+                metrics["val/loss"] = loss
         if rows:
             with world.progress.phase("validation: clips", len(rows), "clips") as advance:
                 clips = sample_clips(world, rows, advance)
