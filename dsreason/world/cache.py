@@ -27,6 +27,8 @@ VERSION = 1
 """In every key: one more whenever the same models and inputs give other values."""
 TENSOR, DIGEST = "values", "sha256"
 SAMPLE_BYTES = 4096
+MOST_ALIKE = 0.01
+"""Share of the prompts that the model may be unable to tell from another one."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,27 @@ class TextCache:
         return torch.stack([_read(self._file(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
-        """DataError where two prompts have the same embedding: the model could not tell them apart.
-
-        The usual reason is that both were cut before they differ.
-        """
+        """DataError where more than a few prompts have the embedding of another one, a warning where a few have: the model
+        cannot tell these apart, since both were cut before they differ."""
         seen: dict[str, str] = {}
-        for prompt in dict.fromkeys(prompts):
+        alike: list[str] = []
+        different = {self.family.clean(prompt): prompt for prompt in prompts}  # what differs in spaces only is one text
+        for prompt in different.values():
             with _open(self._file(prompt)) as file:
                 digest = file.metadata()[DIGEST]
             if digest in seen:
-                raise DataError(
-                    f"data: the prompts {seen[digest]!r:.80} and {prompt!r:.80} have the same embedding; they are cut at "
-                    f"model.max_prompt_length ({self.max_length} tokens, the chat format included): raise it, or remove one"
-                )
-            seen[digest] = prompt
+                alike.append(f"{seen[digest]!r:.80} and {prompt!r:.80}")
+            seen.setdefault(digest, prompt)
+        if not alike:
+            return
+        problem = (
+            f"{len(alike)} of {len(different)} prompts have the embedding of another one: they are cut at "
+            f"model.max_prompt_length ({self.max_length} tokens, the chat format included) before they differ: "
+            f"{listed(alike, 3)}"
+        )
+        if len(alike) > MOST_ALIKE * len(different):
+            raise DataError(f"data: {problem}; raise it, or remove them")
+        log.warning("%s", problem)
 
     def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
         counts = self.family.count_tokens(self.model, prompts)

@@ -202,6 +202,7 @@ WAN = WorldFamily(
     max_conditional_frames=0,
     guidance_offset=0.0,  # the pipeline computes v_negative + scale · (v − v_negative)
     embeddings=embeddings,
+    clean=clean,
     count_tokens=count_tokens,
     velocity=velocity,
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,

@@ -47,8 +47,29 @@ def test_prompts_are_encoded_once_and_shared_by_ranks(tiny_worlds: dict[str, Pat
 def test_prompts_that_are_cut_before_they_differ(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["cosmos_predict2_5"], tiny_worlds["cosmos_predict2_5"], 16, torch.float32, tmp_path)
     cache.encode(PROMPTS)
-    with pytest.raises(DataError, match=r"'a red square moves left' and 'a blue .*max_prompt_length \(16 tokens"):
+    with pytest.raises(
+        DataError, match=r"2 of 3 prompts .*max_prompt_length \(16 tokens.*'a red square moves left' and 'a blue "
+    ):
         cache.check_different(PROMPTS)
+
+
+def test_a_few_prompts_that_are_cut_alike_are_shown(
+    tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 8, torch.float32, tmp_path)
+    long = "the red ball moves to the left "
+    prompts = [f"{a} {b}" for a in "abcdefghijkl" for b in "mnopqrstuv"] + [f"{long} up", f"{long} down"]
+    cache.encode(prompts)
+    caplog.clear()
+    cache.check_different(prompts)
+    assert "1 of 122 prompts have the embedding of another one" in caplog.text
+
+
+def test_prompts_that_differ_in_spaces_only_are_one(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 64, torch.float32, tmp_path)
+    prompts = ["a  red ball", "a red ball", "a red &amp; blue ball", "a red & blue ball"]
+    cache.encode(prompts)
+    cache.check_different(prompts)
 
 
 @pytest.mark.parametrize(("name", "length"), [("cosmos_predict2_5", 64), ("wan", 8)])
