@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
@@ -107,6 +107,20 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
     folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
     with cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, lambda partial: _fetch_all(address, chosen, partial))
+
+
+def check_room(place: str, sources: Iterable[S3Object]) -> None:
+    """StorageError where those that are not here yet are larger together than the room on the cache's disk."""
+    missing = sum(source.size for source in sources if not _folder(source.address, source.version).is_dir())
+    folder = cache_dir()
+    with cache_errors(folder, "DSREASON_CACHE"):
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise StorageError(
+            f"{place}: {missing / 1e9:.1f} GB must be fetched, {free / 1e9:.1f} GB are free below {folder}; make room, set "
+            "DSREASON_CACHE to another folder, or name a folder with fewer files"
+        )
 
 
 def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path) -> None:

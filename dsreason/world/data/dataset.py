@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +27,6 @@ class WorldDataset:
 
     rows: Sequence[WorldRow]
     read: Callable[[WorldRow, ClipSize], Tensor]
-    read_stored: Callable[[WorldRow, str], Tensor | None] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -45,10 +43,6 @@ class WorldDataset:
         if row.clip is None:
             raise DataError(f"{row.id}: the row is a prompt without a clip; use data with clips (data.format)")
         return self.read(row, size)
-
-    def read_array(self, row: WorldRow, kind: Literal["latent", "text"]) -> Tensor | None:
-        """What a shard holds of the row, computed before, as float32: latents `[C, T, h, w]` or text `[L, D]`; None without."""
-        return self.read_stored(row, kind) if self.read_stored is not None else None
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
@@ -86,8 +80,7 @@ def open_rows(data: WorldDataConfig, seed: int) -> WorldDataset:
         log.warning("%s; they are left out", problem)
     if not found.rows:
         raise DataError(f"{data.path or data.format}: the data set is empty")
-    stored = shards.read_array if data.format == "shards" else None
-    return WorldDataset(found.rows[: data.limit], read, stored)
+    return WorldDataset(found.rows[: data.limit], read)
 
 
 FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[Rows, Callable[[WorldRow, ClipSize], Tensor]]]] = {

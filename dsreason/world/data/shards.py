@@ -1,8 +1,9 @@
 """Tar shards in webdataset's layout: members of one row share their name up to the first dot.
 
-`<key>.json` holds `prompt` and further fields (or `<key>.txt` the prompt); beside it are a video (`.mp4` …) and perhaps
-`.latent.npy` and `.text.npy`, arrays of plain numbers. A row is known by where its members lie in the shard, so that reading
-goes on at any row. Nothing is ever unpickled: a shard that holds a pickle is refused.
+`<key>.json` holds `prompt` and further fields (or `<key>.txt` the prompt); beside it is a video (`.mp4` …),
+or none where prompts are enough. Other members are not read: latents and embeddings are made by the model that is trained. A
+row is known by where its members lie in the shard, so that reading goes on at any row. Nothing is ever unpickled: a shard that
+holds a pickle is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
@@ -25,8 +25,7 @@ from dsreason.files.address import is_s3
 from dsreason.files.archives import UNPACK_ERRORS, TarMember
 from dsreason.files.atomic import build_once, write_file
 from dsreason.files.cache import cache_dir, cache_errors
-from dsreason.files.npy import read_npy
-from dsreason.files.remote import PARALLEL, local_copy, read_address
+from dsreason.files.remote import PARALLEL, check_room, local_copy, read_address
 from dsreason.files.s3 import list_objects
 from dsreason.world.data.clips import clip_of_video, start_of
 from dsreason.world.data.folder import VIDEO_SUFFIXES
@@ -58,7 +57,7 @@ def read_shards(path: str) -> Rows:
                 found.bad.append(f"{row_id}: {entry['problem']}")
                 continue
             place = json.dumps({"shard": str(shard), "members": members})
-            has_clip = "latent.npy" in members or any(key in members for key in VIDEO_KEYS)
+            has_clip = any(key in members for key in VIDEO_KEYS)
             found.add(row_id, entry["fields"], place if has_clip else None)
     return found
 
@@ -72,8 +71,11 @@ def shard_files(path: str) -> dict[str, Path]:
         )
     if is_s3(path):
         address = read_address(path)
-        names = [path] if path.endswith(".tar") else [f"{address}/{name}" for name in list_objects(address)]
+        sources = {} if path.endswith(".tar") else list_objects(address)
+        names = [path] if path.endswith(".tar") else [f"{address}/{name}" for name in sources]
         check_layout(path, names)
+        # Every host has all shards: with rows in a new order every epoch, each rank needs any of them.
+        check_room(path, [source for name, source in sources.items() if name.endswith(".tar")])
         shards = sorted(name for name in names if name.endswith(".tar"))
         with ThreadPool(PARALLEL) as threads:
             return dict(zip(shards, threads.map(local_copy, shards), strict=True)) or _none(path)
@@ -190,9 +192,7 @@ def shard_errors(name: str) -> Iterator[None]:
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
     """As `clips.read_clip`, of the video in the row's shard."""
     members = json.loads(str(row.clip))["members"]
-    suffix = next((key for key in VIDEO_KEYS if key in members), None)
-    if suffix is None:
-        raise DataError(f"{row.id}: has latents, but no video among its members {', '.join(members)}")
+    suffix = next(key for key in VIDEO_KEYS if key in members)
     with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:
         file.write(read_member(row, suffix))
         file.flush()
@@ -200,16 +200,6 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
             return clip_of_video(file.name, size, start=start_of(row))
         except DataError as error:
             raise DataError(f"{row.id}: {str(error).replace(file.name, f'its .{suffix}')}") from None
-
-
-def read_array(row: WorldRow, kind: str) -> Tensor | None:
-    """The row's `<key>.<kind>.npy` (`latent` or `text`) as float32; None where it has none. DataError where it is damaged."""
-    if row.clip is None or f"{kind}.npy" not in json.loads(row.clip)["members"]:
-        return None
-    try:
-        return torch.from_numpy(read_npy(bytearray(read_member(row, f"{kind}.npy")))).float()
-    except ValueError as error:
-        raise DataError(f"{row.id}: its .{kind}.npy cannot be used: {error}") from None
 
 
 def read_member(row: WorldRow, suffix: str) -> bytes:

@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from dsreason.config.schema_world import WorldDataConfig
-from dsreason.errors import DataError
+from dsreason.errors import DataError, StorageError
+from dsreason.files import remote
+from dsreason.files.address import S3Address
+from dsreason.files.s3 import S3Object
 from dsreason.media.media import VideoInfo
 from dsreason.world.data import open_world_data, shards
 from dsreason.world.data.clips import covering_size, frame_indices
@@ -140,12 +143,6 @@ def test_a_folder_tells_what_has_no_partner(tmp_path: Path, caplog: pytest.LogCa
 # ---------------------------------------------------------------- shards
 
 
-def npy(array: np.ndarray, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, **options)
-    return buffer.getvalue()
-
-
 def pack(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
     with tarfile.open(path, mode) as tar:
         for name, content in members.items():
@@ -167,15 +164,14 @@ def opened(path: Path, **settings: Any) -> Any:
 
 def test_rows_of_shards_are_read_in_place_and_in_any_order(tmp_path: Path, cache: Path) -> None:
     content = video(tmp_path / "v.mp4").read_bytes()
-    latent, text = np.arange(8, dtype=np.float16).reshape(4, 2, 1, 1), np.ones((3, 5), np.float32)
     (tmp_path / "shards").mkdir()
     pack(
         tmp_path / "shards" / "b-000001.tar",
-        {"d/7.json": b'{"prompt": "third", "start": 0.5, "fps": 8}', "d/7.mp4": content, "d/7.text.npy": npy(text)},
+        {"d/7.json": b'{"prompt": "third", "start": 0.5, "fps": 8}', "d/7.mp4": content, "d/7.text.npy": b"not read"},
     )
     pack(
         tmp_path / "shards" / "a-000000.tar",
-        {"0.mp4": content, "0.txt": b"first\n", "1.json": b'{"prompt": "second"}', "1.latent.npy": npy(latent)},
+        {"0.mp4": content, "0.txt": b"first\n", "1.json": b'{"prompt": "second"}', "1.latent.npy": b"not read"},
     )
     rows = pickle.loads(pickle.dumps(opened(tmp_path / "shards")))
     assert [row.prompt for row in rows.rows] == ["first", "second", "third"]
@@ -186,12 +182,7 @@ def test_rows_of_shards_are_read_in_place_and_in_any_order(tmp_path: Path, cache
     ]
     assert levels(rows.read_clip(rows[2], SIZE)) == [4, 5, 6, 7, 8]
     assert levels(rows.read_clip(rows[0], SIZE)) == [0, 1, 2, 3, 4]
-    assert torch.equal(rows.read_array(rows[1], "latent"), torch.from_numpy(latent).float())
-    assert torch.equal(rows.read_array(rows[2], "text"), torch.from_numpy(text))
-    assert rows.read_array(rows[2], "latent") is None
-    with pytest.raises(
-        DataError, match=r"a-000000.tar:1: has latents, but no video among its members json, latent.npy"
-    ):
+    with pytest.raises(DataError, match=r"a-000000.tar:1: the row is a prompt without a clip"):
         rows.read_clip(rows[1], SIZE)
 
 
@@ -221,11 +212,24 @@ def test_a_shard_with_a_pickle_is_refused_by_name(tmp_path: Path, cache: Path, s
         opened(shard)
 
 
-def test_an_array_of_objects_is_refused_where_it_is_read(tmp_path: Path, cache: Path) -> None:
-    objects = npy(np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    rows = opened(pack(tmp_path / "a.tar", {"0.txt": b"x", "0.latent.npy": objects}))
-    with pytest.raises(DataError, match=r"a.tar:0: its .latent.npy cannot be used: .*must be one of plain numbers"):
-        rows.read_array(rows[0], "latent")
+def test_a_row_with_latents_alone_is_one_without_a_clip(tmp_path: Path, cache: Path) -> None:
+    (row,) = opened(pack(tmp_path / "a.tar", {"0.txt": b"x", "0.latent.npy": b"not read"})).rows
+    assert row.clip is None
+
+
+def test_shards_that_the_disk_has_no_room_for_are_not_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(name: str) -> S3Object:
+        return S3Object(S3Address("bucket", f"clips/{name}"), 4 * 10**17, "etag", name)
+
+    listed = {name: source(name) for name in ("a.tar", "b.tar", "c.tar", "notes.txt")}
+    there = remote._folder(listed["c.tar"].address, "c.tar")
+    there.mkdir(parents=True)
+    fetched: list[str] = []
+    monkeypatch.setattr(shards, "list_objects", lambda address: listed)
+    monkeypatch.setattr(shards, "local_copy", fetched.append)
+    with pytest.raises(StorageError, match=r"s3://bucket/clips: 800000000.0 GB .* [0-9.]+ GB are free"):
+        open_world_data(WorldDataConfig(format="shards", path="s3://bucket/clips"), 0)
+    assert not fetched
 
 
 def test_rows_without_a_prompt_are_bad_rows(tmp_path: Path, cache: Path) -> None:
