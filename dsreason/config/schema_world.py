@@ -65,7 +65,7 @@ class WorldDataConfig(Section):
     validation: Share | Count | str = 0
     """Share (0 to 1) or number of rows held out of training, or another file or folder of the same format."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
+    """A row that cannot be used: stop and name it, or leave it out, count it and list it; a clip in sft only."""
     workers: int = Field(2, ge=0)
     """Processes per rank that read clips; 0 reads in the training process."""
     prefetch: int = Field(2, ge=1)

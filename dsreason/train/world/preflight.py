@@ -51,6 +51,7 @@ def check(config: WorldConfig) -> None:
     family = family_of(folder)
     check_conditioning(config, family)
     check_exchange(config)
+    check_bad_rows(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
         trained_steps(config, [float(s) for s in noise_levels(config, folder)])
     check_division(config, folder)
@@ -204,6 +205,21 @@ def needs_clips(config: WorldConfig) -> bool:
     return config.world.algorithm in ("sft", "ddrl") or config.world.conditional_frames[1] > 0
 
 
+def why_clips(config: WorldConfig) -> str:
+    if config.world.algorithm in ("sft", "ddrl"):
+        return f"world.algorithm ({config.world.algorithm})"
+    return f"world.conditional_frames {config.world.conditional_frames}"
+
+
+def check_bad_rows(config: WorldConfig) -> None:
+    """ConfigError where clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
+    if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
+        raise ConfigError(
+            f'data.on_bad_row ("skip") leaves clips out in sft only, and {why_clips(config)} needs those of all rows of a '
+            'rollout; set "error", and remove the rows that it names'
+        )
+
+
 def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
     """Read a few clips, spread over the rows. DataError for one that cannot be used, where that is an error."""
     for index in coarse_to_fine(len(dataset))[:NUM_CLIPS]:
@@ -211,8 +227,5 @@ def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
             dataset.read_clip(dataset[index], clip_size(config.data))
         except DataError as error:
             if config.data.on_bad_row == "error" or dataset[index].clip is None:
-                why = f"world.algorithm ({config.world.algorithm})"
-                if config.world.algorithm not in ("sft", "ddrl"):
-                    why = f"world.conditional_frames {config.world.conditional_frames}"
-                raise DataError(f"{name}: {error} ({why} needs clips)") from error
+                raise DataError(f"{name}: {error} ({why_clips(config)} needs clips)") from error
             log.warning("%s: left out: %s", name, error)

@@ -49,6 +49,16 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
             ConfigError,
             "is more than world.prompts",
         ),
+        (
+            {"world": {"algorithm": "ddrl"}, "data": {**TINY, "on_bad_row": "skip"}},
+            ConfigError,
+            r"data.on_bad_row .* in sft only, and world.algorithm \(ddrl\) needs",
+        ),
+        (
+            {"world": {"conditional_frames": (0, 1)}, "data": {**TINY, "on_bad_row": "skip"}},
+            ConfigError,
+            r"data.on_bad_row .* in sft only, and world.conditional_frames \(0, 1\) needs",
+        ),
         ({"world": {"noise_level": 0.0}}, ConfigError, "world.noise_level .0. adds no noise"),
         ({"world": {"sde": "cps", "noise_level": 0.8, "trained_steps": (3,)}}, ConfigError, "names step 3"),
         ({"world": {"conditional_frames": (0, 3)}}, ConfigError, "can be given at most 2"),
