@@ -66,7 +66,7 @@ class WanCodec:
 
 
 TIME, SPACE = 4, 8
-"""Frames and pixels a side that `LinearCodec` turns into one latent, as Wan's autoencoder does."""
+"""Frames, after the first one, and pixels a side that become one latent: of `LinearCodec`, and of Wan's autoencoder."""
 
 
 @dataclass(frozen=True)

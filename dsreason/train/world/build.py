@@ -28,8 +28,8 @@ from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
-from dsreason.train.world.inputs import Clip, Inputs, keeps_projected, open_inputs, read_ahead
-from dsreason.train.world.preflight import check, clip_size, find_model, open_data, step_order, total_steps
+from dsreason.train.world.inputs import Clip, Inputs, open_inputs, read_ahead
+from dsreason.train.world.preflight import check, clip_size, find_model, open_data, sigmas_of, step_order, total_steps
 from dsreason.world.context_parallel import parallelise
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import WorldFamily, family_of
@@ -37,7 +37,6 @@ from dsreason.world.latents import LatentCodec
 from dsreason.world.lora import add_lora, lora_metadata
 from dsreason.world.models import load_transformer, load_vae
 from dsreason.world.rewards import ClipScorer, open_scorer
-from dsreason.world.schedule import linear
 from dsreason.world.types import ClipSize
 
 log = logging.getLogger(__name__)
@@ -173,14 +172,6 @@ def share_of(config: WorldConfig, world: World) -> Share:
     return Share(world.rank // size, world.size // size, leads=world.rank % size == 0)
 
 
-def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
-    """The noise levels of a rollout, `[steps + 1]`, float64."""
-    steps = steps or config.world.sampling_steps
-    if config.world.schedule == "linear":
-        return linear(steps, config.world.shift)
-    return family_of(folder).sigmas(folder, steps)
-
-
 def open_rewards(config: WorldConfig, share: Share, stack: ExitStack) -> ClipScorer | None:
     """On the ranks that ask for rewards: one of those that compute a clip together. Collective."""
     with errors_on_all_ranks():
@@ -195,8 +186,6 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
     family, metadata = family_of(folder), None
     log.info("loading %s", folder)
     transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
-    if keeps_projected(config):
-        family.accept_projected(transformer)
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)

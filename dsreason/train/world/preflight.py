@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from dsreason.config.deepspeed import zero_section
 from dsreason.config.schema_world import WorldConfig, WorldDataConfig
@@ -19,9 +20,9 @@ from dsreason.world.context_parallel import check_sizes
 from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.families.components import read_json
+from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_installed, resolve_world_model
 from dsreason.world.rewards import open_scorer
-from dsreason.world.rewards.functions import find_clip_reward
 from dsreason.world.schedule import linear
 from dsreason.world.steps import step_of
 from dsreason.world.types import ClipSize
@@ -32,8 +33,6 @@ DATA_SEED = 0
 """Which rows are held out does not depend on `train.seed`."""
 NUM_CLIPS = 8
 """Rows whose clips are looked at."""
-TIME, SPACE = 4, 8
-"""Frames of a clip, after the first one, that become one latent frame; pixels a side that become one latent."""
 
 
 def check(config: WorldConfig) -> None:
@@ -53,7 +52,7 @@ def check(config: WorldConfig) -> None:
     check_exchange(config)
     check_bad_rows(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
-        trained_steps(config, [float(s) for s in noise_levels(config, folder)])
+        trained_steps(config, [float(s) for s in sigmas_of(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
     if note := warmup_note(total_steps(config, step_order(config, len(training))), config.optim):
@@ -101,14 +100,12 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
     return order.num_steps * config.world.optimizer_steps_per_rollout
 
 
-def noise_levels(config: WorldConfig, folder: Path) -> list[float]:
-    steps = config.world.sampling_steps
-    levels = (
-        linear(steps, config.world.shift)
-        if config.world.schedule == "linear"
-        else family_of(folder).sigmas(folder, steps)
-    )
-    return [float(s) for s in levels]
+def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
+    """The noise levels of a rollout, `[steps + 1]`, float64."""
+    steps = steps or config.world.sampling_steps
+    if config.world.schedule == "linear":
+        return linear(steps, config.world.shift)
+    return family_of(folder).sigmas(folder, steps)
 
 
 def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
@@ -137,9 +134,7 @@ def check_rewards(config: WorldConfig) -> None:
     """ConfigError where a reward is missing that the algorithm or the rule for the best checkpoint needs."""
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
-        open_scorer(config.reward)
-        for name in config.reward.functions:
-            find_clip_reward(name, config.reward.options.get(name))
+        open_scorer(config.reward)  # starts nothing unless it is entered
     elif world.algorithm != "sft":
         raise ConfigError(
             f"world.algorithm ({world.algorithm}) needs a reward; set reward.functions, such as {{ colour = 1.0 }}, or "

@@ -15,9 +15,10 @@ from torch import Tensor
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import write_rows
-from dsreason.train.world.build import WorldRun, sigmas_of
+from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import MicroBatch, Place, share_out
 from dsreason.train.world.inputs import loss_rows, validation_rows
+from dsreason.train.world.preflight import sigmas_of
 from dsreason.train.world.rollout import ask, pixels_of
 from dsreason.train.world.sft import held_out_loss
 from dsreason.train.world.show import Look, look_at, looks, save_clip
