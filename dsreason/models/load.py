@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
 
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import Encoder
-from dsreason.errors import CheckpointError, DataError
+from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, family_of
-from dsreason.files.address import is_s3
-from dsreason.files.atomic import build_once
-from dsreason.files.hub import HUB_ERRORS, hub, hub_error
-from dsreason.files.remote import local_folder
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
+from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.mrope import position_ids
 from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 from dsreason.problems import listed
-from dsreason.secrets import without_credentials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TINY = "tiny:"
 TINY_VERSION = 2
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 MAX_BUFFER = 10_000_000
@@ -41,8 +34,6 @@ MAX_BUFFER = 10_000_000
 MAX_PATCH = 64
 """Pixels of a patch's side, patches merged along one, and frames taken together; real models have 2 to 16."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-"""What a model folder needs; pickled weights are left on the hub."""
 
 
 def resolve_model(config: ModelConfig, cache: Path) -> Path:
@@ -51,21 +42,12 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
 
     Safe to call from several ranks at once. CheckpointError says what was looked for and where.
     """
-    if config.path.startswith(TINY):
-        return tiny_model(config.path.removeprefix(TINY), cache)
-    if is_s3(config.path):
-        folder = fetch(config)
-    elif "://" in config.path:
-        raise CheckpointError(
-            f"model.path {without_credentials(config.path)}: is an address; only folders, s3:// addresses and models on "
-            "the hub are read"
-        )
-    elif (local := Path(config.path).expanduser()).exists():
-        folder = local
-    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.path):
-        folder = download(config)
-    else:
-        raise CheckpointError(f"model.path {config.path}: no such folder (working folder: {Path.cwd()})")
+    folder = find_folder(
+        config.path,
+        tiny=lambda name: tiny_model(name, cache),
+        fetch=lambda: fetch(config),
+        download=lambda: download_folder(config.path, config.revision, model_files(config)),
+    )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
     return folder
@@ -74,34 +56,21 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
 def tiny_model(family: str, cache: Path) -> Path:
     from dsreason.models.tiny import build_tiny  # built only on demand: it trains a tokenizer
 
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f"model.path {TINY}{family}: no such tiny model; there are {', '.join(TINY + f for f in FAMILIES)}"
-        )
-    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", partial(build_tiny, family))
+    return tiny_folder(family, {name: partial(build_tiny, name) for name in FAMILIES}, TINY_VERSION, cache)
 
 
 def fetch(config: ModelConfig) -> Path:
     """A local copy of a model folder in S3, without pickled weights and folders inside it."""
-    wanted = model_files(config)
-    try:
-        return local_folder(
-            config.path, lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
-        )
-    except DataError as error:
-        raise CheckpointError(f"model.path: {error}; it must be a Hugging Face model folder") from None
+    patterns = model_files(config)
+    return fetch_folder(
+        config.path,
+        lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns),
+        "a Hugging Face model folder",
+    )
 
 
 def model_files(config: ModelConfig) -> list[str]:
-    return [*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES
-
-
-def download(config: ModelConfig) -> Path:
-    try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=model_files(config)))
-    except HUB_ERRORS as error:
-        where, page = f"model.path {config.path}: no local folder", f"{hub()}/{config.path}"
-        raise CheckpointError(str(hub_error(error, where, page=page, revision=config.revision))) from error
+    return [*MODEL_FILES, *(["*.py"] if config.trust_remote_code else [])]
 
 
 def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 from dsreason.config.schema_world import WorldModelConfig
-from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.files.address import is_s3
-from dsreason.files.atomic import build_once
-from dsreason.files.hub import HUB_ERRORS, hub, hub_error
-from dsreason.files.remote import local_folder
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
-from dsreason.secrets import without_credentials
 from dsreason.world.families import FAMILIES, family_of
 from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
 
-TINY = "tiny:"
 TINY_VERSION = 1
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""What a model folder needs; pickled weights are left where they are."""
 
 
 def check_installed() -> None:
@@ -48,46 +39,26 @@ def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     Safe to call from several ranks at once. CheckpointError says what was looked for and where, and which family or
     component is not supported.
     """
-    if model.path.startswith(TINY):
-        return tiny_world_model(model.path.removeprefix(TINY), cache)
-    if is_s3(model.path):
-        folder = fetch(model)
-    elif "://" in model.path:
-        raise CheckpointError(
-            f"model.path {without_credentials(model.path)}: is an address; only folders, s3:// addresses and models on the "
-            "hub are read"
-        )
-    elif (local := Path(model.path).expanduser()).exists():
-        folder = local
-    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model.path):
-        folder = download(model)
-    else:
-        raise CheckpointError(f"model.path {model.path}: no such folder (working folder: {Path.cwd()})")
+    folder = find_folder(
+        model.path,
+        tiny=lambda name: tiny_world_model(name, cache),
+        fetch=lambda: fetch_folder(model.path, is_model_file, "a model folder in diffusers' format"),
+        download=lambda: download(model),
+    )
     family_of(folder)
     return folder
 
 
-def tiny_world_model(family: str, cache: Path) -> Path:
-    if family not in FAMILIES:
-        known = ", ".join(TINY + name for name in FAMILIES)
-        raise CheckpointError(f"model.path {TINY}{family}: no such tiny model; there are {known}")
-    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", lambda folder: FAMILIES[family].build_tiny(folder))
+def tiny_world_model(name: str, cache: Path) -> Path:
+    return tiny_folder(name, {name: family.build_tiny for name, family in FAMILIES.items()}, TINY_VERSION, cache)
 
 
-def fetch(model: WorldModelConfig) -> Path:
-    """A local copy of a folder in S3, without pickled weights."""
-    try:
-        return local_folder(model.path, lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES))
-    except DataError as error:
-        raise CheckpointError(f"model.path: {error}; it must be a model folder in diffusers' format") from None
+def is_model_file(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES)
 
 
 def download(model: WorldModelConfig) -> Path:
-    try:
-        folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(MODEL_FILES)))
-    except HUB_ERRORS as error:
-        where, page = f"model.path {model.path}: no local folder", f"{hub()}/{model.path}"
-        raise CheckpointError(str(hub_error(error, where, page=page, revision=model.revision))) from error
+    folder = download_folder(model.path, model.revision, MODEL_FILES)
     if not (folder / "model_index.json").is_file():
         raise CheckpointError(
             f"model.path {model.path}: revision {model.revision or 'main'} has no model_index.json, so it is not in diffusers' "

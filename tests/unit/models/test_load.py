@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
-from dsreason.models import load
 from dsreason.models.load import load_model, load_processor, model_config, parameter_names, resolve_model
 from dsreason.models.tiny import build_tiny
 
@@ -250,7 +249,7 @@ def test_hub_name_is_downloaded_at_its_revision_without_pickles(
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr(load, "snapshot_download", download)
+    monkeypatch.setattr("dsreason.models.folder.snapshot_download", download)
     assert resolve_model(ModelConfig(path="nvidia/Cosmos-Reason1-7B", revision="v1"), tmp_path) == tmp_path
     assert calls == [("nvidia/Cosmos-Reason1-7B", "v1")]
 

@@ -124,7 +124,7 @@ def test_a_revision_is_downloaded_without_pickles(
         asked.extend([path, revision, *allow_patterns])
         return str(folder)
 
-    monkeypatch.setattr("dsreason.world.models.snapshot_download", download)
+    monkeypatch.setattr("dsreason.models.folder.snapshot_download", download)
     config = WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B", revision="diffusers/base/post-trained")
     assert resolve_world_model(config, tmp_path) == folder
     assert asked == [config.path, config.revision, *MODEL_FILES]
@@ -134,7 +134,7 @@ def test_a_revision_is_downloaded_without_pickles(
 def test_a_repository_whose_diffusers_folder_is_another_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsreason.world.models.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("dsreason.models.folder.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(
         CheckpointError, match=r"revision main has no model_index\.json.*model\.revision, such as diffusers/base"
     ):
@@ -151,7 +151,7 @@ def test_folders_in_s3_are_copied_without_pickles(
         wanted.extend(filter(want, names))
         return folder
 
-    monkeypatch.setattr("dsreason.world.models.local_folder", local_folder)
+    monkeypatch.setattr("dsreason.models.folder.local_folder", local_folder)
     assert resolve_world_model(WorldModelConfig(path="s3://bucket/model"), tmp_path) == folder
     assert wanted == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
 

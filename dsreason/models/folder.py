@@ -1,0 +1,67 @@
+"""From `model.path` to a local folder: that itself, a tiny model, a copy of one in S3, or a download from the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from dsreason.errors import CheckpointError, DataError
+from dsreason.files.address import is_s3
+from dsreason.files.atomic import build_once
+from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.files.remote import local_folder
+from dsreason.secrets import without_credentials
+
+TINY = "tiny:"
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""What a model folder needs; pickled weights are left where they are."""
+
+
+def find_folder(
+    path: str, *, tiny: Callable[[str], Path], fetch: Callable[[], Path], download: Callable[[], Path]
+) -> Path:
+    """What `path` stands for: `tiny:<name>`, an address in S3, a folder, or a name on the hub.
+
+    CheckpointError says what was looked for and where.
+    """
+    if path.startswith(TINY):
+        return tiny(path.removeprefix(TINY))
+    if is_s3(path):
+        return fetch()
+    if "://" in path:
+        raise CheckpointError(
+            f"model.path {without_credentials(path)}: is an address; only folders, s3:// addresses and models on the hub are "
+            "read"
+        )
+    if (local := Path(path).expanduser()).exists():
+        return local
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
+        return download()
+    raise CheckpointError(f"model.path {path}: no such folder (working folder: {Path.cwd()})")
+
+
+def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
+    """The tiny model of that name, built where it is not there yet. `version` is in the folder's name."""
+    if name not in builders:
+        known = ", ".join(TINY + known for known in builders)
+        raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
+    return build_once(cache / f"tiny-{name}-{version}", builders[name])
+
+
+def fetch_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
+    """A local copy of the `wanted` files of a folder in S3; `kind` says in messages what it must be."""
+    try:
+        return local_folder(path, wanted)
+    except DataError as error:
+        raise CheckpointError(f"model.path: {error}; it must be {kind}") from None
+
+
+def download_folder(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+    except HUB_ERRORS as error:
+        where, page = f"model.path {path}: no local folder", f"{hub()}/{path}"
+        raise CheckpointError(str(hub_error(error, where, page=page, revision=revision))) from error
