@@ -38,8 +38,11 @@ def safe_loading() -> Iterator[None]:
         yield
 
 
-def checkpoint_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded.
+
+    Args:
+        with_frozen: whether those that are not trained are wanted, which not every checkpoint has.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or is one of another run.
@@ -48,7 +51,7 @@ def checkpoint_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str,
     if len(saved.ranks_here) < len(ranks):
         check_written(checkpoint, len(ranks), ranks, "copy what the others have in that folder into this one")
     try:
-        for name, pieces, shape in sliced_tensors(checkpoint, saved):
+        for name, pieces, shape in sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
             yield hf_name(name), assemble(pieces, shape)
     except UNREADABLE as cause:
         raise CheckpointError(
@@ -56,20 +59,25 @@ def checkpoint_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str,
         ) from cause
 
 
-def sliced_tensors(checkpoint: Path, saved: SavedRun) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
+def sliced_tensors(
+    checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
+) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
     """Name, parts rank by rank, and shape of every parameter."""
     ranks = range(saved.world_size)
+    wanted = untrained(saved) if with_frozen else []
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
     if saved.zero_stage == 3:
         models = [load_model_file(checkpoint, rank, 3) for rank in ranks]
         trained = trained_slices_stage3(states, models[0]["param_shapes"])
-        frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in untrained(saved)}
+        frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in wanted}
     else:
         model = load_model_file(checkpoint, 0, saved.zero_stage)
         trained = trained_slices_stage2(states)
-        frozen = {name: [model["module"][name]] for name in untrained(saved)}
+        frozen = {name: [model["module"][name]] for name in wanted}
     slices = trained | frozen
     for name, described in saved.parameters.items():
+        if not (described.trained or with_frozen):
+            continue
         if name not in slices:
             raise CheckpointError(f"{checkpoint}: {name} is not in the checkpoint; choose another one")
         yield name, slices[name], torch.Size(described.shape)

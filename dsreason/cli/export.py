@@ -23,21 +23,30 @@ def export(
         Path | None, typer.Option(help="Results of evaluations of the model: their scores go into its model card.")
     ] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load."""
+    """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load, or diffusers where it is a world model's."""
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     with quick_imports():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
-    export_checkpoint(
-        find_checkpoint(folder) or checkpoint,
-        output,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        scores=accuracies_of(results_dir) if results_dir else (),
-    )
+    found = find_checkpoint(folder) or checkpoint
+    if is_of_world_model(found):
+        with quick_imports():
+            from dsreason.train.world.export import export_world_checkpoint
+
+        export_world_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size)
+    else:
+        scores = accuracies_of(results_dir) if results_dir else ()
+        export_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
     typer.echo(f"exported to {output}", err=True)
+
+
+def is_of_world_model(checkpoint: Path) -> bool:
+    """Whether the model that training began with lies in a folder in diffusers' format."""
+    from dsreason.checkpoints.checkpoint_folder import read_checkpoint
+
+    return (Path(read_checkpoint(checkpoint).state.model_path) / "model_index.json").is_file()
 
 
 def accuracies_of(results_dir: Path) -> list[Score]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,6 +83,15 @@ def recut(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
         return parts[0]
     whole = torch.cat([part.flatten() for part in parts])[: full_shape(parameter).numel()]
     return share_of(parameter, whole, rank)
+
+
+def saved_average(
+    checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole, in float32."""
+    for name, shape in shapes.items():
+        parts = [read_tensor(checkpoint / average_file(label, rank), name) for rank in range(ranks)]
+        yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

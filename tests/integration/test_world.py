@@ -69,6 +69,17 @@ NFT = {
     "lora.alpha": 16.0,
 }
 
+SFT = {
+    "world.algorithm": '"sft"',
+    "world.conditional_frames": "[0, 2]",
+    "train.global_batch_size": 5,
+    "train.ema_decay": 0.9,
+    "train.ema_every": 2,
+    "checkpoint.best_metric": '"val/loss"',
+    "reward.functions": "{}",
+}
+DDRL = {"world.algorithm": '"ddrl"', "world.data_noise": '"fresh"', "world.data_coef": 0.5, "train.max_steps": 1}
+
 
 def run_world(folder: str, name: str, resume: str | None, changes: dict[str, Any]) -> None:
     """What a rank of `dsreason world` does."""
@@ -90,11 +101,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flow(folder: Path) -> Path:
-    """`flow/` on two ranks, `flow_resumed/` from its second step, and `flow_alone/` on one rank with another cut."""
+    """`flow/` on two ranks, `flow_resumed/` from its second step, `flow_alone/` on one rank with another cut, and
+    `flow_together/` on two ranks that compute each clip together."""
     start = partial(run_on_ranks, run_world)
     start(2, str(folder), "flow", None, FLOW)
     start(2, str(folder), "flow_resumed", "flow/checkpoints/step_2", FLOW)
     start(1, str(folder), "flow_alone", None, FLOW | {"train.micro_batch_size": 5})
+    start(2, str(folder), "flow_together", None, FLOW | {"train.context_parallel_size": 2})
     return folder
 
 
@@ -105,6 +118,16 @@ def nft(folder: Path) -> Path:
     start(2, str(folder), "nft", None, NFT)
     start(2, str(folder), "nft_resumed", "nft/checkpoints/step_2", NFT)
     start(1, str(folder), "nft_alone", "nft/checkpoints/step_2", NFT | {"train.micro_batch_size": 3})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(folder: Path) -> Path:
+    """Training on real clips: `sft/` on two ranks, `sft_alone/` on one from its second step, and `ddrl/` on one."""
+    start = partial(run_on_ranks, run_world)
+    start(2, str(folder), "sft", None, SFT)
+    start(1, str(folder), "sft_alone", "sft/checkpoints/step_2", SFT | {"train.micro_batch_size": 3})
+    start(1, str(folder), "ddrl", None, DDRL)
     return folder
 
 
@@ -130,28 +153,50 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs: str, file: str, request: pytest
     assert all(whole[name].equal(resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
-def test_one_rank_trains_as_two_do(runs: str, file: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("runs", "other", "file"), [("flow", "alone", FULL), ("flow", "together", FULL), ("nft", "alone", ADAPTER)]
+)
+def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: pytest.FixtureRequest) -> None:
     """Up to the order of sums: the clips, their rewards and their gradients are the same."""
     folder = request.getfixturevalue(runs)
-    alone = values(folder / f"{runs}_alone")
+    alone = values(folder / f"{runs}_{other}")
     for one, two in zip(alone, values(folder / runs, after=alone[0]["step"] - 1), strict=True):
         assert one.keys() == two.keys()
         for name in ("reward/mean", "reward/std", "clips/diversity", "policy/kl", "train/grad_norm"):
             assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-7), (name, one["step"])
-    two_ranks, one_rank = exported(folder / runs, file), exported(folder / f"{runs}_alone", file)
+    two_ranks, one_rank = exported(folder / runs, file), exported(folder / f"{runs}_{other}", file)
     for name, value in two_ranks.items():
         torch.testing.assert_close(one_rank[name], value, atol=2e-4, rtol=1e-2)
 
 
-def test_sampling_and_training_are_one_function_and_the_policy_moves(flow: Path) -> None:
-    found = values(flow / "flow")
+@pytest.mark.parametrize("name", ["flow", "flow_alone", "flow_together"])
+def test_sampling_and_training_are_one_function_and_the_policy_moves(name: str, flow: Path) -> None:
+    found = values(flow / name)
     on_policy = [line for line in found if line["step"] % 2 == 1]  # two optimizer steps on a rollout
     assert [line["policy/ratio_error"] for line in on_policy] == [0.0, 0.0]
     assert all(line["train/grad_norm"] > 0 for line in on_policy)
     assert all(line["policy/ratio_error"] > 0 for line in found if line["step"] % 2 == 0)
     assert found[0]["policy/kl"] == 0.0  # still the model that training began with
     assert found[-1]["policy/kl"] > 0
+
+
+def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(clips: Path) -> None:
+    two, one = values(clips / "sft", after=2), values(clips / "sft_alone")
+    for a, b in zip(two, one, strict=True):
+        for name in ("train/loss", "train/grad_norm", *(["val/loss"] if a["step"] == 4 else [])):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), name
+    for name, value in exported(clips / "sft", FULL).items():
+        torch.testing.assert_close(exported(clips / "sft_alone", FULL)[name], value, atol=2e-4, rtol=1e-2)
+    shown = metrics(clips / "sft")
+    assert shown[-1]["val/loss"] < shown[0]["val/loss"]
+    assert "val/reward/mean" not in shown[0]
+
+
+def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:
+    (found,) = values(clips / "ddrl")
+    assert found["policy/ratio_error"] == 0.0
+    assert found["policy/data_loss"] > 0.5  # of a model that has learned nothing
+    assert found["train/loss"] == pytest.approx(found["policy/loss"] + 0.5 * found["policy/data_loss"])
 
 
 def test_the_curves_have_what_shows_that_rewards_are_cheated(flow: Path) -> None:
@@ -197,6 +242,19 @@ def test_diffusers_loads_the_exported_adapter_exactly(nft: Path) -> None:
         changed = FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text)
         transformer.disable_adapters()
         assert not changed.equal(FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text))
+
+
+@pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
+def test_a_checkpoint_is_exported_as_the_run_was(
+    runs: str, file: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from dsreason.cli.export import export
+
+    folder = request.getfixturevalue(runs)
+    export(checkpoint=folder / runs, output=tmp_path / "out", dtype="fp32")
+    found, expected = load_file(tmp_path / "out" / file), exported(folder / runs, file)
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
 
 
 def run_facts(run: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
-from dsreason.train.world.inputs import Inputs, keeps_projected, open_inputs
+from dsreason.train.world.inputs import Clip, Inputs, keeps_projected, open_inputs, read_ahead
 from dsreason.train.world.preflight import check, clip_size, find_model, open_data, step_order, total_steps
 from dsreason.world.context_parallel import parallelise
 from dsreason.world.data import WorldDataset
@@ -52,6 +52,8 @@ class WorldRun(JobRun[WorldConfig]):
     family: WorldFamily
     codec: LatentCodec
     inputs: Inputs
+    clips: Iterator[list[Clip]]
+    """sft: this rank's clips of each step."""
     share: Share
     size: ClipSize
     shape: tuple[int, int, int, int]
@@ -136,6 +138,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
             family=family_of(folder),
             codec=codec,
             inputs=inputs,
+            clips=read_ahead(config, training, order, share, state.step),
             share=share,
             size=size,
             shape=shape,

@@ -92,11 +92,16 @@ def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tu
 
     Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
     """
-    begin, end = (i * len(places) // share.count for i in (share.index, share.index + 1))
-    own = list(places[begin:end])
+    own = [places[place.prompt] for place in own_places(len(places), share)]
     num_groups = ceil(ceil(len(places) / share.count) / size)
     groups = [tuple(own[i * size : (i + 1) * size]) for i in range(num_groups)]
     return [(group, True) if group else ((places[0],), False) for group in groups]
+
+
+def own_places(count: int, share: Share) -> list[Place]:
+    """This rank's share of `count` prompts of one clip each."""
+    begin, end = (i * count // share.count for i in (share.index, share.index + 1))
+    return [Place(number, 0) for number in range(begin, end)]
 
 
 def start_noise(places: Sequence[Place], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:

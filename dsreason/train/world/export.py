@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
 from dsreason.checkpoints.export import DTYPES, check_target_empty, parse_size, write_weights
 from dsreason.checkpoints.model_card import CARD, model_card
-from dsreason.engine.average import WeightAverage
+from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.engine.average import WeightAverage, average_file, saved_average
 from dsreason.engine.engine import frozen_names, full_parameters
 from dsreason.errors import SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
@@ -105,3 +108,19 @@ def copy_pipeline(source: Path, output: Path) -> None:
     for name in ("transformer/config.json", "scheduler/scheduler_config.json"):
         (output / name).parent.mkdir()
         shutil.copyfile(source / name, output / name)
+
+
+def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:
+    """Write the weights of a saved checkpoint as `write_export` does; one process, no model and no ranks needed."""
+    saved = read_checkpoint(checkpoint)
+    check_sizes(checkpoint)
+    check_target_empty(output)
+    lora = saved.state.extra.get("lora")
+    tensors = dict(checkpoint_tensors(checkpoint, saved, with_frozen=lora is None))
+    if (checkpoint / average_file("ema", 0)).is_file():
+        shapes = {name: torch.Size(one.shape) for name, one in saved.parameters.items() if one.trained}
+        tensors |= saved_average(checkpoint, "ema", shapes, saved.world_size)
+    run = checkpoint.absolute().parent.parent
+    card = model_card(run, saved.state.step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
+    source = Path(saved.state.model_path)
+    write_folder(iter(tensors.items()), source, output, lora, dtype, parse_size(max_shard_size), card)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsreason.config.schema_world import WorldConfig
+from dsreason.data.loader import in_workers
 from dsreason.data.order import StepOrder, evenly
+from dsreason.errors import DataError
 from dsreason.files.cache import cache_dir
 from dsreason.job import hosts
 from dsreason.job.ranks import World, barrier, errors_on_all_ranks
 from dsreason.train.common.preflight import DTYPES
-from dsreason.train.world.clips import MicroBatch, Place, clip_noise, conditioning_of, start_noise
+from dsreason.train.world.clips import MicroBatch, Place, Share, clip_noise, conditioning_of, own_places, start_noise
 from dsreason.train.world.preflight import clip_size
 from dsreason.world.cache import LatentCache, TextCache
 from dsreason.world.data import WorldDataset
@@ -26,6 +29,8 @@ from dsreason.world.latents import LatentCodec
 from dsreason.world.types import ClipSize, WorldRow
 
 log = logging.getLogger(__name__)
+
+Clip = Tensor | DataError
 
 MOST_LOSSES = 64
 """Held-out clips whose loss a validation measures."""
@@ -80,20 +85,50 @@ class Inputs:
         )
 
     def real_batch(
-        self, places: tuple[Place, ...], counted: bool, dataset: WorldDataset, indices: Sequence[int], step: int
+        self,
+        places: tuple[Place, ...],
+        clean: Mapping[Place, Tensor],
+        dataset: WorldDataset,
+        indices: Sequence[int],
+        step: int,
     ) -> MicroBatch:
-        """The rows' own clips, with their own noise, for flow matching. DataError as `clean`."""
+        """The rows' own clips, with their own noise, for flow matching.
+
+        Args:
+            clean: latents `[C, T, h, w]` of this rank's clips. A place without any is a stand-in.
+        """
         rows = tuple(dataset[indices[place.prompt]] for place in places)
-        clean = {place: self.clean(dataset, row) for place, row in zip(places, rows, strict=True)}
+        found = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
         return MicroBatch(
             places=places,
-            counted=counted,
+            counted=all(place in clean for place in places),
             rows=rows,
             start=clip_noise(places, self.shape, self.config.train.seed, step, "start"),
             text=self.texts.read([row.prompt for row in rows]),
-            conditioning=conditioning_of(places, clean.__getitem__, self.config, step),
-            clean=torch.stack([clean[place] for place in places]),
+            conditioning=conditioning_of(places, found.__getitem__, self.config, step),
+            clean=torch.stack([found[place] for place in places]),
         )
+
+
+def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> list[Clip]:
+    """uint8 `[3, T, H, W]` of each row, or what is wrong with it."""
+    found: list[Clip] = []
+    for row in rows:
+        try:
+            found.append(dataset.read_clip(dataset[row], size))
+        except DataError as error:
+            found.append(error)
+    return found
+
+
+def read_ahead(
+    config: WorldConfig, dataset: WorldDataset, order: StepOrder, share: Share, first_step: int
+) -> Iterator[list[Clip]]:
+    """This rank's clips of each step from `first_step` on, read by worker processes ahead of training."""
+    data, places = config.data, own_places(order.batch_size, share)
+    tasks = ([order.indices(step)[place.prompt] for place in places] for step in range(first_step, order.num_steps))
+    ahead = ceil(data.prefetch / data.workers) if data.workers else None
+    return in_workers(partial(read_clips, dataset, clip_size(data)), tasks, workers=data.workers, ahead=ahead)
 
 
 def open_inputs(

@@ -110,7 +110,8 @@ def described(one: MicroBatch | Sample) -> list[Any]:
 def finish_step(world: WorldRun, part: Part, metrics: dict[str, float]) -> None:
     """Count the step and show it."""
     step = world.engine.global_steps
-    count_step(world, epoch=step * world.config.samples_per_step / rows_per_epoch(world))
+    extra = {} if world.lora is None else {"lora": world.lora}  # an export of the checkpoint needs it
+    count_step(world, epoch=step * world.config.samples_per_step / rows_per_epoch(world), extra=extra)
     batches = [one if isinstance(one, MicroBatch) else one.batch for one in part]
     own = sum(len(batch) for batch in batches if batch.counted and world.share.leads)
     clips = sum(gather_objects(own))

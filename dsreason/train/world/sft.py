@@ -12,9 +12,9 @@ from dsreason.job.ranks import errors_on_all_ranks, gather_objects
 from dsreason.losses.diffusion import flow_matching_loss
 from dsreason.train.common.steps import count_skipped
 from dsreason.train.world.build import WorldRun
-from dsreason.train.world.clips import MicroBatch, Place, share_out
+from dsreason.train.world.clips import MicroBatch, Place, own_places, share_out
 from dsreason.train.world.gradients import add, backward, gathered
-from dsreason.train.world.inputs import loss_rows
+from dsreason.train.world.inputs import Clip, loss_rows, read_clips
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.data import WorldDataset
 from dsreason.world.noise import generator
@@ -23,38 +23,37 @@ from dsreason.world.noise import generator
 def next_batches(world: WorldRun) -> list[MicroBatch]:
     """This rank's clips of the next step; with `data.on_bad_row = "skip"` those that cannot be read are left out."""
     step = world.state.step
-    batches, skipped = read_batches(world, world.training, world.order.indices(step), step + 1)
+    batches, skipped = make_batches(world, world.training, world.order.indices(step), next(world.clips), step + 1)
     count_skipped(world, skipped)
     return batches
 
 
-def read_batches(
-    world: WorldRun, dataset: WorldDataset, indices: Sequence[int], step: int
+def make_batches(
+    world: WorldRun, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
 ) -> tuple[list[MicroBatch], list[str]]:
-    """This rank's share of the rows, as many micro-batches on every rank, and which rows of all ranks cannot be read.
+    """The clips of this rank's share of the rows, as many micro-batches on every rank; and the rows, of all ranks, that are
+    left out. Collective.
 
-    Collective.
+    Args:
+        clips: of this rank's places, see `own_places`.
     """
     config = world.config
-    places = [Place(number, 0) for number in range(len(indices))]
-    own = [place for group, counted in share_out(places, world.share, 1) for place in group if counted]
-    bad: dict[Place, str] = {}
+    own = dict(zip(own_places(len(indices), world.share), clips, strict=True))
+    bad = [clip for clip in own.values() if isinstance(clip, DataError)]
     with errors_on_all_ranks():
-        for place in own:
-            try:
-                world.inputs.clean(dataset, dataset[indices[place.prompt]])  # now it is in the cache
-            except DataError as error:
-                if config.data.on_bad_row == "error":
-                    raise
-                bad[place] = str(error)
-    unusable = {place: text for part in gather_objects(bad) for place, text in part.items()}
-    usable = [place for place in places if place not in unusable]
-    if not usable:
-        raise DataError(f"none of the {len(places)} clips of a step can be used; the first: {unusable[places[0]]}")
-    groups = share_out(usable, world.share, config.train.micro_batch_size)
-    with errors_on_all_ranks():
-        batches = [world.inputs.real_batch(*group, dataset, indices, step) for group in groups]
-    return batches, list(unusable.values())
+        if bad and config.data.on_bad_row == "error":
+            raise bad[0]
+    usable = {place: clip for place, clip in own.items() if not isinstance(clip, DataError)}
+    clean = {place: world.inputs.latents.encode(clip[None])[0] for place, clip in usable.items()}
+    found = gather_objects((len(clean), [str(error) for error in bad]) if world.share.leads else (0, []))
+    if sum(count for count, _ in found) == 0:
+        raise DataError(f"none of the {len(indices)} clips of a step can be used; the first: {found[0][1][0]}")
+    groups = share_out([Place(number, 0) for number in range(len(indices))], world.share, config.train.micro_batch_size)
+    batches = []
+    for group, counted in groups:
+        places = tuple(place for place in group if place in clean) if counted else ()
+        batches.append(world.inputs.real_batch(places or group[:1], clean, dataset, indices, step))
+    return batches, [text for _, texts in found for text in texts]
 
 
 def draw_times(places: Sequence[Place], shift: float, seed: int, step: int) -> Tensor:
@@ -90,7 +89,9 @@ def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dic
 def held_out_loss(world: WorldRun) -> float:
     """The mean loss on the held-out clips, with noise and noise levels that never change. Collective."""
     rows = loss_rows(world.config, world.validation)
-    batches, _ = read_batches(world, world.validation, rows, step=0)
+    own = [rows[place.prompt] for place in own_places(len(rows), world.share)]
+    clips = read_clips(world.validation, world.size, own)
+    batches, _ = make_batches(world, world.validation, rows, clips, step=0)
     sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
     for batch in batches:
         losses = clip_losses(world, batch, step=0)
