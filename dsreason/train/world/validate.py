@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from dsreason.evaluation.world.history import small_video, write_run_page
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import write_rows
@@ -20,7 +19,7 @@ from dsreason.train.world.clips import MicroBatch, Place, share_out
 from dsreason.train.world.inputs import loss_rows, validation_rows
 from dsreason.train.world.rollout import ask, pixels_of
 from dsreason.train.world.sft import held_out_loss
-from dsreason.train.world.show import Look, look_at, looks, save_clip
+from dsreason.train.world.show import Look, look_at, looks
 from dsreason.train.world.velocity import velocity_of, with_given
 from dsreason.world.data import WorldDataset
 from dsreason.world.families.components import load_scheduler
@@ -28,6 +27,7 @@ from dsreason.world.rewards import Scores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
 from dsreason.world.types import WorldRow
+from dsreason.world.video import Pixels, gif, small, write_mp4
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shown:
     rewards: dict[str, float]
     """By name, and under "" their weighted sum; empty where the run has no rewards."""
     look: Look
-    pixels: NDArray[np.uint8] | None
+    pixels: Pixels | None
     """`[3, T, H, W]`, of those that are shown."""
 
 
@@ -58,7 +58,8 @@ class WorldResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """`validation/step_N.jsonl` with all rewards, and in `validation/step_N/` the clips that are shown; rank 0 does it."""
+        """`validation/step_N.jsonl` with all rewards, in `validation/step_N/` the clips that are shown, and the run's page;
+        rank 0 does it."""
         if not world.is_main or not self.clips:
             return
         folder = output_dir / "validation"
@@ -66,7 +67,14 @@ class WorldResult:
         write_rows(folder / f"step_{step}.jsonl", rows)
         for clip in self.clips:
             if clip.pixels is not None:
-                save_clip(clip.pixels, folder / f"step_{step}" / f"{clip.number}.gif", self.fps)
+                self.show(clip.number, clip.pixels, folder / f"step_{step}", step, metrics)
+        write_run_page(output_dir)
+
+    def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
+        """A clip as it is, a small one for the page, and an animated picture for TensorBoard."""
+        write_mp4(pixels, folder / f"{number}.mp4", self.fps)
+        write_mp4(small(pixels), small_video(folder, number), self.fps)
+        metrics.video(step, f"clips/{number}", gif(small(pixels), self.fps))
 
 
 def validate(world: WorldRun) -> WorldResult | None:
