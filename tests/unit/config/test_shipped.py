@@ -14,7 +14,6 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file, shipped_file, shipped_names, shipped_root
 from dsreason.errors import ConfigError
 
-
 WORLD = [name for name in shipped_names("launch/recipes") if "world" in name]
 RECIPES = [name for name in shipped_names("launch/recipes") if name not in WORLD]
 
