@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from torch import Tensor
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
 from dsreason.files.cache import cache_errors
+from dsreason.problems import listed
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 """In every key: one more whenever the same models and inputs give other values."""
@@ -64,18 +68,21 @@ class TextCache:
     ) -> None:
         """Encode this rank's share of the prompts that are not there yet. The caller waits for the other ranks.
 
-        The encoder is loaded only where there is something to encode, and freed at the end.
+        The encoder is loaded only where there is something to encode, and freed at the end. Prompts that are too long are
+        cut, as the pipelines do; rank 0 says which.
         """
+        if rank == 0:
+            self._warn_of_cuts(list(dict.fromkeys(prompts)))
         share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
         missing = [prompt for prompt in share if not self._file(prompt).is_file()]
         if not missing:
             return
-        project: Callable[[Tensor], Tensor] = lambda text: text  # noqa: E731
-        if self.projected and self.family.project_text is not None:
-            project = self.family.project_text(self.model, device, self.dtype)
         embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
+        if self.projected:
+            assert self.family.project_text is not None
+            embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
         for prompt, embedding in zip(missing, embeddings, strict=True):
-            _write(self._file(prompt), project(embedding)[0])
+            _write(self._file(prompt), embedding[0])
 
     def read(self, prompts: Sequence[str]) -> Tensor:
         """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""
@@ -96,6 +103,15 @@ class TextCache:
                     f"model.max_prompt_length ({self.max_length} tokens, the chat format included): raise it, or remove one"
                 )
             seen[digest] = prompt
+
+    def _warn_of_cuts(self, prompts: Sequence[str]) -> None:
+        counts = self.family.count_tokens(self.model, prompts)
+        long = [f"{prompt!r:.80} ({n})" for prompt, n in zip(prompts, counts, strict=True) if n > self.max_length]
+        if long:
+            log.warning(
+                "%d of %d prompts are cut at model.max_prompt_length (%d tokens, the chat format included): %s",
+                *(len(long), len(prompts), self.max_length, listed(long, 3)),
+            )
 
     def _file(self, prompt: str) -> Path:
         return self.folder / f"{key_of(prompt)}.safetensors"

@@ -63,6 +63,7 @@ FLOW = {
 }
 NFT = {
     "world.algorithm": '"nft"',
+    "world.num_generations": 3,  # 9 clips on two ranks: one of them runs a stand-in
     "world.kl_coef": 0.1,
     "world.nft_decay": '"slow"',
     "lora.rank": 4,

@@ -22,7 +22,7 @@ from dsreason.engine.engine import build_engine
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
-from dsreason.train.common.job import JobRun, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
@@ -68,6 +68,8 @@ class WorldRun(JobRun[WorldConfig]):
     """"ema" and, for nft, "old"."""
     lora: dict[str, Any] | None
     """The adapter's metadata; None where all weights are trained."""
+    validate: Callable[[WorldRun], Measured | None]
+    """What measures the policy: `validate` of `validate.py`, which needs this file."""
     checked: bool = False
     """Whether sampling and training have been found to be one function in this process."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
@@ -81,11 +83,9 @@ class WorldRun(JobRun[WorldConfig]):
     def device(self) -> torch.device:
         return self.world.device
 
-    def measure(self) -> Any:
+    def measure(self) -> Measured | None:
         """Clips of the held-out prompts, and the loss on the held-out clips. Of the averaged weights where there are any."""
-        from dsreason.train.world.validate import validate  # it needs this file
-
-        return validate(self)
+        return self.validate(self)
 
     def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
         """A folder for diffusers, of the averaged weights where there are any."""
@@ -104,7 +104,13 @@ class WorldRun(JobRun[WorldConfig]):
 
 
 @contextmanager
-def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None) -> Iterator[WorldRun]:
+def build_world(
+    config: WorldConfig,
+    output_dir: Path | None,
+    resume: str | None,
+    *,
+    validate: Callable[[WorldRun], Measured | None],
+) -> Iterator[WorldRun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
         opened = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
@@ -147,6 +153,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
             reference=reference,
             averages=averages,
             lora=lora,
+            validate=validate,
         )
 
 

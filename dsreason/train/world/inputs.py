@@ -87,6 +87,7 @@ class Inputs:
     def real_batch(
         self,
         places: tuple[Place, ...],
+        counted: bool,
         clean: Mapping[Place, Tensor],
         dataset: WorldDataset,
         indices: Sequence[int],
@@ -95,13 +96,13 @@ class Inputs:
         """The rows' own clips, with their own noise, for flow matching.
 
         Args:
-            clean: latents `[C, T, h, w]` of this rank's clips. A place without any is a stand-in.
+            clean: latents `[C, T, h, w]` of this rank's clips; of a stand-in there may be none.
         """
         rows = tuple(dataset[indices[place.prompt]] for place in places)
         found = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
         return MicroBatch(
             places=places,
-            counted=all(place in clean for place in places),
+            counted=counted,
             rows=rows,
             start=clip_noise(places, self.shape, self.config.train.seed, step, "start"),
             text=self.texts.read([row.prompt for row in rows]),

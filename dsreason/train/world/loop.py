@@ -17,6 +17,7 @@ from dsreason.train.world import nft, sft, update
 from dsreason.train.world.build import WorldRun, build_world
 from dsreason.train.world.clips import MicroBatch, Sample
 from dsreason.train.world.rollout import rollout
+from dsreason.train.world.validate import validate
 
 Part = list[Any]
 """What one optimizer step trains on: micro-batches of real clips, or samples."""
@@ -24,7 +25,7 @@ Part = list[Any]
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
-    with build_world(config, output_dir, resume) as world:
+    with build_world(config, output_dir, resume, validate=validate) as world:
         train(world)
 
 

@@ -52,7 +52,7 @@ def make_batches(
     batches = []
     for group, counted in groups:
         places = tuple(place for place in group if place in clean) if counted else ()
-        batches.append(world.inputs.real_batch(places or group[:1], clean, dataset, indices, step))
+        batches.append(world.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
     return batches, [text for _, texts in found for text in texts]
 
 

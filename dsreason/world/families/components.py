@@ -70,6 +70,9 @@ def scheduler_sigmas(folder: Path, steps: int) -> Tensor:
 
 def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Any:
     """A frozen text encoder of class `kind`, from safetensors only."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would draw over the run's own
     try:
         encoder = kind.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True

@@ -39,14 +39,22 @@ def embeddings(
     free_memory()
 
 
-def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
-    """`[1, max_length]`: the prompt in its chat format, padded or cut on the right."""
-    turns = [
+def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return [len(tokenizer.apply_chat_template(turns(prompt), return_dict=True)["input_ids"]) for prompt in prompts]
+
+
+def turns(prompt: str) -> list[dict[str, Any]]:
+    return [
         {"role": role, "content": [{"type": "text", "text": text}]}
         for role, text in (("system", SYSTEM), ("user", prompt))
     ]
+
+
+def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
+    """`[1, max_length]`: the prompt in its chat format, padded or cut on the right."""
     encoded = tokenizer.apply_chat_template(
-        turns,
+        turns(prompt),
         add_generation_prompt=False,
         add_vision_id=False,
         max_length=max_length,
@@ -243,6 +251,7 @@ COSMOS_PREDICT2_5 = WorldFamily(
     max_conditional_frames=2,
     guidance_offset=1.0,  # the pipeline computes v + scale · (v − v_negative)
     embeddings=embeddings,
+    count_tokens=count_tokens,
     velocity=velocity,
     solver_times=lambda scheduler: scheduler.sigmas[:-1],
     parallelise=parallelise,

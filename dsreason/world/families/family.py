@@ -24,6 +24,11 @@ class Embeddings(Protocol):
         """
 
 
+class CountTokens(Protocol):
+    def __call__(self, folder: Path, prompts: Sequence[str]) -> list[int]:
+        """Of each prompt, as `Embeddings` would encode it without a limit."""
+
+
 class ProjectText(Protocol):
     def __call__(self, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """The transformer's own first layer for text, which makes embeddings smaller: `[B, L, D]` → `[B, L, d]`."""
@@ -72,6 +77,7 @@ class WorldFamily:
     guidance_offset: float
     """What to add to the pipeline's own `guidance_scale` to get ours, in which 1 is without guidance."""
     embeddings: Embeddings
+    count_tokens: CountTokens
     velocity: Velocity
     solver_times: Callable[[Any], Tensor]
     """The noise levels `[steps]` that the pipeline gives to the transformer, of a scheduler after `set_timesteps`. Some

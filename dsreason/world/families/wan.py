@@ -57,6 +57,11 @@ def embeddings(
     free_memory()
 
 
+def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return [len(tokenizer(clean(prompt)).input_ids) for prompt in prompts]
+
+
 def clean(prompt: str) -> str:
     """HTML entities and white space as in the model's training. Broken Unicode is left as it is."""
     return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
@@ -197,6 +202,7 @@ WAN = WorldFamily(
     max_conditional_frames=0,
     guidance_offset=0.0,  # the pipeline computes v_negative + scale · (v − v_negative)
     embeddings=embeddings,
+    count_tokens=count_tokens,
     velocity=velocity,
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,
     parallelise=parallelise,

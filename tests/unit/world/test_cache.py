@@ -51,6 +51,21 @@ def test_prompts_that_are_cut_before_they_differ(tiny_worlds: dict[str, Path], t
         cache.check_different(PROMPTS)
 
 
+@pytest.mark.parametrize(("name", "length"), [("cosmos_predict2_5", 64), ("wan", 8)])
+def test_prompts_that_are_cut_are_counted_and_shown(
+    tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, length: int
+) -> None:
+    cache = TextCache.open(FAMILIES[name], tiny_worlds[name], length, torch.float32, tmp_path)
+    cache.encode(["a ball"])
+    assert not caplog.messages
+    cache.encode(["a ball", "a red square moves left " * 9])
+    assert len(caplog.messages) == 1
+    assert f"1 of 2 prompts are cut at model.max_prompt_length ({length} tokens" in caplog.text
+    assert "'a red square moves left a red" in caplog.text
+    cache.encode(["a red square moves left " * 9], rank=1, num_ranks=2)
+    assert len(caplog.messages) == 1
+
+
 def test_another_length_dtype_or_encoder_is_another_cache(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     name = "wan"
     other = tmp_path / "other"
