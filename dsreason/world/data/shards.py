@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dsreason.files.archives import UNPACK_ERRORS, TarMember
 from dsreason.files.atomic import build_once, write_file
 from dsreason.files.cache import cache_dir, cache_errors
 from dsreason.files.npy import read_npy
-from dsreason.files.remote import local_copy, read_address
+from dsreason.files.remote import PARALLEL, local_copy, read_address
 from dsreason.files.s3 import list_objects
 from dsreason.world.data.clips import clip_of_video, start_of
 from dsreason.world.data.folder import VIDEO_SUFFIXES
@@ -73,7 +74,9 @@ def shard_files(path: str) -> dict[str, Path]:
         address = read_address(path)
         names = [path] if path.endswith(".tar") else [f"{address}/{name}" for name in list_objects(address)]
         check_layout(path, names)
-        return {name: local_copy(name) for name in sorted(names) if name.endswith(".tar")} or _none(path)
+        shards = sorted(name for name in names if name.endswith(".tar"))
+        with ThreadPool(PARALLEL) as threads:
+            return dict(zip(shards, threads.map(local_copy, shards), strict=True)) or _none(path)
     place = Path(path).expanduser()
     if path and place.is_dir():
         files = sorted(place.rglob("*.tar"))

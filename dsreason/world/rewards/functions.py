@@ -51,7 +51,7 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 
     def on_pixels(clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Any:
         with torch.no_grad():
-            return function(torch.from_numpy(clips).float() / 255, samples)
+            return function(torch.from_numpy(clips).float().div_(255), samples)
 
     return on_pixels
 

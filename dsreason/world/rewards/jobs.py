@@ -153,7 +153,7 @@ def to_pixels(request: Request, decoder: Decoder | None) -> Tensor:
         assert decoder is not None  # otherwise the request was not taken
         latents = bfloat16_bits(array) if array.dtype == np.uint8 else array.astype(np.float32)
         return decoder.decode(torch.from_numpy(np.ascontiguousarray(latents))).float().cpu()
-    pixels = torch.from_numpy(array.astype(np.float32)) / 255
+    pixels = torch.from_numpy(array.astype(np.float32)).div_(255)
     return pixels.permute(0, 3, 1, 2)[:, :, None] if request.media_type == "image" else pixels
 
 

@@ -113,7 +113,7 @@ class ClipScorer:
         Args:
             clips: uint8 `[B, 3, T, H, W]` on the CPU.
             latents: float32 `[B, C, T, h, w]`, normalised, of the same clips; read where a service gets latents.
-            fps: frames per second of the clips.
+            fps: frames per second of the clips; functions find it as `samples[i].meta["fps"]`.
 
         Raises:
             RewardError: a function that is called in this process failed.

@@ -32,6 +32,8 @@ ENQUEUE_TYPE = "application/octet-stream"
 FORM_TYPE = "application/x-www-form-urlencoded"
 REPLICA = "X-Lepton-Replica-Target"
 NUM_AXES = {"video": 5, "image": 4, "latent": 5}
+MAX_HEAD_BYTES = 16 * 2**20
+"""Of the JSON."""
 KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
 
 
@@ -66,9 +68,9 @@ def pull_body(uuid: str, name: str) -> bytes:
 
 def read_body(body: bytes | bytearray) -> Request:
     """The request in a body. ValueError says what is wrong with it. The array shares the body's memory."""
-    end = body.find(b"\n")
+    end = body.find(b"\n", 0, MAX_HEAD_BYTES)
     if end < 0:
-        raise ValueError("no line break between the JSON and the array")
+        raise ValueError(f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes")
     try:
         head = json.loads(bytes(body[:end]))
     except (ValueError, RecursionError) as error:

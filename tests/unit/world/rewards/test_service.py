@@ -19,7 +19,6 @@ import torch
 
 from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, RewardError
-from dsreason.world.rewards import service as services
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.rewards.server import Limits, RewardHTTPServer
 from dsreason.world.rewards.service import RewardService, service_total
@@ -520,7 +519,3 @@ def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None
     assert post(server, "push", form) == (200, {"message": "Scores received and stored successfully"})
     assert post(server, "pull", {"uuid": ticket["uuid"], "type": "hps"}) == (200, pushed)
     assert post(server, "push", form | {"scores": "{"})[0] == 400
-
-
-def test_a_request_limit_is_not_longer_than_a_minute() -> None:
-    assert services.REQUEST_LIMIT <= 60
