@@ -20,7 +20,7 @@ from dsreason.train.world.inputs import loss_rows, validation_rows
 from dsreason.train.world.rollout import ask, pixels_of
 from dsreason.train.world.sft import held_out_loss
 from dsreason.train.world.show import Look, look_at, looks
-from dsreason.train.world.velocity import velocity_of, with_given
+from dsreason.train.world.velocity import ClipMaker, velocity_of, with_given
 from dsreason.world.data import WorldDataset
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.rewards import Scores
@@ -91,10 +91,15 @@ def validate(world: WorldRun) -> WorldResult | None:
                 metrics["val/loss"] = held_out_loss(world)
         if rows:
             with world.progress.phase("validation: clips", len(rows), "clips") as advance:
-                clips = sample_clips(world, rows, advance)
+                clips = sample_clips(world, validation_data(world, rows), range(len(rows)), advance)
     if clips:
         metrics |= summarise(clips)
     return WorldResult(metrics, clips, world.size.fps) if metrics else None
+
+
+def validation_data(world: WorldRun, rows: Sequence[WorldRow]) -> WorldDataset:
+    source = world.validation if len(world.validation) else world.training
+    return WorldDataset(rows, source.read)
 
 
 @contextmanager
@@ -108,14 +113,14 @@ def averaged(world: WorldRun) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample_clips(world: WorldRun, rows: Sequence[WorldRow], advance: Callable[[int], object]) -> list[Shown]:
-    """A clip of each row from noise that never changes, along the ODE."""
-    source = world.validation if len(world.validation) else world.training
-    dataset = WorldDataset(list(rows), source.read)
-    places = [Place(number, 0) for number in range(len(rows))]
+def sample_clips(
+    world: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
+) -> list[Shown]:
+    """A clip of each of these rows from noise that never changes, along the ODE. Collective."""
+    places = [Place(number, 0) for number in numbers]
     groups = share_out(places, world.share, world.config.train.micro_batch_size)
     with errors_on_all_ranks():
-        batches = [world.inputs.micro_batch(*group, dataset, range(len(rows)), 0) for group in groups]
+        batches = [world.inputs.micro_batch(*group, dataset, range(len(dataset)), 0) for group in groups]
     found: list[tuple[MicroBatch, Tensor, Callable[[], Scores] | None, list[Look]]] = []
     for batch in batches:
         latents = solve_ode(world, batch.to(world.device))
@@ -130,7 +135,7 @@ def sample_clips(world: WorldRun, rows: Sequence[WorldRow], advance: Callable[[i
     return sorted((one for part in gather_objects(own) for one in part), key=lambda one: one.number)
 
 
-def solve_ode(world: WorldRun, batch: MicroBatch) -> Tensor:
+def solve_ode(world: ClipMaker, batch: MicroBatch) -> Tensor:
     """Latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
     config = world.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
@@ -149,7 +154,7 @@ def no_noise(number: int) -> Tensor:
 
 
 def shown_of(
-    world: WorldRun, batch: MicroBatch, latents: Tensor, result: Callable[[], Scores] | None, seen: Sequence[Look]
+    world: ClipMaker, batch: MicroBatch, latents: Tensor, result: Callable[[], Scores] | None, seen: Sequence[Look]
 ) -> list[Shown]:
     scores = None if result is None else result()
     found = []
