@@ -133,6 +133,7 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
     """The configuration of a world model: the file where it has `[world]`, else that of the run that `--model` is of."""
     if config is not None:
         values = read_config(config)
+        values = values["config"] if isinstance(values.get("config"), dict) else values  # config.json of a run
         return WorldSource(values, str(config), [f"--config={config}"]) if "world" in values else None
     path = Path(model or "").expanduser()
     for folder in (path, *list(path.parents)[:2]) if model else ():

@@ -103,7 +103,7 @@ def means_table(
             rows[name] = ["–" if value is None else number(value) for value in values]
     clips = len(found[steps[-1]])
     note = f"Means of {clips} clips, along the ODE; diversity is how far they are from their mean."
-    return Table("Rewards, and what the clips look like", columns, rows, note)
+    return Table("Rewards and looks", columns, rows, note)
 
 
 def clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
@@ -132,7 +132,11 @@ def curves(lines: Sequence[Row]) -> list[Curve]:
     names = list(dict.fromkeys(name.removeprefix("val/") for line in lines for name in line if "reward/" in name))
     rewards = [name for name in names if name.endswith("/mean")]
     found = [Curve(name.removesuffix("/mean"), points(name), points(f"val/{name}")) for name in rewards]
-    found += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS]
+    found += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS[:2]]
+    found += [
+        Curve("diversity of a prompt's clips", training=points("clips/diversity")),
+        Curve("diversity over prompts", validation=points("val/diversity")),
+    ]
     found += [Curve("loss", points("train/loss"), points("val/loss")), Curve("kl", points("policy/kl"))]
     return found
 

@@ -86,7 +86,7 @@ def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
         f"{summary.clips} clips of {summary.prompts} different prompts. Intervals are of the bootstrap over prompts. "
         "Brightness, motion and diversity show where a reward is being cheated."
     )
-    found = [Table("Rewards, and what the clips look like", ("mean", "95% interval"), rows, note)]
+    found = [Table("Rewards and looks", ("mean", "95% interval"), rows, note)]
     if comparison is not None:
         columns = ("difference", "95% interval", "clips with more", "with less")
         found.append(
