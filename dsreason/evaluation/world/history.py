@@ -10,6 +10,7 @@ from typing import Any
 
 from dsreason.config.output import flat, run_record
 from dsreason.evaluation.world.page import FILE, Card, Clip, Curve, Page, Table, number, write_page
+from dsreason.evaluation.world.score import reward_name
 
 MOST_COLUMNS = 5
 """Validations that are shown: the first, the last, and some between them."""
@@ -93,7 +94,7 @@ def means_table(
     """Each reward, and what the clips look like, at the shown validations."""
     names = list(found[steps[-1]][0]["rewards"])
     rows = {
-        name or "reward": [number(mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps]
+        reward_name(name): [number(mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps]
         for name in names
     }
     by_step = {line["step"]: line for line in lines}

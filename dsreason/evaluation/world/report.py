@@ -15,7 +15,7 @@ from dsreason.evaluation.report.score import Interval
 from dsreason.evaluation.world.history import small_video
 from dsreason.evaluation.world.page import FILE, Card, Clip, Page, Table, number, write_page
 from dsreason.evaluation.world.results import CLIPS, MODEL_KEYS, ClipResult, differing, read_clips, read_settings
-from dsreason.evaluation.world.score import Comparison, Summary, compare, summarise
+from dsreason.evaluation.world.score import Comparison, Summary, compare, reward_name, summarise
 from dsreason.files.atomic import write_file
 
 SUMMARY_FILE = "summary.json"
@@ -75,7 +75,7 @@ def shown_clip(folder: Path, clip: ClipResult | None) -> Clip:
     if clip is None:
         return Clip(None, {})
     file = small_video(folder / CLIPS, clip.number)
-    rewards = {name or "reward": value for name, value in clip.rewards.items()}
+    rewards = {reward_name(name): value for name, value in clip.rewards.items()}
     return Clip(file if file.is_file() else None, {**rewards, "brightness": clip.brightness})
 
 

@@ -13,8 +13,6 @@ from dsreason.evaluation.world.results import ClipResult
 
 DRAWS = 10_000
 """Of the bootstrap."""
-TOTAL = "reward"
-"""What the weighted sum is called in reports."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Summary:
     clips: int
     prompts: int
     values: dict[str, Estimate]
-    """`reward` (the weighted sum), each reward by name, `brightness` and `motion`."""
+    """`reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
     diversity: float
     """How far clips are from their mean, in small pictures, 0 to 1."""
 
@@ -101,8 +99,13 @@ def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], fl
     def reward(name: str) -> Callable[[ClipResult], float]:
         return lambda clip: clip.rewards[name]
 
-    rewards: Mapping[str, Callable[[ClipResult], float]] = {name or TOTAL: reward(name) for name in names}
+    rewards: Mapping[str, Callable[[ClipResult], float]] = {reward_name(name): reward(name) for name in names}
     return {**rewards, "brightness": lambda clip: clip.brightness, "motion": lambda clip: clip.motion}
+
+
+def reward_name(name: str) -> str:
+    """As metrics are called: `reward` of the weighted sum "", `reward/colour` of "colour"."""
+    return f"reward/{name}" if name else "reward"
 
 
 def estimate(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
