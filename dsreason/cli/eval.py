@@ -66,12 +66,12 @@ def evaluate(
     Of a world model (a run of dsreason world, or the configuration of one) held-out prompts are sampled and scored.
     """
     if (world := find_world(config, model)) is not None:
-        asked = {"--server": server, "--dataset": dataset, "--data": data, "--adapter": adapter}
-        asked |= {"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat}
-        if given := [name for name, value in asked.items() if value]:
-            raise ConfigError(
-                f"{given[0]}: is of models that answer questions, and this is a world model; leave it out"
-            )
+        of_answers: dict[str, object] = {
+            **{"--server": server, "--dataset": dataset, "--data": data, "--adapter": adapter},
+            **{"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat},
+        }
+        if named := [name for name, value in of_answers.items() if value]:
+            raise ConfigError(f"{named[0]}: is of models that answer questions, and this is a world model; leave it out")
         limits = [] if limit is None else [f"validation.max_samples={limit}"]
         evaluate_world(world, model, [*limits, *(overrides or ())], results_dir, nproc, overwrite=overwrite)
         return

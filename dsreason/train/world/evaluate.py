@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
         with progress.phase("clips", len(left), "clips") as advance:
             for numbers in cut(left, config.train.micro_batch_size * world.size):
                 shown = sample_clips(maker, dataset, numbers, advance)
-                on_rank_zero(lambda shown=shown: save(shown, results, maker.size.fps))
+                on_rank_zero(partial(save, shown, results, maker.size.fps))
 
 
 def for_evaluation(config: WorldConfig) -> WorldConfig:
