@@ -79,16 +79,16 @@ def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> N
     started = time.monotonic()
 
     warm = Job(sft.TRAINER, config=WARM_START, overrides=changes, output_dir=folder / "sft", nproc=nproc)
-    with announce_stage(1, started):
+    with announce_stage(1, started, STAGES):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
-    with announce_stage(2, started):
+    with announce_stage(2, started, STAGES):
         run_job(job, ranks_on_cpu=ranks_on_cpu)
-    with announce_stage(3, started):
+    with announce_stage(3, started, STAGES):
         export(checkpoint=folder / "grpo", output=folder / "export")
-    with announce_stage(4, started):
+    with announce_stage(4, started, STAGES):
         results = evaluate_export(folder)
     Console().print(results_table(folder, accuracy_by_medium(results)))
     typer.echo(f"model: {folder / 'export'}")
@@ -112,7 +112,7 @@ def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> Non
 
 
 @contextmanager
-def announce_stage(number: int, started: float, stages: Sequence[Stage] = STAGES) -> Iterator[None]:
+def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iterator[None]:
     """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
     stage = stages[number - 1]
     before, left = (sum(one.seconds for one in some) for some in (stages[: number - 1], stages[number - 1 :]))

@@ -71,7 +71,9 @@ def evaluate(
             **{"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat},
         }
         if named := [name for name, value in of_answers.items() if value]:
-            raise ConfigError(f"{named[0]}: is of models that answer questions, and this is a world model; leave it out")
+            raise ConfigError(
+                f"{named[0]}: is of models that answer questions, and this is a world model; leave it out"
+            )
         limits = [] if limit is None else [f"validation.max_samples={limit}"]
         evaluate_world(world, model, [*limits, *(overrides or ())], results_dir, nproc, overwrite=overwrite)
         return
@@ -167,7 +169,7 @@ def evaluate_world(
         return
     launch.prepare_environment()
     check_gpus()
-    world.check(config)
+    world.check(config, folder, overwrite=overwrite)
     given = [*source.arguments, *([] if model is None else [f"--model={model}"]), *(f"--set={one}" for one in changes)]
     given += [] if results_dir is None else [f"--results-dir={results_dir}"]
     given += ["--overwrite"] if overwrite else []

@@ -53,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.toml").write_text(RUN)
     trained = dsreason("world", "--config", "run.toml", "--output-dir", "run", cwd=folder)
     assert trained.returncode == 0, trained.stderr
-    for options in (["--model", "run"], ["--config", "run.toml"]):
-        ended = dsreason("eval", *options, "--results-dir", "results", "--nproc", "2", cwd=folder)
+    for options in (["--model", "run", "--nproc", "2"], ["--config", "run.toml"]):
+        ended = dsreason("eval", *options, "--results-dir", "results", cwd=folder)
         assert ended.returncode == 0, ended.stderr
     return folder
 

@@ -54,28 +54,25 @@ def read_clip(file: Path) -> ClipResult:
         raise DataError(f"{file}: is not the result of a clip ({error}); delete it and evaluate again") from error
 
 
-def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the folder, or see that what it holds was made with the same settings.
-
-    Raises:
-        ConfigError: it holds an evaluation with other settings.
-    """
-    file = folder / SETTINGS_FILE
-    if file.is_file() and not overwrite and (changed := differing(read_settings(folder), settings)):
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """ConfigError where the folder holds an evaluation with other settings."""
+    if (folder / SETTINGS_FILE).is_file() and (changed := differing(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
             f"{folder}: holds an evaluation with another {name} ({before!r}, now {now!r}); choose another --results-dir, or "
             "begin anew with --overwrite"
         )
+
+
+def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make the folder, empty with `overwrite`. ConfigError as `check_settings`."""
     (folder / CLIPS).mkdir(parents=True, exist_ok=True)
     if overwrite:
         for clip in (folder / CLIPS).iterdir():
             clip.unlink()
-    write_file(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def is_world_results(folder: Path) -> bool:
-    return (folder / SETTINGS_FILE).is_file()
+    else:
+        check_settings(folder, settings)
+    write_file(folder / SETTINGS_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

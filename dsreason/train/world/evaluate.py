@@ -16,7 +16,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.schema_world import LoRAConfig, WorldConfig
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.world.history import small_video
-from dsreason.evaluation.world.results import CLIPS, ClipResult, clip_file, open_results, write_clip
+from dsreason.evaluation.world.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import first_rank_first, init_world, on_rank_zero, shutdown
 from dsreason.monitor.progress import open_progress
@@ -69,9 +69,11 @@ def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
     return resolve_world_model(config.model, cache), None
 
 
-def check(config: WorldConfig) -> None:
+def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
     """Raise user-fixable errors before ranks start."""
     check_installed()
+    if not overwrite:
+        check_settings(results, settings_of(for_evaluation(config)))
     check_conditioning(config, family_of(find_evaluated(config)[0]))
     if config.reward.functions or config.reward.services:
         check_rewards(config)
