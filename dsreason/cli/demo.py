@@ -51,8 +51,8 @@ STAGES = (
 )
 WORLD_STAGES = (
     Stage("SFT of a video model on clips of which half of the captions are wrong", 110, 30),
-    Stage("FlowGRPO from there: the reward is whether a square has the colour that is asked for", 110, 30),
-    Stage("DiffusionNFT from the same start, by the same reward", 100, 30),
+    Stage("FlowGRPO from there: the reward is whether a square has the colour that is asked for", 55, 25),
+    Stage("DiffusionNFT from the same start, by the same reward", 70, 25),
 )
 WORLD_RECIPES = {name: Path(f"world_builtin_{name}.toml") for name in ("sft", "flow_grpo", "nft")}
 WorldOption = Annotated[
