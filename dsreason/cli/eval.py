@@ -22,6 +22,8 @@ from dsreason.job.gpu import check_gpus
 
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
+EXPORTED = ("model_index.json", "pytorch_lora_weights.safetensors")
+"""One of them is in every folder with a world model or its adapter."""
 TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
 """The variable by which cosmos-reason1's guides set the key."""
 
@@ -145,6 +147,19 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
     return None
 
 
+def exported(model: str) -> str:
+    """Of a run its final export; anything else as it is. ConfigError for a run or checkpoint without one."""
+    folder = Path(model).expanduser()
+    if (folder / FINAL).is_dir():
+        return str(folder / FINAL)
+    if folder.is_dir() and not any((folder / name).is_file() for name in EXPORTED):
+        raise ConfigError(
+            f"--model {model}: holds no model in diffusers' format and no {FINAL}; write one with dsreason export "
+            f"--checkpoint {model} --output FOLDER, and name that"
+        )
+    return model
+
+
 def evaluate_world(
     source: WorldSource,
     model: str | None,
@@ -156,8 +171,7 @@ def evaluate_world(
 ) -> None:
     """Sample and score the held-out prompts on every GPU, and report."""
     if model is not None:
-        final = Path(model).expanduser() / FINAL
-        changes = [f"model.path={json.dumps(str(final) if final.is_dir() else model)}", *changes]
+        changes = [f"model.path={json.dumps(exported(model))}", *changes]
     config = read_values(WorldConfig, source.values, source.name, changes)
     with quick_imports():
         from dsreason.evaluation.ask.models import base_name
