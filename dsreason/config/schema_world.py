@@ -164,6 +164,10 @@ class WorldConfigSection(Section):
             raise ValueError(
                 f"window ({self.window}) and trained_steps {self.trained_steps} exclude each other; remove one"
             )
+        if self.sde in ("cps", "ddim") and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level ({self.noise_level:g}) of sde {self.sde!r} is a share of the noise, at most 1"
+            )
         steps = self.trained_steps or ()
         if wrong := [step for step in steps if not 0 <= step < self.sampling_steps]:
             raise ValueError(

@@ -104,6 +104,26 @@ def download(model: WorldModelConfig) -> Path:
     return folder
 
 
+COMPONENTS = (
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "tokenizer/tokenizer_config.json",
+    "vae/config.json",
+)
+
+
+def check_components(folder: Path) -> list[str]:
+    """Look at a model's folder without reading a weight; returns the names of the transformer's linear layers.
+
+    CheckpointError where a component is missing, or the transformer's weights are not those of its configuration.
+    """
+    for name in COMPONENTS:
+        read_json(folder / name)
+    transformer = empty_transformer(folder)
+    check_weights(transformer, find_weights(folder / "transformer", str, WEIGHTS))
+    return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
 def transformer_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "transformer" / "config.json")
 

@@ -99,9 +99,14 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
 def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
     unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.datasets.builtin"}
-    unneeded |= {"sklearn", "pandas"}
+    unneeded |= {"sklearn", "pandas", "diffusers", "peft"}
     start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.sft.loop"
     assert imported_by(start, tmp_path) & unneeded == set()
+
+
+def test_what_only_world_models_need_is_not_imported_by_grpo(tmp_path: Path) -> None:
+    start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.grpo.loop"
+    assert imported_by(start, tmp_path) & {"diffusers", "peft", "dsreason.world"} == set()
 
 
 def test_what_a_start_does_not_see_can_be_imported_after_it(tmp_path: Path) -> None:
