@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ from dsreason.errors import CheckpointError, ConfigError
 from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
+from dsreason.world.base import with_base
 from dsreason.world.families import FAMILIES, family_of
 from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
+from dsreason.world.squares import build_squares
 
+TINY_MODELS: dict[str, Callable[[Path], None]] = {
+    **{name: family.build_tiny for name, family in FAMILIES.items()},
+    "squares": build_squares,
+}
 TINY_VERSION = 1
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 
@@ -34,7 +41,7 @@ def check_installed() -> None:
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a
-    hub download.
+    hub download. An export of ours is joined with the model that it was trained from.
 
     Safe to call from several ranks at once. CheckpointError says what was looked for and where, and which family or
     component is not supported.
@@ -45,12 +52,13 @@ def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
         fetch=lambda: fetch_folder(model.path, is_model_file, "a model folder in diffusers' format"),
         download=lambda: download(model),
     )
+    folder = with_base(folder, cache, lambda base: resolve_world_model(base, cache))
     family_of(folder)
     return folder
 
 
 def tiny_world_model(name: str, cache: Path) -> Path:
-    return tiny_folder(name, {name: family.build_tiny for name, family in FAMILIES.items()}, TINY_VERSION, cache)
+    return tiny_folder(name, TINY_MODELS, TINY_VERSION, cache)
 
 
 def is_model_file(name: str) -> bool:
@@ -65,6 +73,26 @@ def download(model: WorldModelConfig) -> Path:
             "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
         )
     return folder
+
+
+COMPONENTS = (
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "tokenizer/tokenizer_config.json",
+    "vae/config.json",
+)
+
+
+def check_components(folder: Path) -> list[str]:
+    """Look at a model's folder without reading a weight; returns the names of the transformer's linear layers.
+
+    CheckpointError where a component is missing, or the transformer's weights are not those of its configuration.
+    """
+    for name in COMPONENTS:
+        read_json(folder / name)
+    transformer = empty_transformer(folder)
+    check_weights(transformer, find_weights(folder / "transformer", str, WEIGHTS))
+    return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def transformer_config(folder: Path) -> dict[str, Any]:
