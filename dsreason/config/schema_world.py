@@ -20,7 +20,8 @@ from dsreason.errors import ConfigError
 
 class WorldModelConfig(Section):
     path: str = "tiny:cosmos_predict2_5"
-    """Folder in diffusers' format, hub name or `s3://…`; `tiny:cosmos_predict2_5` and `tiny:wan` are small random models."""
+    """Folder in diffusers' format, hub name or `s3://…`, or an export of a run; `tiny:cosmos_predict2_5`, `tiny:wan` and
+    `tiny:squares` (with a codec for the built-in clips) are small random models."""
     revision: str | None = None
     """Hub revision, such as `diffusers/base/post-trained`."""
     max_prompt_length: int = Field(512, ge=8)
@@ -190,6 +191,7 @@ class RewardServiceConfig(Section):
     score_key: str = Field(min_length=1)
     """Which of its scores, such as `overall_reward`; several are added: `vq_reward+mq_reward`."""
     weight: Weight = 1.0
+    """Factor of the score, after it was clipped."""
     clip_min: float = -5.0
     """The score is clipped at this before it is weighted."""
     clip_max: float = 5.0

@@ -382,11 +382,10 @@ def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = (demo.Stage("SFT", 60, 20), demo.Stage("GRPO", 50, 30), demo.Stage("export", 0, 10))
-    monkeypatch.setattr(demo, "STAGES", stages)
     parts = []
     for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
         monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
-        with demo.announce_stage(number, 1000.0):
+        with demo.announce_stage(number, 1000.0, stages):
             parts.append(part_of_environment())
     assert part_of_environment() is None
     assert capsys.readouterr().err.splitlines() == [
