@@ -117,7 +117,7 @@ def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_
     [
         ("algorithm", {"world.algorithm": '"nft"'}, "ConfigError: .*world.algorithm was 'flow_grpo' and is now 'nft'"),
         ("adapter", {"lora.rank": 4}, "ConfigError: .*lora.rank was 0 and is now 4"),
-        ("average", {"train.ema_decay": 0.5}, "CheckpointError: .*average_ema_rank_0.safetensors: is missing"),
+        ("average", {"train.ema_decay": 0.5}, "ConfigError: .*ema_decay was None and is now 0.5"),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_run_is_refused(
