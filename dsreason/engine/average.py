@@ -72,10 +72,7 @@ class WeightAverage:
         ranks = [rank] if same else range(saved_ranks)
         files = [checkpoint / average_file(label, one) for one in ranks]
         if missing := [file for file in files if not file.is_file()]:
-            raise CheckpointError(
-                f"{missing[0]}: is missing: the run that saved the checkpoint had no such weights; set world.algorithm and "
-                "train.ema_decay as they were then, or choose another checkpoint"
-            )
+            raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
         for name, parameter in trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
             self.shares[name].copy_(parts[0] if same else recut(parameter, parts, rank))

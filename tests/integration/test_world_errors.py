@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def failure(folder: Path, name: str, changes: dict[str, Any], *, ranks: int = 1, resume: str | None = None) -> str:
     with pytest.raises(AssertionError) as caught:
         run_on_ranks(run_world, ranks, str(folder), name, resume, SHORT | changes)
-    assert not list((folder / name).glob("checkpoints/step_*")), "nothing is written of a step that failed"
+    assert not (folder / name / "export").exists()
     return str(caught.value)
 
 
@@ -115,21 +115,15 @@ def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        (
-            "other_algorithm",
-            {"world.algorithm": '"nft"'},
-            "average_old_rank_0.safetensors: is missing: the run that saved",
-        ),
-        ("adapter", {"lora.rank": 4}, "parameters differ: not in the checkpoint"),
+        ("algorithm", {"world.algorithm": '"nft"'}, "ConfigError: .*world.algorithm was 'flow_grpo' and is now 'nft'"),
+        ("adapter", {"lora.rank": 4}, "ConfigError: .*lora.rank was 0 and is now 4"),
+        ("average", {"train.ema_decay": 0.5}, "ConfigError: .*ema_decay was None and is now 0.5"),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_run_is_refused(
     name: str, changes: dict[str, Any], text: str, folder: Path
 ) -> None:
-    shutil.rmtree(folder / name, ignore_errors=True)
-    found = failure(folder, name, changes, resume="started/checkpoints/step_1")
-    assert "CheckpointError" in found
-    assert text in found
+    assert re.search(text, failure(folder, name, changes, resume="started/checkpoints/step_1"))
 
 
 def test_bfloat16_trains_on_a_cpu(folder: Path) -> None:

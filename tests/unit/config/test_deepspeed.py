@@ -289,6 +289,15 @@ def test_what_deepspeed_would_not_understand_is_told(document: dict[str, Any], m
     assert errors(document, make(train={"precision": "fp32"})) == [f"ds.json: {message}"]
 
 
+def test_copies_of_the_weights_are_of_whole_hosts() -> None:
+    document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+    (error,) = errors(document, world_size=4)
+    assert "zero_hpz_partition_size (3) does not divide the number of ranks (4)" in error
+    assert "gradients and optimizer states stay spread" in error
+    resolve(document, world_size=6)
+    resolve(document, world_size=2)  # DeepSpeed takes all ranks for one host
+
+
 def test_stage_0_is_refused() -> None:
     (found,) = errors({"zero_optimization": {"stage": 0}})
     assert "stage: is 0; choose 1, 2 or 3" in found
