@@ -124,7 +124,7 @@ class WorldConfigSection(Section):
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
     """Noise that a trained step adds: Flow-GRPO's, coefficients-preserving (2509.05952), DanceGRPO's, DDIM's."""
     noise_level: float = Field(0.7, ge=0)
-    """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance)."""
+    """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = None
     """Numbers of the steps that are noisy and trained, from 0; the others follow the ODE. Unset: all, or the window."""
     window: int = Field(0, ge=0)
@@ -172,6 +172,8 @@ class WorldConfigSection(Section):
             raise ValueError(
                 f"window ({self.window}) is longer than the first half of sampling_steps ({self.sampling_steps})"
             )
+        if self.sde in ("cps", "ddim") and self.noise_level > 1:
+            raise ValueError(f"noise_level ({self.noise_level:g}) is more than 1, which is all noise with sde {self.sde!r}")
         return self
 
 

@@ -59,10 +59,10 @@ def _diffusion(s: float, s_next: float, variance: float) -> Step:
 
 def _fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
     """The part of s' that is new noise; the rest stays as predicted."""
+    if eta > 1:
+        raise ValueError(f"step_of: {eta=} of {kind} is at most 1")
     if kind == "cps":
         return s_next * math.sin(eta * math.pi / 2)
-    if eta > 1:
-        raise ValueError(f"step_of: {eta=} of ddim is at most 1")
     return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))
 
 
