@@ -25,6 +25,7 @@ from dsreason.train.world.preflight import clip_size
 from dsreason.world.cache import LatentCache, TextCache
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import family_of
+from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import LatentCodec
 from dsreason.world.types import ClipSize, WorldRow
 
@@ -158,7 +159,8 @@ def open_inputs(
 
 def keeps_projected(config: WorldConfig) -> bool:
     """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
-    return config.lora.rank > 0 and not any("proj" in target for target in config.lora.targets)
+    trained = any(PROJECTED == target or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
+    return config.lora.rank > 0 and not trained
 
 
 def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:
