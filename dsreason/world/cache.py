@@ -23,7 +23,7 @@ from dsreason.world.latents import LatentCodec
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """In every key: one more whenever the same models and inputs give other values."""
 TENSOR, DIGEST = "values", "sha256"
 SAMPLE_BYTES = 4096

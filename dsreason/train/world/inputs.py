@@ -159,7 +159,7 @@ def open_inputs(
 
 def keeps_projected(config: WorldConfig) -> bool:
     """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
-    trained = any(PROJECTED == target or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
+    trained = any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
     return config.lora.rank > 0 and not trained
 
 
