@@ -164,12 +164,11 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         raise CheckpointError(f"{file}: {kind} is not supported; supported are AutoencoderKLWan and LinearCodec")
     from diffusers import AutoencoderKLWan
 
+    if dtype != torch.float32 and family_of(folder).float32_vae:
+        dtype = torch.float32
     try:
         vae = AutoencoderKLWan.from_pretrained(
-            folder / "vae",
-            torch_dtype=family_of(folder).vae_dtype or dtype,
-            use_safetensors=True,
-            local_files_only=True,
+            folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True
         )
     except Exception as error:  # what diffusers raises for missing, damaged or pickled weights has no common class
         raise CheckpointError(f"{folder / 'vae'}: the autoencoder cannot be loaded: {error}") from error

@@ -19,7 +19,7 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
-from dsreason.engine.reference import ReferencePolicy
+from dsreason.engine.reference import ReferencePolicy, room_for_shares
 from dsreason.job.ranks import World, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
@@ -209,14 +209,14 @@ def start_weights(
 ) -> tuple[TrainerState, ReferencePolicy | None, dict[str, WeightAverage]]:
     """Where the run starts, the reference where there is a KL, and the averages of the weights, as the checkpoint has them."""
     config, checkpoint = opened.config, opened.checkpoint
+    with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
+    wanted = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
+    # The policy's place while others are in the engine, one at a time: for 14B it is 28 GB a host.
+    room = room_for_shares(engine) if with_kl or any(wanted.values()) else None
     # Before a checkpoint is loaded: it is the model that training began with.
-    reference = ReferencePolicy(engine) if config.world.kl_coef and config.world.algorithm != "sft" else None
+    reference = ReferencePolicy(engine, room) if with_kl else None
     state = start_state(engine, checkpoint, config, opened.model_path, opened.world, with_frozen=with_frozen)
-    names: dict[str, Callable[[], bool]] = {
-        "ema": lambda: config.train.ema_decay is not None,
-        "old": lambda: config.world.algorithm == "nft",
-    }
-    averages = {name: WeightAverage(engine) for name, wanted in names.items() if wanted()}
+    averages = {name: WeightAverage(engine, room) for name in wanted if wanted[name]}
     if checkpoint is not None:
         for name, average in averages.items():
             average.load(checkpoint, name, read_checkpoint(checkpoint).world_size)

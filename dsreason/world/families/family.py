@@ -85,8 +85,8 @@ class WorldFamily:
     parallelise: Callable[[nn.Module, Any], None]
     """Make the transformer share its tokens among the ranks of a group, see `world/context_parallel.py`."""
     build_tiny: BuildTiny
-    vae_dtype: torch.dtype | None = None
-    """Of the autoencoder, where it is not that of training."""
+    float32_vae: bool = False
+    """Whether the autoencoder computes in float32 whatever the type of training is."""
     sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     project_text: ProjectText | None = None

@@ -207,6 +207,6 @@ WAN = WorldFamily(
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,
     parallelise=parallelise,
     build_tiny=build_tiny,
-    vae_dtype=torch.float32,  # as in diffusers' examples for Wan
+    float32_vae=True,  # as in diffusers' examples for Wan
     unsupported=unsupported,
 )
