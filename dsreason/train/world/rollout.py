@@ -132,8 +132,8 @@ def sample(
 
 
 def pixels_of(world: WorldRun, latents: Tensor) -> Tensor:
-    """uint8 `[B, 3, T, H, W]` on the CPU."""
-    return (world.codec.decode(latents) * 255).round().to(torch.uint8).cpu()
+    """uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
+    return (world.codec.decode(latents) * 255).round().to(torch.uint8)
 
 
 def ask(world: WorldRun, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[], Scores], list[Look]]:
@@ -143,11 +143,12 @@ def ask(world: WorldRun, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[
     """
     assert world.scorer is not None
     clips = pixels_of(world, latents)
+    seen = look_at(clips)  # on the device: on a CPU a large clip takes seconds
     try:
-        pending: Pending = world.scorer.start(clips, latents.cpu(), batch.rows, world.size.fps)
+        pending: Pending = world.scorer.start(clips.cpu(), latents.cpu(), batch.rows, world.size.fps)
     except DsReasonError as error:
-        return raising(error), look_at(clips)
-    return pending.result, look_at(clips)
+        return raising(error), seen
+    return pending.result, seen
 
 
 def raising(error: DsReasonError) -> Callable[[], Scores]:

@@ -150,7 +150,7 @@ def shown_of(
         if scores is not None:
             rewards = {"": float(scores.total[i]), **{name: float(v[i]) for name, v in scores.by_name.items()}}
         show = place.prompt < world.config.validation.show
-        pixels = pixels_of(world, latents[i : i + 1])[0].numpy() if show else None
+        pixels = pixels_of(world, latents[i : i + 1])[0].cpu().numpy() if show else None
         found.append(Shown(place.prompt, row, rewards, seen[i], pixels))
     return found
 
