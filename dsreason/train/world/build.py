@@ -72,6 +72,8 @@ class WorldRun(JobRun[WorldConfig]):
     """What measures the policy: `validate` of `validate.py`, which needs this file."""
     checked: bool = False
     """Whether sampling and training have been found to be one function in this process."""
+    eps_told: bool = False
+    """Whether a gradient near Adam's epsilon has been warned of."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     """Of the newest rollout."""
 

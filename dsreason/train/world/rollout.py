@@ -57,7 +57,8 @@ def rollout(world: WorldRun) -> list[list[Sample]]:
     with world.watchdog.phase("data"), errors_on_all_ranks():
         for places in split_places(world):
             groups = share_out(places, world.share, config.train.micro_batch_size)
-            parts.append([world.inputs.micro_batch(*group, world.training, indices, step) for group in groups])
+            with_clean = config.world.algorithm == "ddrl"
+            parts.append(world.inputs.micro_batches(groups, world.training, indices, step, with_clean=with_clean))
     started = time.perf_counter()
     old = world.averages.get("old")
     pending: list[tuple[MicroBatch, Callable[[], Scores], list[Look]]] = []

@@ -107,7 +107,7 @@ def sample_clips(world: WorldRun, rows: Sequence[WorldRow], advance: Callable[[i
     places = [Place(number, 0) for number in range(len(rows))]
     groups = share_out(places, world.share, world.config.train.micro_batch_size)
     with errors_on_all_ranks():
-        batches = [world.inputs.micro_batch(*group, dataset, range(len(rows)), 0) for group in groups]
+        batches = world.inputs.micro_batches(groups, dataset, range(len(rows)), 0, with_clean=False)
     found: list[tuple[MicroBatch, Tensor, Callable[[], Scores] | None, list[Look]]] = []
     for batch in batches:
         latents = solve_ode(world, batch.to(world.device))
