@@ -25,6 +25,8 @@ class WorldModelConfig(Section):
     """Hub revision, such as `diffusers/base/post-trained`."""
     max_prompt_length: int = Field(512, ge=8)
     """Prompts are padded, or cut, to this many tokens."""
+    freeze_text_projection: bool = False
+    """Where all weights are trained, all but Cosmos' first layer for text: of each prompt 1 MB is kept instead of 98 MB."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

@@ -27,11 +27,20 @@ from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
-from dsreason.train.world.inputs import Clip, Inputs, keeps_projected, open_inputs, read_ahead
-from dsreason.train.world.preflight import check, clip_size, find_model, open_data, step_order, total_steps
+from dsreason.train.world.inputs import Clip, Inputs, open_inputs, read_ahead
+from dsreason.train.world.preflight import (
+    check,
+    clip_size,
+    find_model,
+    keeps_projected,
+    open_data,
+    step_order,
+    total_steps,
+)
 from dsreason.world.context_parallel import parallelise
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import LatentCodec
 from dsreason.world.lora import add_lora, lora_metadata
 from dsreason.world.models import load_transformer, load_vae
@@ -186,6 +195,8 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
     transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
     if keeps_projected(config):
         family.accept_projected(transformer)
+    if config.model.freeze_text_projection:
+        transformer.get_submodule(PROJECTED).requires_grad_(False)
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)

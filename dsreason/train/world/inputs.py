@@ -21,11 +21,10 @@ from dsreason.job import hosts
 from dsreason.job.ranks import World, barrier, errors_on_all_ranks
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.world.clips import MicroBatch, Place, Share, clip_noise, conditioning_of, own_places, start_noise
-from dsreason.train.world.preflight import clip_size
+from dsreason.train.world.preflight import clip_size, keeps_projected
 from dsreason.world.cache import LatentCache, TextCache
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import family_of
-from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import LatentCodec
 from dsreason.world.types import ClipSize, WorldRow
 
@@ -180,12 +179,6 @@ def open_inputs(
     latents = LatentCache.open(codec, folder, dtype, cache_dir())
     size = clip_size(config.data)
     return Inputs(config, texts, latents, size, codec.shape(size))
-
-
-def keeps_projected(config: WorldConfig) -> bool:
-    """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
-    trained = any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
-    return config.lora.rank > 0 and not trained
 
 
 def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,6 +91,10 @@ def accept_projected(transformer: nn.Module) -> None:
     linear = cast(nn.Linear, layer[0])
     if linear.in_features != linear.out_features:
         setattr(transformer, PROJECTION, OptionalProjection(*layer))
+
+
+def text_width(config: Mapping[str, Any], projected: bool) -> int:
+    return int(config["encoder_hidden_states_channels" if projected else "crossattn_proj_in_channels"])
 
 
 def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -267,5 +271,6 @@ COSMOS_PREDICT2_5 = WorldFamily(
     parallelise=parallelise,
     project_text=project_text,
     accept_projected=accept_projected,
+    text_width=text_width,
     build_tiny=build_tiny,
 )

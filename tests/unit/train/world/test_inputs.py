@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsreason.config.schema_world import WorldConfig
 from dsreason.train.world.clips import Place
-from dsreason.train.world.inputs import Inputs, keeps_projected
+from dsreason.train.world.inputs import Inputs
+from dsreason.train.world.preflight import keeps_projected
 from dsreason.world.data import WorldDataset
 from dsreason.world.types import ClipSize, WorldRow
 
@@ -19,17 +20,21 @@ UPSTREAM = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
 @pytest.mark.parametrize(
-    ("rank", "targets", "projected"),
+    ("rank", "targets", "frozen", "projected"),
     [
-        (32, [], True),
-        (32, UPSTREAM, True),
-        (32, [*UPSTREAM, "crossattn_proj.0"], False),
-        (32, ["to_q", "0"], False),  # the end of a name does, and this is one of the layer's
-        (0, [], False),
+        (32, [], False, True),
+        (32, UPSTREAM, False, True),
+        (32, [*UPSTREAM, "crossattn_proj.0"], False, False),
+        (32, ["to_q", "0"], False, False),  # the end of a name does, and this is one of the layer's
+        (0, [], False, False),
+        (0, [], True, True),
     ],
 )
-def test_projected_text_is_kept_unless_its_layer_is_trained(rank: int, targets: list[str], projected: bool) -> None:
-    config = WorldConfig.model_validate({"lora": {"rank": rank, "targets": targets}})
+def test_projected_text_is_kept_unless_its_layer_is_trained(
+    rank: int, targets: list[str], frozen: bool, projected: bool
+) -> None:
+    document = {"lora": {"rank": rank, "targets": targets}, "model": {"freeze_text_projection": frozen}}
+    config = WorldConfig.model_validate(document)
     assert keeps_projected(config) is projected
 
 

@@ -62,6 +62,7 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
             "fewer than one global batch .100: world.prompts_per_step.",
         ),
         ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
+        ({"model": {"path": "tiny:wan", "freeze_text_projection": True}}, ConfigError, "Wan 2.1 has no such layer"),
         ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
     ],
 )
