@@ -6,6 +6,8 @@ A random Cosmos-Predict2.5 transformer that is large enough for its matrix produ
 one thread. The sides take turns on the same prompts and noise, from embeddings to pixels: the pipeline's call, the solver
 that validations use, whose pixels must be the pipeline's, and a rollout's noisy steps with their log-probabilities.
 Printed are medians of seconds per clip, by the wall clock and of CPU time, and ratios of the CPU time to the pipeline's.
+ZeRO-3's hooks cost a fixed time a module and forward, which shows with `--side 64`; and of several clips (`--batch`) ours are
+decoded one by one, so that pixels do not depend on the batch, which the tiny autoencoder is slower at on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environme
     from dsreason.train.world.clips import MicroBatch
 
 GOAL = 1.0
-FRAMES, SIDE, TEXT = 17, 64, 64
+FRAMES, TEXT = 17, 64
 
 
 def build_small(folder: Path, layers: int, heads: int) -> Path:
@@ -48,11 +50,11 @@ def build_small(folder: Path, layers: int, heads: int) -> Path:
     return folder
 
 
-def run_config(folder: Path, ds_config: str, **sections: dict[str, Any]) -> dict[str, Any]:
+def run_config(folder: Path, ds_config: str, side: int, **sections: dict[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {
         "deepspeed": ds_config,
         "model": {"path": str(folder), "max_prompt_length": TEXT, "gradient_checkpointing": False},
-        "data": {"frames": FRAMES, "height": SIDE, "width": SIDE, "limit": 64},
+        "data": {"frames": FRAMES, "height": side, "width": side, "limit": 64},
         "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
         "train": {"precision": "fp32", "max_steps": 100, "epochs": 1000},
         "reward": {"functions": {"brightness": 1.0}},
@@ -97,8 +99,8 @@ def by_pipeline(
         prompt_embeds=batch.text,
         negative_prompt_embeds=negative,
         latents=batch.start,
-        height=SIDE,
-        width=SIDE,
+        height=arguments.side,
+        width=arguments.side,
         num_frames=FRAMES,
         num_inference_steps=arguments.steps,
         guidance_scale=arguments.scale - 1 if arguments.scale > 1 else 1.0,  # the pipeline's own adds 1
@@ -161,10 +163,11 @@ def rank(arguments: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds-config", default="zero3.json")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--side", type=int, default=128, help="of a clip, in pixels")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="guidance; 1 is without")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -189,7 +192,7 @@ def main() -> None:
             "prompts_per_step": 8,
         }
         document = run_config(
-            model, arguments.ds_config, world=world, train={"micro_batch_size": arguments.batch, "seed": 0}
+            model, arguments.ds_config, arguments.side, world=world, train={"micro_batch_size": arguments.batch}
         )
         (folder / "run.json").write_text(json.dumps(document))
         command = [__file__, *sys.argv[1:], f"--folder={folder}"]

@@ -75,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--side", type=int, default=96, help="of a clip, in pixels")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=2)
@@ -106,6 +107,7 @@ def main() -> None:
         document = run_config(
             model,
             arguments.ds_config,
+            arguments.side,
             world=world,
             train={"micro_batch_size": arguments.batch},
             model={"gradient_checkpointing": arguments.checkpointing},

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from dsreason.cli import grpo, sft
+from dsreason.cli import grpo, sft, world
 from dsreason.cli.eval import RECIPE
 from dsreason.cli.export import export
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
@@ -48,28 +49,46 @@ STAGES = (
     Stage("export of the last checkpoint", 0, 8),
     Stage("evaluation of the export on the held-out questions", 0, 35),
 )
+WORLD_STAGES = (
+    Stage("SFT of a video model on clips of which half of the captions are wrong", 110, 30),
+    Stage("FlowGRPO from there: the reward is whether a square has the colour that is asked for", 55, 25),
+    Stage("DiffusionNFT from the same start, by the same reward", 70, 25),
+)
+WORLD_RECIPES = {name: Path(f"world_builtin_{name}.toml") for name in ("sft", "flow_grpo", "nft")}
+WorldOption = Annotated[
+    bool, typer.Option("--world", help="A tiny video model instead: SFT, then FlowGRPO and DiffusionNFT.")
+]
 
 
-def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: SetOption = None) -> None:
+def demo(
+    output_dir: OutputOption = None,
+    nproc: NprocOption = None,
+    overrides: SetOption = None,
+    of_world: WorldOption = False,
+) -> None:
     """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
-    folder = output_dir or default_output_dir("demo")
+    run = world_demo if of_world else answers_demo
+    run(output_dir or default_output_dir("demo"), nproc, tuple(overrides or ()))
+
+
+def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
+    """A model that answers questions about clips and images."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
-    changes = tuple(overrides or ())
     started = time.monotonic()
 
     warm = Job(sft.TRAINER, config=WARM_START, overrides=changes, output_dir=folder / "sft", nproc=nproc)
-    with announce_stage(1, started):
+    with announce_stage(1, started, STAGES):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
     changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
-    with announce_stage(2, started):
+    with announce_stage(2, started, STAGES):
         run_job(job, ranks_on_cpu=ranks_on_cpu)
-    with announce_stage(3, started):
+    with announce_stage(3, started, STAGES):
         export(checkpoint=folder / "grpo", output=folder / "export")
-    with announce_stage(4, started):
+    with announce_stage(4, started, STAGES):
         results = evaluate_export(folder)
     Console().print(results_table(folder, accuracy_by_medium(results)))
     typer.echo(f"model: {folder / 'export'}")
@@ -77,15 +96,30 @@ def demo(output_dir: OutputOption = None, nproc: NprocOption = None, overrides: 
     typer.echo(f"curves: tensorboard --logdir {folder}")
 
 
+def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
+    """A model that makes clips: partly wrong captions, and rewards that repair what came of them, in two ways."""
+    ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
+    started, start = time.monotonic(), f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}"
+    for number, (name, recipe) in enumerate(WORLD_RECIPES.items(), 1):
+        overrides = changes if name == "sft" else (*changes, start)
+        job = Job(world.TRAINER, config=recipe, overrides=overrides, output_dir=folder / name, nproc=nproc)
+        with announce_stage(number, started, WORLD_STAGES):
+            run_job(job, ranks_on_cpu=ranks_on_cpu)
+    Console().print(world_table(folder))
+    for name in WORLD_RECIPES:
+        typer.echo(f"clips and rewards of {name}: {folder / name / 'world.html'}")
+    typer.echo(f"curves: tensorboard --logdir {folder}")
+
+
 @contextmanager
-def announce_stage(number: int, started: float) -> Iterator[None]:
+def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iterator[None]:
     """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
-    stage = STAGES[number - 1]
-    before, left = (sum(one.seconds for one in some) for some in (STAGES[: number - 1], STAGES[number - 1 :]))
+    stage = stages[number - 1]
+    before, left = (sum(one.seconds for one in some) for some in (stages[: number - 1], stages[number - 1 :]))
     pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
-    typer.echo(f"{number}/{len(STAGES)} {stage.title} (about {duration(pace * left)} left)", err=True)
+    typer.echo(f"{number}/{len(stages)} {stage.title} (about {duration(pace * left)} left)", err=True)
     after = (left - stage.steps) / stage.steps if stage.steps else 0.0
-    os.environ[PART] = str(Part(number, len(STAGES), after))
+    os.environ[PART] = str(Part(number, len(stages), after))
     try:
         yield
     finally:
@@ -123,6 +157,18 @@ def results_table(folder: Path, evaluated: dict[str, float]) -> Table:
     for name in trained:
         label = name.removeprefix("val/accuracy").removeprefix("/") or "all"
         table.add_row(label, *(_shown(found.get(name)) for found in (random, warm, trained, evaluated)))
+    return table
+
+
+def world_table(folder: Path) -> Table:
+    """Rewards of the held-out prompts, always from the same noise, and what would show that they are cheated."""
+    titles = ("after SFT", "after FlowGRPO", "after NFT")
+    last = [first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
+    table = Table("held-out prompts", *titles, title="dsreason demo --world")
+    rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
+    rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
+    for label, name in rows.items():
+        table.add_row(label, *(f"{found[name]:.3f}" for found in last))
     return table
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
-from dsreason.config.load import load_config, read_config
+from dsreason.config.load import load_config, read_config, read_values
+from dsreason.config.output import CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
 
 RECIPE = "eval.toml"
+FINAL = Path("export") / "final"
+EXPORTED = ("model_index.json", "pytorch_lora_weights.safetensors")
+"""One of them is in every folder with a world model or its adapter."""
 TP_SIZE, TP_KEY = "TP_SIZE", "model.tensor_parallel_size"
 """The variable by which cosmos-reason1's guides set the key."""
 
@@ -57,7 +63,22 @@ def evaluate(
     nproc: NprocOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Continues where it stopped."""
+    """Ask a model the questions of benchmarks or of your own data, and grade its answers. Continues where it stopped.
+
+    Of a world model (a run of dsreason world, or the configuration of one) held-out prompts are sampled and scored.
+    """
+    if (world := find_world(config, model)) is not None:
+        of_answers: dict[str, object] = {
+            **{"--server": server, "--dataset": dataset, "--data": data, "--adapter": adapter},
+            **{"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat},
+        }
+        if named := [name for name, value in of_answers.items() if value]:
+            raise ConfigError(
+                f"{named[0]}: is of models that answer questions, and this is a world model; leave it out"
+            )
+        limits = [] if limit is None else [f"validation.max_samples={limit}"]
+        evaluate_world(world, model, [*limits, *(overrides or ())], results_dir, nproc, overwrite=overwrite)
+        return
     if config is None and not overrides:
         check_complete(model or server, data or dataset or adapter)
     given = {
@@ -100,6 +121,77 @@ def evaluate(
     check(loaded)
     folder = Path(loaded.results_dir)
     launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
+
+
+@dataclass(frozen=True)
+class WorldSource:
+    """Where the configuration of a world model's evaluation comes from."""
+
+    values: dict[str, Any]
+    name: str
+    arguments: list[str]
+    """That lead a rank to it."""
+
+
+def find_world(config: Path | None, model: str | None) -> WorldSource | None:
+    """The configuration of a world model: the file where it has `[world]`, else that of the run that `--model` is of."""
+    if config is not None:
+        values = read_config(config)
+        values = values["config"] if isinstance(values.get("config"), dict) else values  # config.json of a run
+        return WorldSource(values, str(config), [f"--config={config}"]) if "world" in values else None
+    path = Path(model or "").expanduser()
+    for folder in (path, *list(path.parents)[:2]) if model else ():
+        values = (run_record(folder) or {}).get("config", {})
+        if "world" in values:
+            return WorldSource(values, str(folder / CONFIG_FILE), [])
+    return None
+
+
+def exported(model: str) -> str:
+    """Of a run its final export; anything else as it is. ConfigError for a run or checkpoint without one."""
+    folder = Path(model).expanduser()
+    if (folder / FINAL).is_dir():
+        return str(folder / FINAL)
+    if folder.is_dir() and not any((folder / name).is_file() for name in EXPORTED):
+        raise ConfigError(
+            f"--model {model}: holds no model in diffusers' format and no {FINAL}; write one with dsreason export "
+            f"--checkpoint {model} --output FOLDER, and name that"
+        )
+    return model
+
+
+def evaluate_world(
+    source: WorldSource,
+    model: str | None,
+    changes: list[str],
+    results_dir: Path | None,
+    nproc: int | None,
+    *,
+    overwrite: bool,
+) -> None:
+    """Sample and score the held-out prompts on every GPU, and report."""
+    if model is not None:
+        changes = [f"model.path={json.dumps(exported(model))}", *changes]
+    config = read_values(WorldConfig, source.values, source.name, changes)
+    with quick_imports():
+        from dsreason.evaluation.ask.models import base_name
+        from dsreason.evaluation.world.report import write_report
+        from dsreason.train.world import evaluate as world
+    folder = (results_dir or Path("results")) / base_name(config.model.path)
+    if launch.is_rank():
+        world.evaluate(config, folder, overwrite=overwrite)
+        return
+    launch.prepare_environment()
+    check_gpus()
+    world.check(config, folder, overwrite=overwrite)
+    given = [*source.arguments, *([] if model is None else [f"--model={model}"]), *(f"--set={one}" for one in changes)]
+    given += [] if results_dir is None else [f"--results-dir={results_dir}"]
+    given += ["--overwrite"] if overwrite else []
+    ranks = launch.rank_count(nproc, launch.gpu_count())
+    launch.start_ranks(lambda attempt: ["-m", "dsreason", "eval", *given], ranks=ranks, log_dir=folder / "logs")
+    with quick_imports():
+        from dsreason.cli.score import print_world_report
+    print_world_report(write_report(folder))
 
 
 def load(config: Path | None, changes: list[str]) -> EvalConfig:

@@ -12,7 +12,10 @@ from dsreason.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsreason.evaluation.report.report import Report
+    from dsreason.evaluation.world.report import Report as WorldReport
 
+WORLD_FILE = "world.json"
+"""In the results of a world model."""
 LOG_WIDTH = 120
 """Columns of tables in a pipe or a file, where there is no terminal to ask."""
 
@@ -28,7 +31,19 @@ def score(
         typer.Option(min=0, help="Questions with pictures in report.html, wrong ones first; default: 30 MB of them."),
     ] = None,
 ) -> None:
-    """Print accuracies with their intervals; write summary.json, report.md and report.html beside the results."""
+    """Print accuracies with their intervals; write summary.json, report.md and report.html beside the results.
+
+    Of a world model: rewards with their intervals, summary.json and world.html.
+    """
+    if (results_dir / WORLD_FILE).is_file():
+        if dataset or compat or no_html or frames is not None:
+            raise ConfigError(
+                f"{results_dir}: is of a world model, for which there is --compare only; leave the other options out"
+            )
+        from dsreason.evaluation.world.report import write_report as write_world_report
+
+        print_world_report(write_world_report(results_dir, compare))
+        return
     if compat:
         if compare or no_html or frames is not None:
             raise ConfigError("--compat: only prints three lines; leave out --compare, --no-html and --frames")
@@ -46,6 +61,18 @@ def score(
     from dsreason.evaluation.report.report import write_reports
 
     print_reports(write_reports(results_dir, dataset, baseline=compare, with_html=not no_html, frames=frames))
+
+
+def print_world_report(report: WorldReport) -> None:
+    """The rewards on stdout, and where the page is."""
+    from dsreason.evaluation.world.report import console_tables
+
+    console = Console()
+    for table in console_tables(report):
+        console.print(table)
+    for notice in report.notices:
+        console.print(f"attention: {notice}", style="bold yellow", markup=False)
+    typer.echo(report.file)
 
 
 def print_reports(reports: list[Report]) -> None:

@@ -20,7 +20,8 @@ from dsreason.errors import ConfigError
 
 class WorldModelConfig(Section):
     path: str = "tiny:cosmos_predict2_5"
-    """Folder in diffusers' format, hub name or `s3://…`; `tiny:cosmos_predict2_5` and `tiny:wan` are small random models."""
+    """Folder in diffusers' format, hub name or `s3://…`, or an export of a run; `tiny:cosmos_predict2_5`, `tiny:wan` and
+    `tiny:squares` (with a codec for the built-in clips) are small random models."""
     revision: str | None = None
     """Hub revision, such as `diffusers/base/post-trained`."""
     max_prompt_length: int = Field(512, ge=8)
@@ -165,6 +166,10 @@ class WorldConfigSection(Section):
             raise ValueError(
                 f"window ({self.window}) and trained_steps {self.trained_steps} exclude each other; remove one"
             )
+        if self.sde in ("cps", "ddim") and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level ({self.noise_level:g}) of sde {self.sde!r} is a share of the noise, at most 1"
+            )
         steps = self.trained_steps or ()
         if wrong := [step for step in steps if not 0 <= step < self.sampling_steps]:
             raise ValueError(
@@ -192,6 +197,7 @@ class RewardServiceConfig(Section):
     score_key: str = Field(min_length=1)
     """Which of its scores, such as `overall_reward`; several are added: `vq_reward+mq_reward`."""
     weight: Weight = 1.0
+    """Factor of the score, after it was clipped."""
     clip_min: float = -5.0
     """The score is clipped at this before it is weighted."""
     clip_max: float = 5.0

@@ -72,13 +72,17 @@ class WeightAverage:
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
         """Continue from a checkpoint that `saved_ranks` ranks wrote. CheckpointError where it has no such weights."""
         rank = dist.get_rank()
-        ranks = [rank] if saved_ranks == dist.get_world_size() else list(range(saved_ranks))
+        same = saved_ranks == dist.get_world_size()
+        ranks = [rank] if same else range(saved_ranks)
         files = [checkpoint / average_file(label, one) for one in ranks]
         if missing := [file for file in files if not file.is_file()]:
-            raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
+            raise CheckpointError(
+                f"{missing[0]}: is missing: the run that saved the checkpoint had no such weights; set world.algorithm and "
+                "train.ema_decay as they were then, or choose another checkpoint"
+            )
         for name, parameter in trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
-            self.shares[name].copy_(parts[0] if len(ranks) == 1 else recut(parameter, parts, rank))
+            self.shares[name].copy_(parts[0] if same else recut(parameter, parts, rank))
 
 
 def recut(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:

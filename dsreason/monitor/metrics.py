@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -35,6 +36,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def text(self, step: int, name: str, text: str) -> None: ...
     def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
+    def video(self, step: int, name: str, gif: bytes) -> None: ...
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -96,6 +98,19 @@ class MetricsWriter(Metrics):
             import wandb
 
             self.wandb.log({"step": step, name: [wandb.Image(image) for image in images]})
+
+    def video(self, step: int, name: str, gif: bytes) -> None:
+        """An animated GIF. TensorBoard's own `add_video` writes just that, by a package that is not needed for it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
+        picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
+        self.board._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
+        self.board.flush()
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({"step": step, name: wandb.Video(io.BytesIO(gif), format="gif")})
 
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
         self.board.add_histogram(name, values, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from dsreason.files.remote import local_folder
 from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
 from dsreason.secrets import without_credentials
+from dsreason.world.base import with_base
 from dsreason.world.families import FAMILIES, family_of
 from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
+from dsreason.world.squares import build_squares
 
 TINY = "tiny:"
+TINY_MODELS: dict[str, Callable[[Path], None]] = {
+    **{name: family.build_tiny for name, family in FAMILIES.items()},
+    "squares": build_squares,
+}
 TINY_VERSION = 1
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -43,7 +50,7 @@ def check_installed() -> None:
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a
-    hub download.
+    hub download. An export of ours is joined with the model that it was trained from.
 
     Safe to call from several ranks at once. CheckpointError says what was looked for and where, and which family or
     component is not supported.
@@ -63,15 +70,16 @@ def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
         folder = download(model)
     else:
         raise CheckpointError(f"model.path {model.path}: no such folder (working folder: {Path.cwd()})")
+    folder = with_base(folder, cache, lambda base: resolve_world_model(base, cache))
     family_of(folder)
     return folder
 
 
-def tiny_world_model(family: str, cache: Path) -> Path:
-    if family not in FAMILIES:
-        known = ", ".join(TINY + name for name in FAMILIES)
-        raise CheckpointError(f"model.path {TINY}{family}: no such tiny model; there are {known}")
-    return build_once(cache / f"tiny-{family}-{TINY_VERSION}", lambda folder: FAMILIES[family].build_tiny(folder))
+def tiny_world_model(name: str, cache: Path) -> Path:
+    if name not in TINY_MODELS:
+        known = ", ".join(TINY + name for name in TINY_MODELS)
+        raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
+    return build_once(cache / f"tiny-{name}-{TINY_VERSION}", TINY_MODELS[name])
 
 
 def fetch(model: WorldModelConfig) -> Path:
@@ -94,6 +102,26 @@ def download(model: WorldModelConfig) -> Path:
             "format; name one that is with model.revision, such as diffusers/base/post-trained of Cosmos-Predict2.5"
         )
     return folder
+
+
+COMPONENTS = (
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "tokenizer/tokenizer_config.json",
+    "vae/config.json",
+)
+
+
+def check_components(folder: Path) -> list[str]:
+    """Look at a model's folder without reading a weight; returns the names of the transformer's linear layers.
+
+    CheckpointError where a component is missing, or the transformer's weights are not those of its configuration.
+    """
+    for name in COMPONENTS:
+        read_json(folder / name)
+    transformer = empty_transformer(folder)
+    check_weights(transformer, find_weights(folder / "transformer", str, WEIGHTS))
+    return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def transformer_config(folder: Path) -> dict[str, Any]:

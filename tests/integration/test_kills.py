@@ -1,6 +1,6 @@
 """Ranks killed at random moments, checkpoint writing included: `--resume auto` ends with the undisturbed run's weights.
 
-pytest tests/integration/test_kills.py --kills 25      # of SFT and of GRPO each; 1 in continuous integration
+pytest tests/integration/test_kills.py --kills 25      # of each command; 1 in continuous integration
 
 Half of the kills come while a checkpoint is written, a quarter at some moment of a step, a quarter while the ranks start.
 """
@@ -61,6 +61,44 @@ self_test = false
 "rewards.py:vowels" = 1.0
 """,
 }
+WORLD = """
+[model]
+max_prompt_length = 64
+gradient_checkpointing = false
+[data]
+frames = 9
+height = 32
+width = 32
+limit = 16
+[optim]
+lr = 1e-3
+[validation]
+before_training = false
+max_samples = 0
+[checkpoint]
+every = 1
+keep = 2
+keep_best = false
+export_dtype = "fp32"
+[train]
+epochs = 1000
+max_steps = {steps}
+precision = "fp32"
+ema_decay = 0.5
+[world]
+prompts_per_step = 2
+num_generations = 2
+sampling_steps = 4
+window = 1
+kl_coef = 0.1
+[reward.functions]
+brightness = 1.0
+"""
+EXPORTS = {
+    "sft": "model.safetensors",
+    "grpo": "model.safetensors",
+    "world": "transformer/diffusion_pytorch_model.safetensors",
+}
 RANKS = 2
 STEPS_PER_KILL = 3
 MOMENTS = ("writing", "step", "writing", "start")
@@ -120,14 +158,19 @@ def wait_for_moment(process: subprocess.Popen[str], run: Path, moment: str, step
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo"])
+def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
+    if command == "world":
+        return WORLD.format(steps=steps)
+    return COMMON.format(model=model, rows=rows, steps=steps) + OF_COMMAND[command]
+
+
+@pytest.mark.parametrize("command", EXPORTS)
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kills = request.config.getoption("--kills")
     rows, steps = write_mixed_rows(tmp_path / "data"), STEPS_PER_KILL * kills + 3
-    config = COMMON.format(model=tiny_qwen2_5_vl, rows=rows, steps=steps) + OF_COMMAND[command]
-    (tmp_path / f"{command}.toml").write_text(config)
+    (tmp_path / f"{command}.toml").write_text(config_of(command, tiny_qwen2_5_vl, rows, steps))
     (tmp_path / "rewards.py").write_text(REWARD)
     options = ["--config", f"{command}.toml", "--output-dir", "whole", "--nproc", RANKS]
     whole = dsreason(command, *options, cwd=tmp_path)
@@ -152,5 +195,5 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
     print(f"{command}: {kills} kills, {hits} while a checkpoint was being written")
     assert hits >= kills * 2 // 5
     assert steps_of(run) == steps_of(tmp_path / "whole")
-    expected, found = (load_file(r / "export/final/model.safetensors") for r in (tmp_path / "whole", run))
+    expected, found = (load_file(r / "export/final" / EXPORTS[command]) for r in (tmp_path / "whole", run))
     assert all(expected[name].equal(found[name]) for name in expected)

@@ -214,7 +214,8 @@ def test_the_curves_have_what_shows_that_rewards_are_cheated(flow: Path) -> None
     assert expected <= values(flow / "flow")[0].keys()
     shown = metrics(flow / "flow")
     assert [line["step"] for line in shown if "val/reward/mean" in line] == [0, 4]
-    assert (flow / "flow/validation/step_4/0.gif").is_file()
+    assert (flow / "flow/validation/step_4/0.mp4").is_file()
+    assert "step 4" in (flow / "flow/world.html").read_text()
     assert len((flow / "flow/validation/step_4.jsonl").read_text().splitlines()) == 3
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.distributed import run_on_ranks
-from tests.integration.test_world import FULL, RUN, exported, run_world, values
+from tests.integration.test_world import FLOW, FULL, RUN, exported, run_world, values
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -59,3 +60,42 @@ def test_with_copies_a_run_is_resumed_and_exported_bit_for_bit(hosts: Path, tmp_
     for found in (exported(hosts / "resumed", FULL), load_file(tmp_path / "out" / FULL)):
         assert found.keys() == whole.keys()
         assert all(found[name].equal(value) for name, value in whole.items())
+
+
+SIX = FLOW | {
+    "train.max_steps": 6,
+    "world.optimizer_steps_per_rollout": 1,
+    "world.window": 1,
+    "world.trained_steps": "null",
+}
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`six/` on two ranks; from its third step `resumed/` on two and `alone/` on one; `again/` on two from `alone`'s fifth."""
+    folder = tmp_path_factory.mktemp("six")
+    (folder / "run.toml").write_text(RUN)
+    run_on_ranks(run_world, 2, str(folder), "six", None, SIX | {"checkpoint.every": 3})
+    run_on_ranks(run_world, 2, str(folder), "resumed", "six/checkpoints/step_3", SIX | {"checkpoint.every": 3})
+    run_on_ranks(run_world, 1, str(folder), "alone", "six/checkpoints/step_3", SIX | {"checkpoint.every": 1})
+    run_on_ranks(run_world, 2, str(folder), "again", "alone/checkpoints/step_5", SIX | {"checkpoint.every": 3})
+    return folder
+
+
+def test_three_and_three_steps_equal_six_bit_for_bit(six: Path) -> None:
+    assert values(six / "resumed") == values(six / "six", after=3)
+    whole, resumed = exported(six / "six", FULL), exported(six / "resumed", FULL)
+    assert whole.keys() == resumed.keys()
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("name", "after"), [("alone", 3), ("again", 5)])
+def test_a_run_goes_on_with_fewer_and_with_more_ranks(name: str, after: int, six: Path) -> None:
+    """Up to the order of sums."""
+    whole, found = values(six / "six", after=after), values(six / name)
+    for one, two in zip(found, whole, strict=True):
+        for key in ("reward/mean", "clips/diversity", "policy/kl", "train/grad_norm"):
+            assert one[key] == pytest.approx(two[key], rel=2e-3, abs=1e-7), (key, one["step"])
+    expected = exported(six / "six", FULL)
+    for key, value in exported(six / name, FULL).items():
+        torch.testing.assert_close(value, expected[key], atol=2e-4, rtol=1e-2)

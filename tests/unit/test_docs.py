@@ -23,21 +23,25 @@ from dsreason.config.load import load_config
 from dsreason.config.schema import DataConfig, SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file
 from dsreason.data.adapters import find_adapter, shipped_adapters
 from dsreason.data.types import Sample
 from dsreason.losses.presets import PRESETS
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import find_reward
+from dsreason.world.rewards.functions import BUILT_IN as CLIP_REWARDS
+from dsreason.world.rewards.functions import find_clip_reward
 from tests.docs import PAGES, ROOT, Block, blocks, commands, write_files
 
 LANGUAGES = {"sh", "toml", "yaml", "python", "json", "mermaid"}
-RECIPES = {"sft": "builtin_sft.toml", "grpo": "builtin_grpo.toml", "eval": "eval.toml"}
-SCHEMAS: dict[str, Any] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig}
+RECIPES = {"sft": "builtin_sft.toml", "grpo": "builtin_grpo.toml", "eval": "eval.toml", "world": "builtin_world.toml"}
+SCHEMAS: dict[str, Any] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig, "world": WorldConfig}
 NEEDED = {
     "sft": [],
     "grpo": ["reward.functions={format = 1.0}"],
     "eval": ["datasets=['robovqa']", "model.path=tiny:qwen3_vl"],
+    "world": [],
 }
 """What a part of a configuration leaves to the rest of it."""
 PATHS = re.compile(r"`((?:dsreason|data_adapters|ds_configs|launch|docs|tests|benchmarks)/[\w./-]*)`")
@@ -102,7 +106,7 @@ def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
     known = {kind: {dotted(key) for key in all_keys(schema)} for kind, schema in SCHEMAS.items()}
     sections = {key.partition(".")[0] for keys in known.values() for key in keys if "." in key}
     for key, value in KEYS.findall(page.read_text(encoding="utf-8")):
-        if key.partition(".")[0] not in sections or key.endswith((".md", ".py")):
+        if key.partition(".")[0] not in sections or key.endswith((".md", ".py", ".html")):
             continue
         kinds = [kind for kind, keys in known.items() if key in keys]
         assert kinds, key
@@ -122,12 +126,21 @@ def test_a_configuration_loads_and_what_it_names_exists(
     file = tmp_path / f"example.{block.language}"
     file.write_text(block.text, encoding="utf-8")
     config = load(block.words[0], file)
+    if isinstance(config, WorldConfig):
+        check_world_rewards(config)
+        return
     sources = config.sources if isinstance(config, EvalConfig) else config.data.all_sources()
     for source in sources:
         find_adapter(source.adapter)
     if isinstance(config, GRPOConfig):
         for name in config.reward.functions:
             find_reward(name, config.reward.options.get(name))
+
+
+def check_world_rewards(config: WorldConfig) -> None:
+    for name in config.reward.functions:
+        if ":" not in name:
+            find_clip_reward(name, config.reward.options.get(name))
 
 
 # ---------------------------------------------------------------- commands
@@ -173,6 +186,7 @@ def check_configuration(name: str, options: dict[str, Any]) -> None:
         find_file(options["ds_config"], "ds_configs")
     if options.get("config") or options.get("overrides"):
         file = options.get("config") and find_file(str(options["config"]), "launch/recipes")
+        kind = "world" if file and "[world]" in file.read_text() else kind
         load(kind, file, *(options.get("overrides") or ()))
 
 
@@ -272,7 +286,12 @@ def test_the_presets_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "heading", "names"), [("grpo.md", "Rewards", BUILT_IN), ("data.md", "Adapters", shipped_adapters())]
+    ("page", "heading", "names"),
+    [
+        ("grpo.md", "Rewards", BUILT_IN),
+        ("data.md", "Adapters", shipped_adapters()),
+        ("world.md", "Rewards", CLIP_REWARDS),
+    ],
 )
 def test_what_is_built_in_is_listed(page: str, heading: str, names: list[str]) -> None:
     listed = {name.strip(" `") for row in table_after(page, heading) for name in row[0].split(",")}

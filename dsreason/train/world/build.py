@@ -27,7 +27,7 @@ from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
-from dsreason.train.world.inputs import Clip, Inputs, open_inputs, read_ahead
+from dsreason.train.world.inputs import Clip, Inputs, open_inputs, read_ahead, used_prompts
 from dsreason.train.world.preflight import (
     check,
     clip_size,
@@ -132,7 +132,8 @@ def build_world(
         with opened.watchdog.phase("load_model"):
             codec = load_vae(folder, world.device, DTYPES[config.train.precision])
             shape = codec.shape(size)
-            inputs = open_inputs(config, folder, (training, validation), order, codec, world)
+            prompts = used_prompts(config, (training, validation), order)
+            inputs = open_inputs(config, folder, prompts, codec, world)
             engine, lora = build_transformer(opened)
             state, reference, averages = start_weights(engine, opened, with_frozen=lora is None)
         metrics = open_curves(opened, state, stack)

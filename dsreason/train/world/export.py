@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import SavedRun, check_sizes, read_checkpoint
 from dsreason.checkpoints.export import DTYPES, check_target_empty, parse_size, write_weights
-from dsreason.checkpoints.model_card import CARD, model_card
+from dsreason.checkpoints.model_card import CARD, model_card, recorded
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.average import WeightAverage, average_file, saved_average
 from dsreason.engine.engine import frozen_names, full_parameters, hf_name
 from dsreason.errors import SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
+from dsreason.world.base import FILE as BASE
+from dsreason.world.base import base_note
 from dsreason.world.families.components import WEIGHTS
 from dsreason.world.lora import FILE, save_lora
 
@@ -54,11 +56,17 @@ def write_export(
     with errors_on_all_ranks():
         try:
             if world.is_main:
-                card = model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
-                write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), card)
+                texts = texts_of(run, step, source, dtype)
+                write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
         finally:
             for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
                 pass
+
+
+def texts_of(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
+    """The model card, and which model the export belongs to."""
+    card = model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
+    return {CARD: card, BASE: base_note(recorded(run).get("config", {}).get("model", {}), source)}
 
 
 def trained_tensors(
@@ -79,7 +87,7 @@ def write_folder(
     lora: dict[str, Any] | None,
     dtype: str,
     max_bytes: int,
-    card: str,
+    texts: Mapping[str, str],
 ) -> None:
     """The folder appears under its name only when it is complete. SaveError where it cannot be written."""
     partial = output.with_name(f".{output.name}.partial")
@@ -91,7 +99,8 @@ def write_folder(
             write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=WEIGHTS)
         else:
             save_lora({name: tensor.to("cpu", DTYPES[dtype], copy=True) for name, tensor in tensors}, partial, lora)
-        (partial / CARD).write_text(card, encoding="utf-8")
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         if output.exists():
             output.rmdir()
         partial.rename(output)
@@ -117,9 +126,9 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
     lora = saved.state.extra.get("lora")
     tensors = saved_tensors(checkpoint, saved, with_frozen=lora is None)
     run = checkpoint.absolute().parent.parent
-    card = model_card(run, saved.state.step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
     source = Path(saved.state.model_path)
-    write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), card)
+    texts = texts_of(run, saved.state.step, source, dtype)
+    write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
 
 
 def saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:

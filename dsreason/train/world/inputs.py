@@ -157,19 +157,11 @@ def read_ahead(
     return in_workers(partial(read_clips, dataset, clip_size(data)), tasks, workers=data.workers, ahead=ahead)
 
 
-def open_inputs(
-    config: WorldConfig,
-    folder: Path,
-    datasets: tuple[WorldDataset, WorldDataset],
-    order: StepOrder,
-    codec: LatentCodec,
-    world: World,
-) -> Inputs:
-    """Encode all prompts that the run will need, each rank its share, and free the encoder. Collective."""
+def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec: LatentCodec, world: World) -> Inputs:
+    """Encode the prompts, all that the run will need, each rank its share, and free the encoder. Collective."""
     dtype = DTYPES[config.train.precision]
     length, project = config.model.max_prompt_length, keeps_projected(config)
     texts = TextCache.open(family_of(folder), folder, length, dtype, cache_dir(), project=project)
-    prompts = used_prompts(config, datasets, order)
     log.info("%d different prompts", len(prompts))
     with errors_on_all_ranks():  # every host has a cache of its own
         texts.encode(prompts, world.device, rank=world.local_rank, num_ranks=hosts.local_size())

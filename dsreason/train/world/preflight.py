@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.monitor.metrics import check_wandb
+from dsreason.problems import nearest
 from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
 from dsreason.world.cache import TextCache
 from dsreason.world.context_parallel import check_sizes
@@ -21,7 +23,7 @@ from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.families.components import read_json
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
-from dsreason.world.models import check_installed, resolve_world_model
+from dsreason.world.models import check_components, check_installed, resolve_world_model
 from dsreason.world.rewards import open_scorer
 from dsreason.world.rewards.functions import find_clip_reward
 from dsreason.world.schedule import linear
@@ -50,7 +52,9 @@ def check(config: WorldConfig) -> None:
     check_deepspeed(config)
     check_rewards(config)
     folder = find_model(config)
-    family = family_of(folder)
+    family, layers = family_of(folder), check_components(folder)
+    check_lora(config, layers)
+    check_unused(config)
     check_conditioning(config, family)
     check_exchange(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
@@ -163,6 +167,45 @@ def check_rewards(config: WorldConfig) -> None:
             f"world.optimizer_steps_per_rollout ({world.optimizer_steps_per_rollout}) is more than world.prompts_per_step "
             f"({world.prompts_per_step}), which they share; lower it"
         )
+
+
+def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
+    """ConfigError for a target that none of the transformer's linear `layers` is called. Left to itself, it would have no
+    adapter without a word."""
+    for target in config.lora.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
+            near = nearest(target, names)
+            advice = f"did you mean {near}?" if near else f"there are {', '.join(names[:12])}"
+            raise ConfigError(f"lora.targets: no linear layer of the transformer is called {target!r}; {advice}")
+
+
+OF_SAMPLING = {"sde", "noise_level", "trained_steps", "window", "clip_range", "kl"}
+OF_DATA = {"data_coef", "data_noise", "data_steps", "exponential_advantages"}
+OF_NFT = {"nft_beta", "nft_times", "nft_decay"}
+OF_REWARDS = {"advantage_clip", "advantage_std", "kl_coef", "same_noise", "optimizer_steps_per_rollout"}
+UNUSED = {
+    "sft": OF_SAMPLING | OF_DATA | OF_NFT | OF_REWARDS,
+    "flow_grpo": OF_DATA | OF_NFT,
+    "ddrl": OF_NFT,
+    "nft": OF_SAMPLING | OF_DATA,
+}
+"""Keys of [world] by the algorithm that does not read them."""
+
+
+def check_unused(config: WorldConfig) -> None:
+    """Warn of settings that the algorithm does not read."""
+    world = config.world
+    fields = type(world).model_fields
+    names = [
+        f"world.{name}"
+        for name in fields
+        if name in UNUSED[world.algorithm] and getattr(world, name) != fields[name].default
+    ]
+    if world.algorithm != "sft" and config.train.global_batch_size is not None:
+        names.append("train.global_batch_size")
+    if names:
+        log.warning("world.algorithm (%s) does not use %s", world.algorithm, ", ".join(names))
 
 
 def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:

@@ -18,7 +18,7 @@ from dsreason.train.world.clips import MicroBatch, Place, Sample, clip_noise, sh
 from dsreason.train.world.nft import with_old_velocities
 from dsreason.train.world.preflight import trained_steps
 from dsreason.train.world.show import Look, look_at, looks
-from dsreason.train.world.velocity import velocity_of, with_given
+from dsreason.train.world.velocity import ClipMaker, velocity_of, with_given
 from dsreason.world.rewards import Pending, Scores
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
@@ -132,12 +132,12 @@ def sample(
     return Sample(batch, latents.cpu(), kept, torch.zeros(len(batch)), {})
 
 
-def pixels_of(world: WorldRun, latents: Tensor) -> Tensor:
+def pixels_of(world: ClipMaker, latents: Tensor) -> Tensor:
     """uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
     return (world.codec.decode(latents) * 255).round().to(torch.uint8)
 
 
-def ask(world: WorldRun, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[], Scores], list[Look]]:
+def ask(world: ClipMaker, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[], Scores], list[Look]]:
     """Begin to score the clips; returns what waits for the scores, and what the clips look like.
 
     An error waits, too: raised here, it would leave the other ranks waiting in the next forward.

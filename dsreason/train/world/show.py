@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 GRID = (4, 8, 8)
@@ -55,10 +53,3 @@ def looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
     if spreads:
         found[f"{prefix}/diversity"] = float(np.mean(spreads))
     return found
-
-
-def save_clip(clip: NDArray[np.uint8], file: Path, fps: float) -> None:
-    """A clip `[3, T, H, W]` as an animated GIF, which every browser shows."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    first, *others = [Image.fromarray(frame) for frame in np.ascontiguousarray(clip.transpose(1, 2, 3, 0))]
-    first.save(file, save_all=True, append_images=others, duration=round(1000 / fps), loop=0)

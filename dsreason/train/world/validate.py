@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from dsreason.evaluation.world.history import small_video, write_run_page
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import write_rows
@@ -20,14 +19,15 @@ from dsreason.train.world.clips import MicroBatch, Place, share_out
 from dsreason.train.world.inputs import loss_rows, validation_rows
 from dsreason.train.world.rollout import ask, pixels_of
 from dsreason.train.world.sft import held_out_loss
-from dsreason.train.world.show import Look, look_at, looks, save_clip
-from dsreason.train.world.velocity import velocity_of, with_given
+from dsreason.train.world.show import Look, look_at, looks
+from dsreason.train.world.velocity import ClipMaker, velocity_of, with_given
 from dsreason.world.data import WorldDataset
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.rewards import Scores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
 from dsreason.world.types import WorldRow
+from dsreason.world.video import Pixels, gif, small, write_mp4
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shown:
     rewards: dict[str, float]
     """By name, and under "" their weighted sum; empty where the run has no rewards."""
     look: Look
-    pixels: NDArray[np.uint8] | None
+    pixels: Pixels | None
     """`[3, T, H, W]`, of those that are shown."""
 
 
@@ -58,7 +58,8 @@ class WorldResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """`validation/step_N.jsonl` with all rewards, and in `validation/step_N/` the clips that are shown; rank 0 does it."""
+        """`validation/step_N.jsonl` with all rewards, in `validation/step_N/` the clips that are shown, and the run's page;
+        rank 0 does it."""
         if not world.is_main or not self.clips:
             return
         folder = output_dir / "validation"
@@ -66,7 +67,14 @@ class WorldResult:
         write_rows(folder / f"step_{step}.jsonl", rows)
         for clip in self.clips:
             if clip.pixels is not None:
-                save_clip(clip.pixels, folder / f"step_{step}" / f"{clip.number}.gif", self.fps)
+                self.show(clip.number, clip.pixels, folder / f"step_{step}", step, metrics)
+        write_run_page(output_dir)
+
+    def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
+        """A clip as it is, a small one for the page, and an animated picture for TensorBoard."""
+        write_mp4(pixels, folder / f"{number}.mp4", self.fps)
+        write_mp4(small(pixels), small_video(folder, number), self.fps)
+        metrics.video(step, f"clips/{number}", gif(small(pixels), self.fps))
 
 
 def validate(world: WorldRun) -> WorldResult | None:
@@ -83,10 +91,15 @@ def validate(world: WorldRun) -> WorldResult | None:
                 metrics["val/loss"] = held_out_loss(world)
         if rows:
             with world.progress.phase("validation: clips", len(rows), "clips") as advance:
-                clips = sample_clips(world, rows, advance)
+                clips = sample_clips(world, validation_data(world, rows), range(len(rows)), advance)
     if clips:
         metrics |= summarise(clips)
     return WorldResult(metrics, clips, world.size.fps) if metrics else None
+
+
+def validation_data(world: WorldRun, rows: Sequence[WorldRow]) -> WorldDataset:
+    source = world.validation if len(world.validation) else world.training
+    return WorldDataset(rows, source.read)
 
 
 @contextmanager
@@ -100,14 +113,14 @@ def averaged(world: WorldRun) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample_clips(world: WorldRun, rows: Sequence[WorldRow], advance: Callable[[int], object]) -> list[Shown]:
-    """A clip of each row from noise that never changes, along the ODE."""
-    source = world.validation if len(world.validation) else world.training
-    dataset = WorldDataset(list(rows), source.read)
-    places = [Place(number, 0) for number in range(len(rows))]
+def sample_clips(
+    world: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
+) -> list[Shown]:
+    """A clip of each of these rows from noise that never changes, along the ODE. Collective."""
+    places = [Place(number, 0) for number in numbers]
     groups = share_out(places, world.share, world.config.train.micro_batch_size)
     with errors_on_all_ranks():
-        batches = world.inputs.micro_batches(groups, dataset, range(len(rows)), 0, with_clean=False)
+        batches = world.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
     found: list[tuple[MicroBatch, Tensor, Callable[[], Scores] | None, list[Look]]] = []
     for batch in batches:
         latents = solve_ode(world, batch.to(world.device))
@@ -122,7 +135,7 @@ def sample_clips(world: WorldRun, rows: Sequence[WorldRow], advance: Callable[[i
     return sorted((one for part in gather_objects(own) for one in part), key=lambda one: one.number)
 
 
-def solve_ode(world: WorldRun, batch: MicroBatch) -> Tensor:
+def solve_ode(world: ClipMaker, batch: MicroBatch) -> Tensor:
     """Latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
     config = world.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
@@ -141,7 +154,7 @@ def no_noise(number: int) -> Tensor:
 
 
 def shown_of(
-    world: WorldRun, batch: MicroBatch, latents: Tensor, result: Callable[[], Scores] | None, seen: Sequence[Look]
+    world: ClipMaker, batch: MicroBatch, latents: Tensor, result: Callable[[], Scores] | None, seen: Sequence[Look]
 ) -> list[Shown]:
     scores = None if result is None else result()
     found = []

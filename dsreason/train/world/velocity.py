@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dsreason.train.world.build import WorldRun
-from dsreason.train.world.clips import MicroBatch
+from dsreason.config.schema_world import WorldConfig
+from dsreason.train.world.clips import MicroBatch, Share
+from dsreason.train.world.inputs import Inputs
+from dsreason.world.families import WorldFamily
+from dsreason.world.latents import LatentCodec
+from dsreason.world.rewards import ClipScorer
 from dsreason.world.sampler import Velocity, guided
+from dsreason.world.types import ClipSize
 
 
-def velocity_of(world: WorldRun, batch: MicroBatch, scale: float) -> Velocity:
+class ClipMaker(Protocol):
+    """What sampling and scoring clips takes: a run has it, and so has an evaluation."""
+
+    @property
+    def config(self) -> WorldConfig: ...
+    @property
+    def family(self) -> WorldFamily: ...
+    @property
+    def model_path(self) -> Path: ...
+    @property
+    def engine(self) -> nn.Module:
+        """The transformer, or the DeepSpeed engine around it."""
+
+    @property
+    def codec(self) -> LatentCodec: ...
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def share(self) -> Share: ...
+    @property
+    def size(self) -> ClipSize: ...
+    @property
+    def scorer(self) -> ClipScorer | None: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def velocity_of(world: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:
     """The policy's velocity of these clips with guidance: one function for sampling and for training.
 
     Args:

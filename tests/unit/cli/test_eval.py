@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsreason.cli import eval as cli
-from dsreason.cli.eval import RECIPE, load, names_datasets, question_overrides
+from dsreason.cli.eval import RECIPE, exported, find_world, load, names_datasets, question_overrides
 from dsreason.config.load import load_config
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
@@ -108,3 +109,45 @@ def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
     monkeypatch.setattr(cli, "run", lambda config: found.append(config.model.tensor_parallel_size))
     cli.evaluate(model="m", dataset=["robovqa"])
     assert found == [2]
+
+
+def world_run(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"config": {"world": {"algorithm": "nft"}}}))
+    return folder
+
+
+def test_a_world_models_configuration_is_that_of_the_run(tmp_path: Path) -> None:
+    run = world_run(tmp_path / "run")
+    export = run / "export" / "final"
+    export.mkdir(parents=True)
+    for model in (run, export, run / "checkpoints" / "step_3"):
+        found = find_world(None, str(model))
+        assert found is not None
+        assert found.values == {"world": {"algorithm": "nft"}}
+        assert found.arguments == []
+    assert find_world(None, str(tmp_path)) is None
+    assert find_world(None, None) is None
+
+
+def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path) -> None:
+    (tmp_path / "world.toml").write_text('[world]\nalgorithm = "sft"')
+    (tmp_path / "eval.toml").write_text('datasets = ["robovqa"]')
+    found = find_world(tmp_path / "world.toml", "outputs/other")
+    assert found is not None
+    assert found.values == {"world": {"algorithm": "sft"}}
+    assert find_world(tmp_path / "eval.toml", "outputs/other") is None
+    record = find_world(world_run(tmp_path / "run") / "config.json", None)
+    assert record is not None
+    assert record.values == {"world": {"algorithm": "nft"}}
+
+
+def test_a_world_run_stands_for_its_final_export(tmp_path: Path) -> None:
+    run = world_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"no export/final; write one with dsreason export"):
+        exported(str(run))
+    (run / "export" / "final").mkdir(parents=True)
+    assert exported(str(run)) == str(run / "export" / "final")
+    assert exported("nvidia/Cosmos-Predict2.5-2B") == "nvidia/Cosmos-Predict2.5-2B"
+    (run / "export" / "final" / "model_index.json").write_text("{}")
+    assert exported(str(run / "export" / "final")) == str(run / "export" / "final")

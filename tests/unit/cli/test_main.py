@@ -99,9 +99,14 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
 def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
     unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.datasets.builtin"}
-    unneeded |= {"sklearn", "pandas"}
+    unneeded |= {"sklearn", "pandas", "diffusers", "peft"}
     start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.sft.loop"
     assert imported_by(start, tmp_path) & unneeded == set()
+
+
+def test_what_only_world_models_need_is_not_imported_by_grpo(tmp_path: Path) -> None:
+    start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.grpo.loop"
+    assert imported_by(start, tmp_path) & {"diffusers", "peft", "dsreason.world"} == set()
 
 
 def test_what_a_start_does_not_see_can_be_imported_after_it(tmp_path: Path) -> None:
@@ -377,11 +382,10 @@ def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = (demo.Stage("SFT", 60, 20), demo.Stage("GRPO", 50, 30), demo.Stage("export", 0, 10))
-    monkeypatch.setattr(demo, "STAGES", stages)
     parts = []
     for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
         monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
-        with demo.announce_stage(number, 1000.0):
+        with demo.announce_stage(number, 1000.0, stages):
             parts.append(part_of_environment())
     assert part_of_environment() is None
     assert capsys.readouterr().err.splitlines() == [

@@ -10,8 +10,12 @@ import pytest
 from dsreason.config import shipped
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file, shipped_file, shipped_names, shipped_root
 from dsreason.errors import ConfigError
+
+WORLD = [name for name in shipped_names("launch/recipes") if "world" in name]
+RECIPES = [name for name in shipped_names("launch/recipes") if name not in WORLD]
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +67,14 @@ def test_every_shipped_deepspeed_file_is_json() -> None:
         assert isinstance(json.loads(shipped_file("ds_configs", name).read_text()), dict)
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_names("launch/recipes") if "sft" in name])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "sft" in name])
 def test_every_shipped_sft_recipe_loads(name: str) -> None:
     load_config(SFTConfig, Path(name), default_recipe=name)
+
+
+@pytest.mark.parametrize("name", WORLD)
+def test_every_shipped_world_recipe_loads(name: str) -> None:
+    load_config(WorldConfig, Path(name), default_recipe=name)
 
 
 def test_without_a_path_the_default_recipe_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

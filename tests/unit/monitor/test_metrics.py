@@ -1,5 +1,6 @@
 import json
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dsreason.config.schema import MonitorConfig
 from dsreason.monitor import metrics as metrics_module
 from dsreason.monitor.metrics import Metrics, open_metrics
+from dsreason.world.video import gif
 
 
 def open_in(folder: Path, *, resume_step: int | None = None, **monitor: object) -> Metrics:
@@ -121,6 +123,17 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
     assert text == "    Q: <video> which way?\n    A: left\n"
 
 
+def test_tensorboard_shows_a_clip_as_it_shows_its_own_videos(tmp_path: Path) -> None:
+    """An animated GIF in a picture's place, with its size; no package that makes videos is needed."""
+    clip = np.random.default_rng(0).integers(0, 255, (3, 5, 16, 24), dtype=np.uint8)
+    made = gif(clip, 8.0)
+    with open_in(tmp_path) as metrics:
+        metrics.video(3, "clips/0", made)
+    (event,) = board(tmp_path).Images("clips/0")
+    assert (event.step, event.width, event.height, event.encoded_image_string) == (3, 24, 16, made)
+    assert Image.open(BytesIO(event.encoded_image_string)).n_frames == 5
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, rank=1, resume_step=None, config=MonitorConfig(), run_config={})
     assert type(metrics) is Metrics
@@ -129,6 +142,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         metrics.text(1, "a", "b")
         metrics.images(1, "a", [])
         metrics.histogram(1, "a", np.zeros(1))
+        metrics.video(1, "a", b"")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -130,6 +130,12 @@ def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
         step_of("flow", s, s_next, eta)
 
 
+@pytest.mark.parametrize("kind", ["cps", "ddim"])
+def test_a_share_of_the_noise_is_at_most_one(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=f"{kind} is at most 1"):
+        step_of(kind, 0.8, 0.5, 1.5)
+
+
 def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5) -> Tensor:
     """Of data from N(centre, spread²): E[noise − data | x]."""
     variance = ((1 - s) * spread) ** 2 + s**2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from dsreason.config.schema_world import WorldConfig
-from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.train.world.preflight import check, step_order, total_steps
+from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
+from dsreason.train.world.preflight import check, find_model, step_order, total_steps
 
 TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
 
@@ -61,6 +63,7 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
             DataError,
             "fewer than one global batch .100: world.prompts_per_step.",
         ),
+        ({"lora": {"rank": 4, "targets": ("to_q", "to_kk")}}, ConfigError, "called 'to_kk'; did you mean to_k"),
         ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
         ({"model": {"path": "tiny:wan", "freeze_text_projection": True}}, ConfigError, "Wan 2.1 has no such layer"),
         ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
@@ -69,6 +72,50 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
 def test_what_is_wrong_is_told(sections: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         check(made(**sections))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "scheduler/scheduler_config.json",
+        "vae/config.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "model_index.json",
+    ],
+)
+def test_a_component_that_is_missing_is_told_before_ranks_start(file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(find_model(made()), tmp_path / "model")
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=Path(file).stem):
+        check(made(model={"path": str(folder)}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"world": {"algorithm": "nft", "kl": "mean", "window": 2}}, "world.window, world.kl"),
+        ({"world": {"data_coef": 0.1}, "train": {"global_batch_size": 3}}, "world.data_coef, train.global_batch_size"),
+    ],
+)
+def test_what_the_algorithm_does_not_read_is_said(
+    sections: dict[str, Any], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(made(**sections))
+    assert f"does not use {names}" in caplog.text
+
+
+def test_what_is_usual_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    for algorithm in ("sft", "flow_grpo", "ddrl", "nft"):
+        check(made(world={"algorithm": algorithm}))
+    assert "does not use" not in caplog.text
+
+
+@pytest.mark.parametrize("sde", ["cps", "ddim"])
+def test_a_share_of_the_noise_is_at_most_one(sde: str) -> None:
+    with pytest.raises(ValidationError, match=rf"noise_level \(1.5\) of sde '{sde}'"):
+        made(world={"sde": sde, "noise_level": 1.5})
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "ddrl"])

@@ -1,0 +1,91 @@
+"""What an evaluation of a world model leaves: settings, and a file for each clip, so that it can go on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.config.output import flat
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.atomic import write_file
+
+SETTINGS_FILE, CLIPS = "world.json", "clips"
+MODEL_KEYS = ("model.path", "model.revision")
+"""What two evaluations that are compared may differ in."""
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """Example: `ClipResult(3, "test.txt:4", "a red square", {"": 0.9, "colour": 0.95}, 0.2, 0.01, [12, 200, …])`."""
+
+    number: int
+    """Of the prompt; the noise depends on it."""
+    id: str
+    prompt: str
+    rewards: dict[str, float]
+    """By name, and under "" their weighted sum; empty without rewards."""
+    brightness: float
+    motion: float
+    picture: list[int]
+    """The clip in few pixels, 0 to 255: how alike clips are."""
+
+
+def clip_file(folder: Path, number: int) -> Path:
+    return folder / CLIPS / f"{number}.json"
+
+
+def write_clip(folder: Path, clip: ClipResult) -> None:
+    write_file(clip_file(folder, clip.number), json.dumps(asdict(clip), ensure_ascii=False) + "\n")
+
+
+def read_clips(folder: Path) -> list[ClipResult]:
+    """In the order of their numbers. DataError where a file is damaged."""
+    files = sorted((folder / CLIPS).glob("*.json"), key=lambda file: int(file.stem))
+    return [read_clip(file) for file in files]
+
+
+def read_clip(file: Path) -> ClipResult:
+    try:
+        return ClipResult(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file}: is not the result of a clip ({error}); delete it and evaluate again") from error
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """ConfigError where the folder holds an evaluation with other settings."""
+    if (folder / SETTINGS_FILE).is_file() and (changed := differing(read_settings(folder), settings)):
+        name, (before, now) = next(iter(changed.items()))
+        raise ConfigError(
+            f"{folder}: holds an evaluation with another {name} ({before!r}, now {now!r}); choose another --results-dir, or "
+            "begin anew with --overwrite"
+        )
+
+
+def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make the folder, empty with `overwrite`. ConfigError as `check_settings`."""
+    (folder / CLIPS).mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        for clip in (folder / CLIPS).iterdir():
+            clip.unlink()
+    else:
+        check_settings(folder, settings)
+    write_file(folder / SETTINGS_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """DataError where the folder has none."""
+    file = folder / SETTINGS_FILE
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file}: are not the settings of an evaluation of a world model ({error})") from error
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Setting → its two values, nested names joined by dots."""
+    first, second = flat(dict(one)), flat(dict(other))
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

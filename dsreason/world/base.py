@@ -1,0 +1,74 @@
+"""The model that an export belongs to: exports have what was trained, and not the text encoder of 16 GB."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsreason.config.schema_world import WorldModelConfig
+from dsreason.errors import CheckpointError
+from dsreason.files.atomic import build_once
+from dsreason.world.families.components import read_json
+
+FILE = "base_model.json"
+"""In an export: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`, as `model` of the run says them."""
+
+
+def base_note(model: Mapping[str, Any], source: Path) -> str:
+    """What an export says of the model that its run began with.
+
+    Args:
+        model: `path` and `revision` of the run's configuration; empty where that is not known.
+        source: the local folder of that model. One of an export has its own note, which is kept: no chain grows.
+    """
+    if (source / FILE).is_file():
+        return (source / FILE).read_text(encoding="utf-8")
+    path = model.get("path", str(source))
+    if (local := Path(path).expanduser()).is_dir():
+        path = str(local.absolute())
+    return json.dumps({"path": path, "revision": model.get("revision")}, indent=2) + "\n"
+
+
+def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
+    """A folder with the export's transformer and everything else of its base model, as links; any other folder as it is.
+
+    CheckpointError where the base model cannot be found, or the export is of an adapter.
+    """
+    if not (folder / FILE).is_file() or (folder / "vae").is_dir():
+        return folder
+    if not (folder / "transformer").is_dir():
+        raise CheckpointError(
+            f"{folder}: is an export of an adapter, which is not trained further; take the model that it belongs to, "
+            f"{read_json(folder / FILE).get('path')}, or go on with its run by --resume"
+        )
+    return joined(folder, base_of(folder, resolve), cache)
+
+
+def base_of(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
+    """The local folder of an export's base model."""
+    note = read_json(folder / FILE)
+    try:
+        return resolve(WorldModelConfig(path=note["path"], revision=note.get("revision")))
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder / FILE}: does not name a model ({error}); write its path there") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / FILE}: {error}; write there where the model is now") from error
+
+
+def joined(folder: Path, base: Path, cache: Path) -> Path:
+    folder, base = folder.resolve(), base.resolve()
+    key = hashlib.sha256(f"{folder}\n{base}".encode()).hexdigest()[:16]
+
+    def link(target: Path) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        for part in sorted({part.name for part in base.iterdir()} | {"transformer", "scheduler", FILE}):
+            if part.startswith("."):
+                continue
+            own = folder / part if (folder / part).exists() else base / part
+            (target / part).unlink(missing_ok=True)
+            (target / part).symlink_to(own)
+
+    return build_once(cache / f"export-{key}", link)

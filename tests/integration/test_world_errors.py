@@ -1,0 +1,139 @@
+"""What goes wrong in the middle of a run of world models ends with one error that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.integration.test_world import RUN, run_world, values
+from tests.unit.world.data.test_clips import video
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+SHORT: dict[str, Any] = {
+    "train.max_steps": 2,
+    "world.prompts_per_step": 2,
+    "world.sampling_steps": 2,
+    "validation.max_samples": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep_best": "false",
+    "model.gradient_checkpointing": "false",
+}
+OWN = """
+import os
+
+def on_one_rank(clips, samples):
+    if os.environ["RANK"] == "1":
+        raise ValueError("no weights here")
+    return [1.0] * len(samples)
+
+def none(clips, samples):
+    return [float("nan")] * len(samples)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`run.toml`, rewards in `own.py`, `videos/` of which one is damaged, and a run `started/` with a checkpoint."""
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "own.py").write_text(OWN)
+    data = folder / "data"
+    (data / "videos").mkdir(parents=True)
+    (data / "metas").mkdir()
+    for number in range(24):
+        video(data / "videos" / f"{number:02}.mp4", frames=12, fps=16)
+        (data / "metas" / f"{number:02}.txt").write_text(f"square {number}")
+    (data / "videos" / "13.mp4").write_bytes(b"no video")
+    run_on_ranks(run_world, 1, str(folder), "started", None, SHORT | {"train.max_steps": 1})
+    return folder
+
+
+def failure(folder: Path, name: str, changes: dict[str, Any], *, ranks: int = 1, resume: str | None = None) -> str:
+    with pytest.raises(AssertionError) as caught:
+        run_on_ranks(run_world, ranks, str(folder), name, resume, SHORT | changes)
+    assert not list((folder / name).glob("checkpoints/step_*")), "nothing is written of a step that failed"
+    return str(caught.value)
+
+
+def test_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
+    changes = {"reward.functions": f'{{ "{folder / "own.py"}:on_one_rank" = 1.0 }}', "reward.workers": 0}
+    found = failure(folder, "one_rank", changes, ranks=2)
+    assert "RewardError" in found
+    assert "raised ValueError: no weights here" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("nan", {"reward.functions": '{{ "{folder}/own.py:none" = 1.0 }}'}, "returned nan for"),
+        ("cut", {"model.max_prompt_length": 12}, "have the same embedding; they are cut at model.max_prompt_length"),
+        (
+            "down",
+            {
+                "reward.services": '[{{ name = "a", score_key = "b" }}]',
+                "reward.enqueue_url": '"http://127.0.0.1:9/api/reward/enqueue"',
+                "reward.fetch_url": '"http://127.0.0.1:9/api/reward/pull"',
+                "reward.time_limit": 3.0,
+            },
+            "RewardError",
+        ),
+    ],
+)
+def test_one_error_names_it(name: str, changes: dict[str, Any], text: str, folder: Path) -> None:
+    filled = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in changes.items()}
+    assert text in failure(folder, name, filled)
+
+
+CLIPS = {
+    "world.algorithm": '"sft"',
+    "train.global_batch_size": 12,
+    "data.format": '"folder"',
+    "data.validation": 0,
+    "data.workers": 1,
+    "checkpoint.export": '"none"',
+}
+
+
+def test_a_clip_that_cannot_be_read_is_named(folder: Path) -> None:
+    found = failure(folder, "unreadable", CLIPS | {"data.path": json.dumps(str(folder / "data"))})
+    assert "DataError" in found
+    assert "13.mp4" in found
+
+
+def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_for(folder: Path) -> None:
+    changes = CLIPS | {"data.path": json.dumps(str(folder / "data")), "data.on_bad_row": '"skip"'}
+    run_on_ranks(run_world, 1, str(folder), "skipped", None, SHORT | changes)
+    assert [line["train/skipped_rows"] for line in values(folder / "skipped")][-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        (
+            "other_algorithm",
+            {"world.algorithm": '"nft"'},
+            "average_old_rank_0.safetensors: is missing: the run that saved",
+        ),
+        ("adapter", {"lora.rank": 4}, "parameters differ: not in the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_run_is_refused(
+    name: str, changes: dict[str, Any], text: str, folder: Path
+) -> None:
+    shutil.rmtree(folder / name, ignore_errors=True)
+    found = failure(folder, name, changes, resume="started/checkpoints/step_1")
+    assert "CheckpointError" in found
+    assert text in found
+
+
+def test_bfloat16_trains_on_a_cpu(folder: Path) -> None:
+    """Sampling and training round alike, so the ratio is 1."""
+    changes = {"train.precision": '"bf16"', "train.max_steps": 1, "checkpoint.export_dtype": '"auto"'}
+    run_on_ranks(run_world, 1, str(folder), "bf16", None, SHORT | changes)
+    assert values(folder / "bf16")[0]["policy/ratio_error"] < 1e-4

@@ -1,0 +1,118 @@
+"""`dsreason eval` of world models as a person would run it: two models, a stop on the way, and a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import dsreason, metrics
+
+pytestmark = pytest.mark.integration
+
+RUN = """
+[model]
+path = "tiny:squares"
+max_prompt_length = 64
+[data]
+frames = 9
+height = 32
+width = 32
+limit = 24
+validation = 8
+[optim]
+lr = 1e-2
+[train]
+max_steps = 1
+precision = "fp32"
+micro_batch_size = 3
+ema_decay = 0.5
+[world]
+prompts_per_step = 2
+num_generations = 2
+sampling_steps = 4
+schedule = "linear"
+guidance_scale = 2.0
+conditional_frames = [0, 1]
+[reward.functions]
+follow = 1.0
+brightness = 0.5
+[validation]
+max_samples = 5
+[checkpoint]
+export_dtype = "fp32"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`run/`, a run on one rank, and `results/` of its model and of the one that it began with."""
+    pytest.importorskip("diffusers")
+    folder = tmp_path_factory.mktemp("world_eval")
+    (folder / "run.toml").write_text(RUN)
+    trained = dsreason("world", "--config", "run.toml", "--output-dir", "run", cwd=folder)
+    assert trained.returncode == 0, trained.stderr
+    for options in (["--model", "run", "--nproc", "2"], ["--config", "run.toml"]):
+        ended = dsreason("eval", *options, "--results-dir", "results", cwd=folder)
+        assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def means(results: Path) -> dict[str, float]:
+    summary = json.loads((results / "summary.json").read_text())
+    return {name: one["mean"] for name, one in summary["values"].items()}
+
+
+def test_an_evaluation_finds_what_the_last_validation_found(folder: Path) -> None:
+    """The same prompts, noise, guidance and given frames, on two ranks in other micro-batches, of the exported average."""
+    last = metrics(folder / "run")[-1]
+    found = means(folder / "results" / "run-final")
+    assert found["reward"] == pytest.approx(last["val/reward/mean"], abs=1e-5)
+    assert found["reward/follow"] == pytest.approx(last["val/reward/follow/mean"], abs=1e-5)
+    assert found["brightness"] == pytest.approx(last["val/brightness"], abs=1e-5)
+    assert (folder / "results" / "run-final" / "world.html").read_text().count("<video") == 5
+
+
+def test_the_model_that_training_began_with_is_what_the_first_validation_measured(folder: Path) -> None:
+    first = metrics(folder / "run")[0]
+    found = means(folder / "results" / "tiny-squares")
+    assert found["reward"] == pytest.approx(first["val/reward/mean"], abs=1e-5)
+    assert found["reward"] != pytest.approx(metrics(folder / "run")[-1]["val/reward/mean"], abs=1e-5)
+
+
+def test_two_models_are_compared_clip_by_clip(folder: Path) -> None:
+    results = folder / "results"
+    ended = dsreason("score", "--results-dir", results / "run-final", "--compare", results / "tiny-squares", cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((results / "run-final" / "summary.json").read_text())["comparison"]
+    assert found["clips"] == 5
+    after, before = means(results / "run-final"), means(results / "tiny-squares")
+    assert found["values"]["reward"]["estimate"]["mean"] == pytest.approx(after["reward"] - before["reward"])
+    low, high = found["values"]["reward"]["estimate"]["interval"]
+    assert low <= after["reward"] - before["reward"] <= high
+    assert (results / "run-final" / "world.html").read_text().count("<video") == 10
+
+
+def test_it_goes_on_where_it_stopped(folder: Path) -> None:
+    clips = folder / "results" / "tiny-squares" / "clips"
+    before = {file.name: file.read_bytes() for file in clips.glob("*.json")}
+    kept = {name: (clips / name).stat().st_mtime_ns for name in before if name != "3.json"}
+    (clips / "3.json").unlink()
+    ended = dsreason("eval", "--config", "run.toml", "--results-dir", "results", cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert {file.name: file.read_bytes() for file in clips.glob("*.json")} == before
+    assert {name: (clips / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_what_is_of_other_models_is_refused(folder: Path) -> None:
+    ended = dsreason("eval", "--model", "run", "--data", "rows.jsonl", cwd=folder)
+    assert ended.returncode == 2
+    assert "--data: is of models that answer questions, and this is a world model" in ended.stderr
+    ended = dsreason(
+        *("eval", "--config", "run.toml", "--results-dir", "results"),
+        *("--set", "world.sampling_steps=5"),
+        cwd=folder,
+    )
+    assert ended.returncode == 2
+    assert "holds an evaluation with another world.sampling_steps (4, now 5)" in ended.stderr

@@ -1,0 +1,75 @@
+"""Exports that know which model they belong to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsreason.config.schema_world import WorldModelConfig
+from dsreason.errors import CheckpointError
+from dsreason.world.base import FILE, base_note
+from dsreason.world.models import resolve_world_model
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """An export of a run that began with `base/`."""
+    base, made = tmp_path / "base", tmp_path / "export"
+    for part in ("transformer", "vae", "tokenizer", "scheduler"):
+        (base / part).mkdir(parents=True)
+        (base / part / "origin").write_text("base")
+    index = json.dumps({"_class_name": "Cosmos2_5_PredictBasePipeline"})
+    (base / "model_index.json").write_text(index)
+    (made / "transformer").mkdir(parents=True)
+    (made / "transformer" / "origin").write_text("export")
+    (made / "model_index.json").write_text(index)
+    (made / FILE).write_text(base_note({"path": str(base)}, base))
+    return made
+
+
+def resolve(path: Path, cache: Path) -> Path:
+    return resolve_world_model(WorldModelConfig(path=str(path)), cache)
+
+
+def test_an_export_is_joined_with_its_base_model(export: Path, tmp_path: Path) -> None:
+    folder = resolve(export, tmp_path / "cache")
+    origins = {part.name: (part / "origin").read_text() for part in folder.iterdir() if (part / "origin").is_file()}
+    assert origins == {"transformer": "export", "vae": "base", "tokenizer": "base", "scheduler": "base"}
+    assert resolve(export, tmp_path / "cache") == folder
+
+
+def test_an_export_of_an_export_names_the_first_model(export: Path, tmp_path: Path) -> None:
+    joined = resolve(export, tmp_path / "cache")
+    assert json.loads(base_note({"path": str(export)}, joined))["path"] == str(tmp_path / "base")
+
+
+def test_a_name_of_the_hub_is_kept_and_a_folder_becomes_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert json.loads(base_note({"path": "nvidia/x", "revision": "r"}, tmp_path)) == {
+        "path": "nvidia/x",
+        "revision": "r",
+    }
+    assert json.loads(base_note({"path": "mine", "revision": None}, tmp_path))["path"] == str(tmp_path / "mine")
+    assert json.loads(base_note({}, tmp_path))["path"] == str(tmp_path)
+
+
+def test_a_base_model_that_is_gone_is_an_error_that_says_where_to_write_its_place(export: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{FILE}: .*write there where the model is now"):
+        resolve(export, tmp_path / "cache")
+
+
+def test_an_adapter_is_not_trained_further(export: Path, tmp_path: Path) -> None:
+    (export / "transformer" / "origin").unlink()
+    (export / "transformer").rmdir()
+    with pytest.raises(CheckpointError, match="is an export of an adapter"):
+        resolve(export, tmp_path / "cache")
+
+
+def test_a_complete_folder_is_taken_as_it_is(export: Path, tmp_path: Path) -> None:
+    assert resolve(tmp_path / "base", tmp_path / "cache") == tmp_path / "base"
