@@ -6,15 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.schema import (
-    CheckpointConfig,
-    Count,
-    JobConfig,
-    JobTrainConfig,
-    JobValidationConfig,
-    Section,
-    Share,
-)
+from dsreason.config.schema import Count, JobConfig, JobTrainConfig, JobValidationConfig, Share
+from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
 
