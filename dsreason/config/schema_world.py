@@ -173,10 +173,6 @@ class WorldConfigSection(Section):
             raise ValueError(
                 f"window ({self.window}) is longer than the first half of sampling_steps ({self.sampling_steps})"
             )
-        if self.sde in ("cps", "ddim") and self.noise_level > 1:
-            raise ValueError(
-                f"noise_level ({self.noise_level:g}) is more than 1, which is all noise with sde {self.sde!r}"
-            )
         return self
 
 

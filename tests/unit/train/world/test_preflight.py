@@ -145,10 +145,3 @@ def test_steps_count_optimizer_steps() -> None:
     assert (order.num_steps, total_steps(config, order)) == (3, 5)
     sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
     assert total_steps(sft, step_order(sft, 64)) == 8
-
-
-@pytest.mark.parametrize("sde", ["cps", "ddim"])
-def test_a_share_of_noise_is_at_most_all(sde: str) -> None:
-    with pytest.raises(ValueError, match=r"noise_level \(2\) is more than 1"):
-        made(world={"sde": sde, "noise_level": 2.0})
-    made(world={"sde": "flow", "noise_level": 2.0})
