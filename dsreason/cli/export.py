@@ -32,6 +32,10 @@ def export(
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
     found = find_checkpoint(folder) or checkpoint
     if is_of_world_model(found):
+        if results_dir:
+            raise typer.BadParameter(
+                f"{found} is of a world model, whose card has no scores", param_hint="--results-dir"
+            )
         with quick_imports():
             from dsreason.train.world.export import export_world_checkpoint
 

@@ -20,6 +20,8 @@ class WorldModelConfig(Section):
     """Hub revision, such as `diffusers/base/post-trained`."""
     max_prompt_length: int = Field(512, ge=8)
     """Prompts are padded, or cut, to this many tokens."""
+    freeze_text_projection: bool = False
+    """Where all weights are trained, all but Cosmos' first layer for text: of each prompt 1 MB is kept instead of 98 MB."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -119,7 +121,7 @@ class WorldConfigSection(Section):
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
     """Noise that a trained step adds: Flow-GRPO's, coefficients-preserving (2509.05952), DanceGRPO's, DDIM's."""
     noise_level: float = Field(0.7, ge=0)
-    """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance)."""
+    """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = None
     """Numbers of the steps that are noisy and trained, from 0; the others follow the ODE. Unset: all, or the window."""
     window: int = Field(0, ge=0)

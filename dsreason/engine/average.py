@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dsreason.engine.engine import full_shape, is_partitioned
+from dsreason.engine.host_memory import HostBuffer
 from dsreason.engine.reference import own_shares, policy_away, room_for_shares, share_of, trained_parameters
 from dsreason.errors import CheckpointError
 
@@ -22,12 +23,15 @@ class WeightAverage:
     """Float32 copies of this rank's share of the trained weights. They begin as what the engine holds.
 
     Every rank calls the methods together. Float32, whatever the training type: in bfloat16 a small change is lost.
+
+    Args:
+        room: of `room_for_shares`, for the policy while the average is in its place; others may use it, too, at other times.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
         self.engine = engine
         self.shares = {name: share.float().to("cpu", copy=True) for name, share in master_shares(engine)}
-        self._policy = room_for_shares(engine)
+        self._policy = room or room_for_shares(engine)
 
     @property
     def nbytes(self) -> int:

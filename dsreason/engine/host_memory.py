@@ -21,6 +21,8 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         sizes = [min(PIECE, nbytes - start) for start in range(0, nbytes, PIECE)]
         self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        self.taken = False
+        """Whether somebody still needs what was stored; for those who share it."""
 
     @property
     def nbytes(self) -> int:

@@ -21,11 +21,14 @@ class ReferencePolicy:
 
     It begins as the policy that the engine holds when this is constructed. Frozen parameters are the policy's own. Every
     rank calls the methods together.
+
+    Args:
+        room: of `room_for_shares`, for the policy while the reference is in its place; others may use it, too, at other times.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
         self.engine = engine
-        self._reference, self._policy = room_for_shares(engine), room_for_shares(engine)
+        self._reference, self._policy = room_for_shares(engine), room or room_for_shares(engine)
         self.become_policy()
 
     def become_policy(self) -> None:
@@ -78,13 +81,16 @@ def room_for_shares(engine: DeepSpeedEngine) -> HostBuffer:
 @contextmanager
 def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
     """Inside, the engine's trained weights may be overwritten; afterwards they are the policy's again."""
+    assert not room.taken, "the policy is away already; it would be lost"
     drop_gathered(engine)
     room.store(own_shares(engine))
+    room.taken = True
     try:
         yield
     finally:
         drop_gathered(engine)
         room.restore(own_shares(engine))
+        room.taken = False
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:

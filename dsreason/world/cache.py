@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +21,19 @@ from dsreason.files.atomic import write_file
 from dsreason.files.cache import cache_errors
 from dsreason.problems import listed
 from dsreason.world.families import WorldFamily
+from dsreason.world.families.components import read_json
 from dsreason.world.latents import LatentCodec
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """In every key: one more whenever the same models and inputs give other values."""
 TENSOR, DIGEST = "values", "sha256"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
 """Share of the prompts that the model may be unable to tell from another one."""
+SECONDS = 30.0
+"""Between two lines that say how many prompts are encoded."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,40 @@ class TextCache:
         if rank == 0:
             self._warn_of_cuts(list(dict.fromkeys(prompts)))
         share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
-        missing = [prompt for prompt in share if not self._file(prompt).is_file()]
+        missing = self._missing(share)
         if not missing:
             return
         embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
         if self.projected:
             assert self.family.project_text is not None
             embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
-        for prompt, embedding in zip(missing, embeddings, strict=True):
+        told = time.monotonic()
+        for number, (prompt, embedding) in enumerate(zip(missing, embeddings, strict=True), 1):
             _write(self._file(prompt), embedding[0])
+            if time.monotonic() > told + SECONDS:
+                told = time.monotonic()
+                log.info("%d of %d prompts are encoded", number, len(missing))
+
+    def check_room(self, prompts: Sequence[str]) -> None:
+        """StorageError where the embeddings of those of these prompts that are not there yet do not fit on the disk."""
+        missing = self._missing(prompts)
+        width = self.family.text_width(read_json(self.model / "transformer" / "config.json"), self.projected)
+        one = self.max_length * width * self.dtype.itemsize
+        place = next(folder for folder in self.folder.absolute().parents if folder.exists())
+        free = shutil.disk_usage(place).free
+        if len(missing) * one > free:
+            smaller = self.family.project_text is not None and not self.projected
+            advice = (
+                "model.freeze_text_projection = true keeps a hundredth of it" if smaller else "train on fewer prompts"
+            )
+            raise StorageError(
+                f"{place}: the embeddings of {len(missing)} prompts, {one / 1e6:.1f} MB each, need "
+                f"{len(missing) * one / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, set DSREASON_CACHE to "
+                f"another folder, or {advice}"
+            )
+
+    def _missing(self, prompts: Sequence[str]) -> list[str]:
+        return [prompt for prompt in prompts if not self._file(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
         """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""

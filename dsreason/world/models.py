@@ -127,7 +127,8 @@ def load_transformer(
 
     Under ZeRO-3 every rank copies its own part of each parameter out of the mapped files: no rank holds the model. All
     ranks call it together, after `init_distributed`. All parameters get `dtype`, those included that diffusers would keep
-    in float32. CheckpointError lists tensors that are missing, unexpected or of another shape.
+    in float32 (of Wan the time embedding, the modulation tables and some norms): in bfloat16 clips are not exactly the
+    pipeline's. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
     transformer = empty_transformer(folder)
     weights = find_weights(folder / "transformer", str, WEIGHTS)
@@ -153,7 +154,7 @@ def place_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> LatentCodec:
-    """The codec of a model's folder, frozen. A linear one computes in float32 whatever `dtype` is."""
+    """The codec of a model's folder, frozen. Those of Wan and linear ones compute in float32 whatever `dtype` is."""
     file = folder / "vae" / "config.json"
     kind = read_json(file).get("_class_name")
     if kind == "LinearCodec":
@@ -162,6 +163,8 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         raise CheckpointError(f"{file}: {kind} is not supported; supported are AutoencoderKLWan and LinearCodec")
     from diffusers import AutoencoderKLWan
 
+    if dtype != torch.float32 and family_of(folder).float32_vae:
+        dtype = torch.float32
     try:
         vae = AutoencoderKLWan.from_pretrained(
             folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.integration
 
 TEXT = {"cosmos_predict2_5": 128, "wan": 32}
 """Width of the text embeddings of each family's tiny model."""
+CASES = {"cosmos_predict2_5": ("cosmos_predict2_5", True), "text": ("cosmos_predict2_5", False), "wan": ("wan", False)}
+"""Model, and whether frames are given, which have times of their own."""
 RANKS = 2
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -29,15 +31,16 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def predict(name: str, transformer: Any, frames: int = 3) -> Tensor:
-    """The velocity of two clips of 12 tokens; for Cosmos the first frame of the first clip is given."""
+def predict(case: str, transformer: Any, frames: int = 3) -> Tensor:
+    """The velocity of two clips of 12 tokens; where frames are given, it is the first one of the first clip."""
     from dsreason.world.families import FAMILIES
     from dsreason.world.types import Conditioning
 
+    name, given = CASES[case]
     family, shape = FAMILIES[name], (2, 16, frames, 4, 4)
     x, text, s = draw(*shape, seed=0), draw(2, 8, TEXT[name], seed=1), torch.tensor([0.3, 0.8])
     conditioning = None
-    if family.max_conditional_frames:
+    if given:
         mask = torch.zeros(2, 1, frames, 1, 1)
         mask[0, :, 0] = 1
         conditioning = Conditioning(draw(*shape, seed=2) * mask, mask)
@@ -48,13 +51,14 @@ def loss_of(velocity: Tensor) -> Tensor:
     return (velocity * draw(*velocity.shape, seed=3)).sum()
 
 
-def load(root: str, name: str, deepspeed: dict[str, Any] | None = None, *, parallel: bool) -> Any:
+def load(root: str, case: str, deepspeed: dict[str, Any] | None = None, *, parallel: bool) -> Any:
     import torch.distributed as dist
 
     from dsreason.world.context_parallel import parallelise
     from dsreason.world.families import FAMILIES
     from dsreason.world.models import load_transformer
 
+    name, _ = CASES[case]
     transformer = load_transformer(Path(root, name), torch.float32, deepspeed)
     if parallel:
         parallelise(transformer, FAMILIES[name], dist.group.WORLD)
@@ -86,35 +90,35 @@ def compare(root: str) -> dict[str, dict[str, float]]:
 
     init_world()
     found: dict[str, dict[str, float]] = {}
-    for name in TEXT:
-        whole = load(root, name, parallel=False)
-        expected = predict(name, whole)
+    for case in CASES:
+        whole = load(root, case, parallel=False)
+        expected = predict(case, whole)
         loss_of(expected).backward()
         gradients = plain_gradients(whole, summed=False)
         for kind in ("plain", "checkpointed"):
-            shared = load(root, name, parallel=True)
+            shared = load(root, case, parallel=True)
             if kind == "checkpointed":
                 shared.enable_gradient_checkpointing()
-            output = predict(name, shared)
+            output = predict(case, shared)
             loss_of(output).backward()
-            found[f"{name} {kind}"] = {
+            found[f"{case} {kind}"] = {
                 "output": (output - expected).abs().max().item(),
                 "gradients": worst(plain_gradients(shared, summed=True), gradients),
             }
-        sampled = load(root, name, parallel=True)
+        sampled = load(root, case, parallel=True)
         with torch.no_grad():
-            found[f"{name} sampling"] = {
-                "output": (predict(name, sampled) - expected).abs().max().item(),
+            found[f"{case} sampling"] = {
+                "output": (predict(case, sampled) - expected).abs().max().item(),
                 "gradients": 0.0,
             }
-        partitioned = load(root, name, DS_CONFIG, parallel=True)
+        partitioned = load(root, case, DS_CONFIG, parallel=True)
         partitioned.enable_gradient_checkpointing()
         engine, *_ = deepspeed.initialize(
             model=partitioned, optimizer=torch.optim.AdamW(partitioned.parameters()), config=DS_CONFIG
         )
-        output = predict(name, engine)
+        output = predict(case, engine)
         engine.backward(loss_of(output) * RANKS)
-        found[f"{name} ZeRO-3"] = {
+        found[f"{case} ZeRO-3"] = {
             "output": (output - expected).abs().max().item(),
             "gradients": worst(full_gradients(engine), gradients),
         }
@@ -132,8 +136,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "sampling", "ZeRO-3"])
-@pytest.mark.parametrize("name", TEXT)
-def test_two_ranks_compute_what_one_does(compared: list[dict[str, dict[str, float]]], name: str, kind: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_does(compared: list[dict[str, dict[str, float]]], case: str, kind: str) -> None:
     for rank in compared:
-        assert rank[f"{name} {kind}"]["output"] < 1e-5
-        assert rank[f"{name} {kind}"]["gradients"] < 1e-4
+        assert rank[f"{case} {kind}"]["output"] < 1e-5
+        assert rank[f"{case} {kind}"]["gradients"] < 1e-4

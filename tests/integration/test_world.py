@@ -72,6 +72,7 @@ NFT = {
 
 SFT = {
     "world.algorithm": '"sft"',
+    "model.freeze_text_projection": "true",
     "world.conditional_frames": "[0, 2]",
     "train.global_batch_size": 5,
     "train.ema_decay": 0.9,
@@ -190,6 +191,15 @@ def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(cl
     shown = metrics(clips / "sft")
     assert shown[-1]["val/loss"] < shown[0]["val/loss"]
     assert "val/reward/mean" not in shown[0]
+
+
+def test_a_frozen_projection_stays_as_it_was_and_is_exported(clips: Path) -> None:
+    base = load_file(Path(str(run_facts(clips / "sft")["model_path"])) / FULL)
+    found = exported(clips / "sft", FULL)
+    assert found.keys() == base.keys()
+    same = {name for name, value in found.items() if value.equal(base[name])}
+    assert {"crossattn_proj.0.weight", "crossattn_proj.0.bias"} <= same
+    assert len(same) < len(base) / 2
 
 
 def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:

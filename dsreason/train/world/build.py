@@ -19,7 +19,7 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
-from dsreason.engine.reference import ReferencePolicy
+from dsreason.engine.reference import ReferencePolicy, room_for_shares
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, errors_on_all_ranks, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
@@ -29,10 +29,19 @@ from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
 from dsreason.train.world.export import export_file, write_export
 from dsreason.train.world.inputs import Clip, Inputs, open_inputs, read_ahead, used_prompts
-from dsreason.train.world.preflight import check, clip_size, find_model, open_data, sigmas_of, step_order, total_steps
+from dsreason.train.world.preflight import (
+    check,
+    clip_size,
+    find_model,
+    open_data,
+    sigmas_of,
+    step_order,
+    total_steps,
+)
 from dsreason.world.context_parallel import parallelise
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import LatentCodec
 from dsreason.world.lora import add_lora, lora_metadata
 from dsreason.world.models import load_transformer, load_vae
@@ -72,6 +81,8 @@ class WorldRun(JobRun[WorldConfig]):
     """What measures the policy: `validate` of `validate.py`, which needs this file."""
     checked: bool = False
     """Whether sampling and training have been found to be one function in this process."""
+    eps_told: bool = False
+    """Whether a gradient near Adam's epsilon has been warned of."""
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     """Of the newest rollout."""
 
@@ -187,6 +198,8 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
     family, metadata = family_of(folder), None
     log.info("loading %s", folder)
     transformer = load_transformer(folder, DTYPES[config.train.precision], opened.deepspeed, opened.world.device)
+    if config.model.freeze_text_projection:
+        transformer.get_submodule(PROJECTED).requires_grad_(False)
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
@@ -212,15 +225,15 @@ def start_weights(
 ) -> tuple[TrainerState, ReferencePolicy | None, dict[str, WeightAverage]]:
     """Where the run starts, the reference where there is a KL, and the averages of the weights, as the checkpoint has them."""
     config, checkpoint = opened.config, opened.checkpoint
+    with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
+    wanted = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
+    # The policy's place while others are in the engine, one at a time: for 14B it is 28 GB a host.
+    room = room_for_shares(engine) if with_kl or any(wanted.values()) else None
     # Before a checkpoint is loaded: it is the model that training began with.
-    reference = ReferencePolicy(engine) if config.world.kl_coef and config.world.algorithm != "sft" else None
+    reference = ReferencePolicy(engine, room) if with_kl else None
     state = start_state(engine, checkpoint, config, opened.model_path, opened.world, with_frozen=with_frozen)
-    names: dict[str, Callable[[], bool]] = {
-        "ema": lambda: config.train.ema_decay is not None,
-        "old": lambda: config.world.algorithm == "nft",
-    }
     check_start(config, state.step)
-    averages = {name: WeightAverage(engine) for name, wanted in names.items() if wanted()}
+    averages = {name: WeightAverage(engine, room) for name in wanted if wanted[name]}
     if checkpoint is not None:
         for name, average in averages.items():
             average.load(checkpoint, name, read_checkpoint(checkpoint).world_size)

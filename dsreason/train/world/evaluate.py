@@ -38,7 +38,11 @@ from dsreason.world.video import small, write_mp4
 
 SECTIONS = ("model", "data", "world", "reward", "validation")
 """That decide what is sampled and how it is scored."""
-IGNORED = {"model": ("gradient_checkpointing",), "data": ("workers", "prefetch", "shuffle"), "reward": ("workers",)}
+IGNORED = {
+    "model": ("freeze_text_projection", "gradient_checkpointing"),
+    "data": ("workers", "prefetch", "shuffle"),
+    "reward": ("workers",),
+}
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import SavedRun, check_sizes, read_checkpoint
 from dsreason.checkpoints.export import DTYPES, check_target_empty, parse_size, write_weights
 from dsreason.checkpoints.model_card import CARD, model_card, recorded
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.average import WeightAverage, average_file, saved_average
-from dsreason.engine.engine import frozen_names, full_parameters
+from dsreason.engine.engine import frozen_names, full_parameters, hf_name
 from dsreason.errors import SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 from dsreason.world.base import FILE as BASE
@@ -125,11 +124,19 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
     check_sizes(checkpoint)
     check_target_empty(output)
     lora = saved.state.extra.get("lora")
-    tensors = dict(checkpoint_tensors(checkpoint, saved, with_frozen=lora is None))
-    if (checkpoint / average_file("ema", 0)).is_file():
-        shapes = {name: torch.Size(one.shape) for name, one in saved.parameters.items() if one.trained}
-        tensors |= saved_average(checkpoint, "ema", shapes, saved.world_size)
+    tensors = saved_tensors(checkpoint, saved, with_frozen=lora is None)
     run = checkpoint.absolute().parent.parent
     source = Path(saved.state.model_path)
     texts = texts_of(run, saved.state.step, source, dtype)
-    write_folder(iter(tensors.items()), source, output, lora, dtype, parse_size(max_shard_size), texts)
+    write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
+
+
+def saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a checkpoint, averaged where it was: one after the other, since all of them are 56 GB for 14B."""
+    averaged = (checkpoint / average_file("ema", 0)).is_file()
+    trained = {hf_name(name) for name, one in saved.parameters.items() if one.trained}
+    for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=with_frozen):
+        if averaged and name in trained:
+            yield from saved_average(checkpoint, "ema", {name: tensor.shape}, saved.world_size)
+        else:
+            yield name, tensor

@@ -15,6 +15,7 @@ from dsreason.train.common.steps import after_steps, before_steps, count_step, l
 from dsreason.train.world import nft, sft, update
 from dsreason.train.world.build import WorldRun, build_world
 from dsreason.train.world.clips import MicroBatch, Sample
+from dsreason.train.world.gradients import grad_over_eps
 from dsreason.train.world.rollout import rollout
 from dsreason.train.world.validate import validate
 
@@ -65,7 +66,8 @@ def world_step(world: WorldRun, part: Part, rollout_step: int) -> dict[str, floa
     with world.memory.phase("train"):
         metrics = gradients(world, part, step, rollout_step)
         engine.step()
-    metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    norm = engine_grad_norm(engine)
+    metrics |= {"train/learning_rate": lr, "train/grad_norm": norm, "train/grad_over_eps": grad_over_eps(world, norm)}
     metrics = world.finite.metrics(
         metrics, [saved(one) for one in part], step, lambda: [described(one) for one in part]
     )

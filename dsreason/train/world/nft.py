@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsreason.losses.diffusion import kl_velocity, nft_loss, optimality
 from dsreason.train.world.build import WorldRun
-from dsreason.train.world.clips import Place, Sample, clip_noise
+from dsreason.train.world.clips import Place, Sample, clip_noise, halved
 from dsreason.train.world.gradients import add, backward, count_clips, gathered
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.noise import generator
@@ -50,7 +50,7 @@ def with_velocities(world: WorldRun, one: Sample, step: int, name: str) -> Sampl
     for number in range(num_times(world)):
         x, s, noise = noised(world, one, number, step)
         batch = replace(one.batch.to(world.device), start=noise)
-        found[number] = velocity_of(world, batch, world.config.world.guidance_scale)(x, s).cpu()
+        found[number] = halved(velocity_of(world, batch, world.config.world.guidance_scale)(x, s)).cpu()
     return replace(one, fixed={**one.fixed, name: found})
 
 
@@ -73,7 +73,7 @@ def step_loss(world: WorldRun, one: Sample, number: int, step: int) -> tuple[Ten
     x, s, noise = noised(world, one, number, step)
     batch = replace(one.batch.to(world.device), start=noise)
     v = velocity_of(world, batch, config.guidance_scale)(x, s)
-    old = one.fixed["old"][number].to(world.device)
+    old = one.fixed["old"][number].to(world.device, torch.float32)
     result = nft_loss(
         v,
         old,
@@ -92,7 +92,8 @@ def step_loss(world: WorldRun, one: Sample, number: int, step: int) -> tuple[Ten
         "policy/old_distance": kl_velocity(v.detach(), old, batch.free),
     }
     if "reference" in one.fixed:
-        kl = kl_velocity(v, one.fixed["reference"][number].to(world.device), batch.free)
+        reference = one.fixed["reference"][number].to(world.device, torch.float32)
+        kl = kl_velocity(v, reference, batch.free)
         loss = loss + config.kl_coef * kl
         found["policy/kl"] = kl.detach()
     return loss, found

@@ -17,11 +17,13 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.monitor.metrics import check_wandb
 from dsreason.problems import nearest
-from dsreason.train.common.preflight import check_deepspeed, coarse_to_fine
+from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
+from dsreason.world.cache import TextCache
 from dsreason.world.context_parallel import check_sizes
 from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.families.components import read_json
+from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_components, check_installed, resolve_world_model
 from dsreason.world.rewards import open_scorer
@@ -59,8 +61,10 @@ def check(config: WorldConfig) -> None:
         trained_steps(config, [float(s) for s in sigmas_of(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
-    if note := warmup_note(total_steps(config, step_order(config, len(training))), config.optim):
+    order = step_order(config, len(training))
+    if note := warmup_note(total_steps(config, order), config.optim):
         log.warning("%s", note)
+    check_texts(config, folder, training, order)
     if needs_clips(config):
         check_clips("training", training, config)
         check_clips("validation", validation, config)
@@ -237,6 +241,29 @@ def check_division(config: WorldConfig, folder: Path) -> None:
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
         check_sizes(read_json(folder / "transformer" / "config.json"), shape, size)
+
+
+def keeps_projected(config: WorldConfig) -> bool:
+    """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
+    if config.lora.rank == 0:
+        return config.model.freeze_text_projection
+    return not any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
+
+
+def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order: StepOrder) -> None:
+    """What is kept of the prompts must fit on the disk of the cache.
+
+    Raises:
+        ConfigError: a layer is to be frozen that the model does not have.
+        StorageError: it does not.
+    """
+    family, model = family_of(folder), config.model
+    if model.freeze_text_projection and family.project_text is None:
+        raise ConfigError(f"model.freeze_text_projection: {family.name} has no such layer; remove it")
+    rows = dict.fromkeys(index for step in range(order.num_steps) for index in order.indices(step))
+    dtype, project = DTYPES[config.train.precision], keeps_projected(config)
+    texts = TextCache.open(family, folder, model.max_prompt_length, dtype, cache_dir(), project=project)
+    texts.check_room(list(dict.fromkeys(training[row].prompt for row in rows)))
 
 
 def needs_clips(config: WorldConfig) -> bool:

@@ -57,7 +57,8 @@ def rollout(world: WorldRun) -> list[list[Sample]]:
     with world.watchdog.phase("data"), errors_on_all_ranks():
         for places in split_places(world):
             groups = share_out(places, world.share, config.train.micro_batch_size)
-            parts.append([world.inputs.micro_batch(*group, world.training, indices, step) for group in groups])
+            with_clean = config.world.algorithm == "ddrl"
+            parts.append(world.inputs.micro_batches(groups, world.training, indices, step, with_clean=with_clean))
     started = time.perf_counter()
     old = world.averages.get("old")
     pending: list[tuple[MicroBatch, Callable[[], Scores], list[Look]]] = []
@@ -131,8 +132,8 @@ def sample(
 
 
 def pixels_of(world: ClipMaker, latents: Tensor) -> Tensor:
-    """uint8 `[B, 3, T, H, W]` on the CPU."""
-    return (world.codec.decode(latents) * 255).round().to(torch.uint8).cpu()
+    """uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
+    return (world.codec.decode(latents) * 255).round().to(torch.uint8)
 
 
 def ask(world: ClipMaker, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[], Scores], list[Look]]:
@@ -142,11 +143,12 @@ def ask(world: ClipMaker, batch: MicroBatch, latents: Tensor) -> tuple[Callable[
     """
     assert world.scorer is not None
     clips = pixels_of(world, latents)
+    seen = look_at(clips)  # on the device: on a CPU a large clip takes seconds
     try:
-        pending: Pending = world.scorer.start(clips, latents.cpu(), batch.rows, world.size.fps)
+        pending: Pending = world.scorer.start(clips.cpu(), latents.cpu(), batch.rows, world.size.fps)
     except DsReasonError as error:
-        return raising(error), look_at(clips)
-    return pending.result, look_at(clips)
+        return raising(error), seen
+    return pending.result, seen
 
 
 def raising(error: DsReasonError) -> Callable[[], Scores]:

@@ -31,11 +31,11 @@ class Look:
 
 
 def look_at(clips: Tensor) -> list[Look]:
-    """Of each of the clips, uint8 `[B, 3, T, H, W]`."""
+    """Of each of the clips, uint8 `[B, 3, T, H, W]` on any device."""
     found = []
     for clip in clips:
         values = clip.float() / 255
-        small = torch.nn.functional.adaptive_avg_pool3d(values, GRID).numpy()
+        small = torch.nn.functional.adaptive_avg_pool3d(values, GRID).cpu().numpy()
         motion = float(values.diff(dim=1).abs().mean()) if values.shape[1] > 1 else 0.0
         found.append(Look(float(values.mean()), motion, small))
     return found

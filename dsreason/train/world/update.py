@@ -13,7 +13,7 @@ from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.losses.diffusion import flow_matching_loss, kl_mean, kl_velocity, policy_loss
 from dsreason.train.world.build import WorldRun
-from dsreason.train.world.clips import MicroBatch, Sample, clip_noise
+from dsreason.train.world.clips import MicroBatch, Sample, clip_noise, halved
 from dsreason.train.world.gradients import add, backward, count_clips, gathered
 from dsreason.train.world.rollout import Plan, plan_steps
 from dsreason.train.world.velocity import velocity_of
@@ -38,7 +38,8 @@ def with_reference(world: WorldRun, parts: Sequence[Sequence[Sample]], step: int
 def with_reference_of(world: WorldRun, one: Sample, plan: Plan) -> Sample:
     velocity = velocity_of(world, one.batch.to(world.device), world.config.world.guidance_scale)
     found = {
-        number: at(velocity, kept.x.to(world.device), world, number).cpu() for number, kept in one.trajectory.items()
+        number: halved(at(velocity, kept.x.to(world.device), world, number)).cpu()
+        for number, kept in one.trajectory.items()
     }
     return replace(one, fixed={**one.fixed, "reference": found})
 
@@ -95,7 +96,7 @@ def step_loss(world: WorldRun, one: Sample, number: int, step: Step) -> tuple[Te
     loss = result.loss
     found = {"policy/clip_fraction": result.clipped, "policy/loss": result.loss.detach()}
     if "reference" in one.fixed:
-        reference = one.fixed["reference"][number].to(world.device)
+        reference = one.fixed["reference"][number].to(world.device, torch.float32)
         if config.kl == "velocity":
             kl = kl_velocity(v, reference, batch.free)
         else:

@@ -123,7 +123,7 @@ def sample_clips(
     places = [Place(number, 0) for number in numbers]
     groups = share_out(places, world.share, world.config.train.micro_batch_size)
     with errors_on_all_ranks():
-        batches = [world.inputs.micro_batch(*group, dataset, range(len(dataset)), 0) for group in groups]
+        batches = world.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
     found: list[tuple[MicroBatch, Tensor, Callable[[], Scores] | None, list[Look]]] = []
     for batch in batches:
         latents = solve_ode(world, batch.to(world.device))
@@ -166,7 +166,7 @@ def shown_of(
         if scores is not None:
             rewards = {"": float(scores.total[i]), **{name: float(v[i]) for name, v in scores.by_name.items()}}
         show = place.prompt < world.config.validation.show
-        pixels = pixels_of(world, latents[i : i + 1])[0].numpy() if show else None
+        pixels = pixels_of(world, latents[i : i + 1])[0].cpu().numpy() if show else None
         found.append(Shown(place.prompt, row, rewards, seen[i], pixels))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +74,8 @@ def _embedding(encoder: nn.Module, ids: Tensor) -> Tensor:
 
 
 PROJECTION = "crossattn_proj"
+PROJECTED = f"{PROJECTION}.0"
+"""The linear layer there."""
 
 
 class OptionalProjection(nn.Sequential):
@@ -91,10 +93,14 @@ def accept_projected(transformer: nn.Module) -> None:
         setattr(transformer, PROJECTION, OptionalProjection(*layer))
 
 
+def text_width(config: Mapping[str, Any], projected: bool) -> int:
+    return int(config["encoder_hidden_states_channels" if projected else "crossattn_proj_in_channels"])
+
+
 def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """From 28 layers x 3584 features (98 MB a prompt in bfloat16) to 1024 (1 MB)."""
     tensors: dict[str, Tensor] = {}
-    names = [f"{PROJECTION}.0.weight", f"{PROJECTION}.0.bias"]
+    names = [f"{PROJECTED}.weight", f"{PROJECTED}.bias"]
     find_weights(folder / "transformer", str, WEIGHTS).read(names, tensors.__setitem__)
     weight, bias = (tensors[name].to(device, dtype, copy=True) for name in names)
     return lambda text: nn.functional.gelu(nn.functional.linear(text, weight, bias))
@@ -111,11 +117,15 @@ def velocity(
     dtype = next(transformer.parameters()).dtype
     batch, _, frames, height, width = x.shape
     given = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
-    seen = x if conditioning is None else given * conditioning.latents + (1 - given) * x
+    # Times of frames would be expanded to all tokens: gigabytes of them, which clips without given frames do without.
+    seen, times = x, s
+    if conditioning is not None:
+        seen = given * conditioning.latents + (1 - given) * x
+        times = given * GIVEN_FRAME_TIME + (1 - given) * s.view(-1, 1, 1, 1, 1)
     predicted: Tensor = transformer(
         hidden_states=seen.to(dtype),
         condition_mask=given.expand(-1, -1, -1, height, width).to(dtype),
-        timestep=given * GIVEN_FRAME_TIME + (1 - given) * s.view(-1, 1, 1, 1, 1),
+        timestep=times,
         encoder_hidden_states=text.to(dtype),
         padding_mask=x.new_zeros(1, 1, height, width, dtype=dtype),
         return_dict=False,
@@ -159,9 +169,13 @@ class SharedAttention:
 
 
 def parallelise(transformer: nn.Module, group: Group) -> None:
-    """Tokens are cut before the first block. What belongs to tokens (noise levels, positions) is cut before each: the
-    transformer hands the whole of it to every block."""
+    """Tokens are cut before the first block. What belongs to tokens (noise levels of frames, positions) is cut before each:
+    the transformer hands the whole of it to every block."""
     model: Any = transformer
+
+    def own_times(times: Tensor) -> Tensor:
+        """`[B, tokens, D]`; `[B, D]` are of the whole clip."""
+        return own_part(times, 1, group) if times.ndim == 3 else times
 
     def before_block(first: bool) -> Any:
         def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,8 +183,8 @@ def parallelise(transformer: nn.Module, group: Group) -> None:
             return (
                 own_part(tokens, 1, group) if first else tokens,
                 text,
-                own_part(times, 1, group),
-                own_part(modulation, 1, group),
+                own_times(times),
+                own_times(modulation),
                 tuple(own_part(part, 0, group) for part in positions),
                 *rest,
             )
@@ -181,7 +195,7 @@ def parallelise(transformer: nn.Module, group: Group) -> None:
         block.register_forward_pre_hook(before_block(number == 0))
         block.attn1.set_processor(SharedAttention(group))
     model.norm_out.register_forward_pre_hook(
-        lambda module, arguments: (arguments[0], *(own_part(part, 1, group) for part in arguments[1:]))
+        lambda module, arguments: (arguments[0], *(own_times(part) for part in arguments[1:]))
     )
     model.proj_out.register_forward_hook(lambda module, arguments, output: gather_tokens(output, 1, group))
 
@@ -257,5 +271,6 @@ COSMOS_PREDICT2_5 = WorldFamily(
     parallelise=parallelise,
     project_text=project_text,
     accept_projected=accept_projected,
+    text_width=text_width,
     build_tiny=build_tiny,
 )

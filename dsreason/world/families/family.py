@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +85,10 @@ class WorldFamily:
     parallelise: Callable[[nn.Module, Any], None]
     """Make the transformer share its tokens among the ranks of a group, see `world/context_parallel.py`."""
     build_tiny: BuildTiny
+    text_width: Callable[[Mapping[str, Any], bool], int]
+    """D of embeddings, or d where they are projected, by the transformer's config.json."""
+    float32_vae: bool = False
+    """Whether the autoencoder computes in float32 whatever the type of training is."""
     clean: Callable[[str], str] = lambda prompt: prompt
     """What of a prompt the encoder is given."""
     sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas

@@ -208,5 +208,7 @@ WAN = WorldFamily(
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,
     parallelise=parallelise,
     build_tiny=build_tiny,
+    text_width=lambda config, projected: int(config["text_dim"]),
+    float32_vae=True,  # as in diffusers' examples for Wan
     unsupported=unsupported,
 )

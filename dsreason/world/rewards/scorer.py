@@ -50,7 +50,7 @@ class Pending:
     here: Values
     """Scores of the functions that were called at once."""
     futures: Sequence[Future[Values]]
-    """Of the worker processes and of the service."""
+    """Of the built-in functions, the worker processes and the service."""
 
     def result(self) -> Scores:
         """Waits for the scores. RewardError: a function or the service failed, or took too long."""
@@ -75,8 +75,8 @@ class ClipScorer:
             …                           # sample the next clips meanwhile
             scores = pending.result()
 
-    Built-in functions are called at `start`, in this process; the user's own in worker processes (`reward.workers`; 0: at
-    `start`, too, and without a time limit). Entering raises ConfigError when a function cannot be found.
+    Built-in functions are called in a thread; the user's own in worker processes (`reward.workers`; 0: at `start`, in this
+    process, and without a time limit). Entering raises ConfigError when a function cannot be found.
     """
 
     def __init__(self, config: WorldRewardConfig, *, start_limit: float = 120.0) -> None:
@@ -91,6 +91,8 @@ class ClipScorer:
         self._service = RewardService(config) if config.services else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         """Calls of a pool follow each other."""
+        self._built_in = ThreadPoolExecutor(1, thread_name_prefix="built-in rewards")
+        """A large clip takes seconds: the next one is sampled meanwhile."""
 
     def __enter__(self) -> Self:
         self._here = {
@@ -104,7 +106,8 @@ class ClipScorer:
     def __exit__(self, *exc: object) -> None:
         if self._service is not None:
             self._service.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._built_in):
+            thread.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
     def start(self, clips: Tensor, latents: Tensor, rows: Sequence[WorldRow], fps: float) -> Pending:
@@ -116,7 +119,7 @@ class ClipScorer:
             fps: frames per second of the clips; functions find it as `samples[i].meta["fps"]`.
 
         Raises:
-            RewardError: a function that is called in this process failed.
+            RewardError: a function of the user's that is called here failed.
         """
         if clips.dtype != torch.uint8 or clips.ndim != 5 or len(clips) != len(rows):
             raise ValueError(
@@ -124,14 +127,20 @@ class ClipScorer:
             )
         samples = [replace(row, meta={**row.meta, "fps": fps}) for row in rows]
         pixels = clips.contiguous().numpy()
-        here = {self._label[name]: call_here(name, function, pixels, samples) for name, function in self._here.items()}
+        built_in = [name for name in self._here if name in BUILT_IN]
+        here = self._call_here([name for name in self._here if name not in BUILT_IN], pixels, samples)
         futures = [self._thread.submit(self._call_own, pixels, samples)] if self._own else []
+        if built_in:
+            futures.append(self._built_in.submit(self._call_here, built_in, pixels, samples))
         if self._service is not None:
             # A copy of the latents: the caller may go on with theirs.
             sent = pixels if self.config.media == "video" else latents.detach().to("cpu", torch.float16).numpy()
             prompts = [row.prompt for row in rows]
             futures.append(in_background(partial(self._service.score, sent, prompts, fps, of_rows(rows))))
         return Pending(self.config, self.labels, len(rows), here, futures)
+
+    def _call_here(self, names: Sequence[str], clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Values:
+        return {self._label[name]: call_here(name, self._here[name], clips, samples) for name in names}
 
     def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
         subject = of_rows(samples)

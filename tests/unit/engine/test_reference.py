@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dsreason.engine.reference import ReferencePolicy
+from dsreason.engine.reference import ReferencePolicy, room_for_shares
 from dsreason.errors import CheckpointError
 
 
@@ -45,6 +45,22 @@ def test_inside_are_the_first_weights_and_after_it_the_policys_also_after_an_err
     reference.become_policy()
     with reference.in_place():
         assert held(engine) == trained
+
+
+def test_others_share_the_room_for_the_policy_but_not_at_the_same_time() -> None:
+    engine = engine_of(0, a=[1.0, 2.0])
+    room = room_for_shares(engine)
+    first = ReferencePolicy(engine, room)
+    next(engine.module.parameters()).ds_tensor.mul_(10)
+    second = ReferencePolicy(engine, room)
+    next(engine.module.parameters()).ds_tensor.add_(1)
+    for reference, inside in ((first, [1.0, 2.0]), (second, [10.0, 20.0])):
+        with reference.in_place():
+            assert held(engine) == {"a": inside}
+        assert held(engine) == {"a": [11.0, 21.0]}
+    with first.in_place(), pytest.raises(AssertionError, match="away already"), second.in_place():
+        pass
+    assert held(engine) == {"a": [11.0, 21.0]}
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0, 0.0])])

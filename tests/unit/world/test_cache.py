@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +140,29 @@ def test_latents_are_encoded_once(tiny_worlds: dict[str, Path], tmp_path: Path) 
     torch.testing.assert_close(latents, codec.encode(clips.float() / 127.5 - 1))
     assert len(list(cache.folder.iterdir())) == 2
     assert torch.equal(LatentCache(None, cache.folder).encode(clips.flip(0)), latents.flip(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "num_bytes"),
+    [("wan", False, 32 * 32 * 4), ("cosmos_predict2_5", False, 32 * 128 * 4), ("cosmos_predict2_5", True, 32 * 32 * 4)],
+)
+def test_prompts_that_do_not_fit_on_the_disk_are_told_before_they_are_encoded(
+    tiny_worlds: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    project: bool,
+    num_bytes: int,
+) -> None:
+    cache = TextCache.open(FAMILIES[name], tiny_worlds[name], 32, torch.float32, tmp_path, project=project)
+    cache.encode(PROMPTS[:1])
+    (file,) = cache.folder.iterdir()
+    assert num_bytes < file.stat().st_size < num_bytes + 1000
+    free = len(PROMPTS[1:]) * num_bytes
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr("dsreason.world.cache.shutil.disk_usage", lambda place: usage)
+    cache.check_room(PROMPTS)
+    usage.free -= 1
+    advice = "freeze_text_projection" if name != "wan" and not project else "fewer prompts"
+    with pytest.raises(StorageError, match=rf"embeddings of {len(PROMPTS) - 1} prompts, .* GB are free; .*{advice}"):
+        cache.check_room(PROMPTS)

@@ -96,3 +96,11 @@ def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCosmos"}')
     with pytest.raises(CheckpointError, match="AutoencoderKLCosmos is not supported; supported are AutoencoderKLWan"):
         load_vae(tmp_path, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("wan", torch.float32), ("cosmos_predict2_5", torch.bfloat16)])
+def test_the_autoencoder_computes_in_its_familys_type(
+    tiny_worlds: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    codec = load_vae(tiny_worlds[name], "cpu", torch.bfloat16)
+    assert codec.vae.dtype == dtype  # type: ignore[attr-defined]

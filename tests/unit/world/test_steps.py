@@ -117,6 +117,13 @@ def test_flow_does_not_explode_where_a_schedule_begins_just_below_one() -> None:
     assert cosmos.std == pytest.approx(0.7 * math.sqrt(0.99502 / 0.00498 * 0.00418), abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["cps", "ddim"])
+def test_more_than_all_of_the_noise_cannot_be_new(kind: Kind) -> None:
+    """Of cps, eta = 2 would add none: its standard deviation is a sine."""
+    with pytest.raises(ValueError, match=f"of {kind} is at most 1"):
+        step_of(kind, 0.8, 0.6, 2.0)
+
+
 @pytest.mark.parametrize(("s", "s_next", "eta"), [(0.5, 0.6, 0.1), (0.5, 0.5, 0.1), (1.2, 0.5, 0.1), (0.5, 0.1, -1)])
 def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
     with pytest.raises(ValueError, match="step_of"):

@@ -48,6 +48,18 @@ def test_times_are_those_the_model_was_trained_with(name: str, most: float) -> N
     assert recorder.asked["hidden_states"].dtype == recorder.asked["encoder_hidden_states"].dtype == torch.bfloat16
 
 
+def test_without_given_frames_a_clip_has_one_time_for_all_tokens(tiny_worlds: dict[str, Path]) -> None:
+    """The same function as with the time of each frame, for which the model keeps a modulation of every token."""
+    recorder, family, none = Recorder(), FAMILIES["cosmos_predict2_5"], torch.zeros(2, 1, 3, 1, 1)
+    x, text = draw(*SHAPE), draw(2, 8, 128)
+    family.velocity(recorder, x, S, text)
+    assert recorder.asked["timestep"].shape == (2,)
+    transformer = load_transformer(tiny_worlds["cosmos_predict2_5"], torch.float32)
+    with torch.no_grad():
+        by_frame = family.velocity(transformer, x, S, text, Conditioning(torch.zeros(SHAPE), none), x)
+        torch.testing.assert_close(family.velocity(transformer, x, S, text), by_frame, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_solver_is_given_times_of_the_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
     from dsreason.world.families.components import load_scheduler

@@ -12,6 +12,7 @@ from dsreason.train.world.clips import (
     clip_noise,
     conditioning_of,
     given_frames,
+    halved,
     share_out,
     start_noise,
 )
@@ -74,3 +75,11 @@ def test_how_many_frames_are_given_is_drawn_once_a_group() -> None:
 
 def test_without_given_frames_no_clip_is_read() -> None:
     assert conditioning_of(PLACES, {}.__getitem__, config(), 7) is None
+
+
+def test_velocities_are_kept_in_half_the_memory_where_nothing_is_lost() -> None:
+    exact = torch.randn(2, 3).bfloat16().float()
+    assert halved(exact).dtype == torch.bfloat16
+    assert halved(exact).float().equal(exact)
+    guided = exact + 0.001
+    assert halved(guided) is guided

@@ -75,6 +75,7 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
         ),
         ({"lora": {"rank": 4, "targets": ("to_q", "to_kk")}}, ConfigError, "called 'to_kk'; did you mean to_k"),
         ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
+        ({"model": {"path": "tiny:wan", "freeze_text_projection": True}}, ConfigError, "Wan 2.1 has no such layer"),
         ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
     ],
 )

@@ -14,6 +14,7 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import DsReasonError, RewardError
 from dsreason.train.world import rollout
 from dsreason.train.world.clips import MicroBatch, Place, Sample, Share
+from dsreason.train.world.gradients import grad_over_eps
 from dsreason.train.world.nft import noised, num_times, times_of
 from dsreason.train.world.rollout import Scored, fetch, plan_steps, split_places, with_advantages
 from dsreason.train.world.sft import draw_times
@@ -201,3 +202,37 @@ def test_looks_tell_dark_and_alike_clips() -> None:
         {"clips/brightness": 0.5, "clips/motion": 0.0, "clips/diversity": 0.5}
     )
     assert "val/diversity" not in looks([[a]], "val")
+
+
+@pytest.mark.parametrize(
+    ("norm", "eps", "clip", "expected", "warned"),
+    [
+        (1.1e-5, 1e-8, 1.0, 11.0, False),
+        (9e-6, 1e-8, 1.0, 9.0, True),
+        (9e-6, 1e-12, 1.0, 9e4, False),
+        (5.0, 1e-8, 1e-6, 1.0, True),  # as it is after clipping
+        (5.0, 1e-8, 0.0, 5e6, False),
+        (0.0, 1e-8, 1.0, 0.0, False),  # all rewards were equal
+    ],
+)
+def test_gradients_near_adams_epsilon_are_told_once(
+    norm: float, eps: float, clip: float, expected: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 10,000 trained weights."""
+    layer = torch.nn.Linear(100, 100)
+    layer.bias.requires_grad_(False)
+    world = made_run()
+    world.config = WorldConfig.model_validate({"optim": {"eps": eps, "max_grad_norm": clip}})
+    world.engine, world.eps_told = SimpleNamespace(module=layer), False
+    for _ in range(2):
+        assert grad_over_eps(world, norm) == pytest.approx(expected)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+
+
+def test_the_advice_on_epsilon_leaves_a_hundredth(caplog: pytest.LogCaptureFixture) -> None:
+    world = made_run()
+    world.engine, world.eps_told = SimpleNamespace(module=torch.nn.Linear(100, 100, bias=False)), False
+    assert np.isnan(grad_over_eps(world, float("inf")))
+    grad_over_eps(world, 5e-7)
+    assert "only 0.5 times optim.eps (1e-08)" in caplog.text
+    assert "set optim.eps = 1e-11" in caplog.text

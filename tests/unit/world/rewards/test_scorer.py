@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, DataError, RewardError
+from dsreason.world.rewards.functions import BUILT_IN
 from dsreason.world.rewards.scorer import Scores, open_scorer
 from dsreason.world.types import WorldRow
 
@@ -156,4 +161,18 @@ def test_what_still_runs_when_a_scorer_is_closed_ends(file: str) -> None:
 
 def test_a_colour_that_no_prompt_names_ends_in_an_error() -> None:
     with open_scorer(config("colour")) as scorer, pytest.raises(DataError, match="names no colour"):
-        scorer.start(CLIPS[:1], LATENTS, [WorldRow("7", "a ship")], 16.0)
+        scorer.start(CLIPS[:1], LATENTS, [WorldRow("7", "a ship")], 16.0).result()
+
+
+def test_built_in_functions_are_called_while_the_caller_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = threading.Event()
+
+    def patient(clips: Tensor, samples: Sequence[WorldRow]) -> list[float]:
+        assert sampled.wait(timeout=20)
+        return [0.5] * len(clips)
+
+    monkeypatch.setitem(BUILT_IN, "brightness", patient)
+    with open_scorer(config("brightness")) as scorer:
+        pending = scorer.start(CLIPS, LATENTS, ROWS, 16.0)
+        sampled.set()
+        assert pending.result().total.tolist() == [0.5, 0.5]
