@@ -93,7 +93,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def free_memory() -> None:
     """Of an accelerator, after a model went out of use: torch's cache keeps it otherwise."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
