@@ -72,7 +72,11 @@ def test_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
     ("name", "changes", "text"),
     [
         ("nan", {"reward.functions": '{{ "{folder}/own.py:none" = 1.0 }}'}, "returned nan for"),
-        ("cut", {"model.max_prompt_length": 12}, "have the same embedding; they are cut at model.max_prompt_length"),
+        (
+            "cut",
+            {"model.max_prompt_length": 12},
+            "have the embedding of another one: they are cut at model.max_prompt_length",
+        ),
         (
             "down",
             {
