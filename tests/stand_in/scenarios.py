@@ -304,7 +304,7 @@ def run(folder: str, command: str, output_dir: str, options: list[str]) -> list[
     from dsreason.config.load import load_config
     from dsreason.config.schema import SFTConfig
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.train.common import opening
+    from dsreason.train.common import job
     from dsreason.train.grpo import loop as grpo
     from dsreason.train.sft import loop as sft
 
@@ -313,7 +313,7 @@ def run(folder: str, command: str, output_dir: str, options: list[str]) -> list[
     try:
         schema, train = {"sft": (SFTConfig, sft.run), "grpo": (GRPOConfig, grpo.run)}[command]
         config = load_config(schema, Path(f"{command}.toml"), options, default_recipe="")
-        with mock.patch.object(opening, "shutdown"):  # the process goes on, and DeepSpeed joins a job only once
+        with mock.patch.object(job, "shutdown"):  # the process goes on, and DeepSpeed joins a job only once
             train(config, output_dir=Path(output_dir))
     finally:
         os.chdir(here)
