@@ -49,13 +49,7 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos
-    before, after = pattern.split("*")
-    room = len(before) + len(after)
-    taken = [
-        video
-        for video in videos
-        if video.name.startswith(before) and video.name.endswith(after) and len(video.name) > room
-    ]
+    taken = [video for video in videos if id_by_pattern(video.name, pattern)]
     if videos and not taken:
         raise DataError(
             f"{folder}: data.video_pattern ({pattern!r}) takes none of the {len(videos)} videos there, such as "
@@ -64,14 +58,20 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     return taken
 
 
+def id_by_pattern(name: str, pattern: str) -> str:
+    """What `*` stands for; "" where the pattern does not take the name."""
+    before, after = pattern.split("*")
+    takes = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
+    return name[len(before) : len(name) - len(after)] if takes else ""
+
+
 def video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
     """`2023.05.01_a` of `2023.05.01_a.camera_front.mp4` and, where there is such a label, of `2023.05.01_a.mp4`.
 
     Never a shorter one: `run.4.camera_left.mp4` is no video of `run`, also where the label of `run.4` is missing.
     """
     if pattern is not None:
-        before, after = pattern.split("*")
-        return name[len(before) : len(name) - len(after)]
+        return id_by_pattern(name, pattern)
     stem = Path(name).stem
     return stem if stem in labels else Path(stem).stem
 

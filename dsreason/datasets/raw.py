@@ -40,7 +40,7 @@ from dsreason.datasets.remote_tar import find_members
 from dsreason.datasets.tfrecord import read_examples
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part
+from dsreason.files.disk import existing_part, json_object
 from dsreason.files.hub import hub
 from dsreason.monitor.progress import track
 from dsreason.secrets import hide_secrets
@@ -282,7 +282,7 @@ def check_room(folder: Path, size: int) -> None:
 
 def fetch_bridge(plan: RawPlan) -> set[str]:
     """Shard after shard until all episodes are found, first those that are known to have some."""
-    episodes = read_episodes(plan.folder / EPISODES)
+    episodes: dict[str, list[str]] = json_object(plan.folder / EPISODES)  # of the shards that earlier calls looked into
     found: set[str] = set()
     for split in ("train", "val"):
         missing = {video for video in plan.videos if split_of(video) in (split, None)} - found
@@ -358,12 +358,3 @@ def write_frames(images: Sequence[bytes | int], folder: Path) -> None:
                 suffix = "png" if image.startswith(b"\x89PNG") else "jpg"
                 (inside / f"im_{number}.{suffix}").write_bytes(image)
         os.replace(inside, folder)
-
-
-def read_episodes(file: Path) -> dict[str, list[str]]:
-    """Shard → its episodes, of the shards that earlier calls looked into; an unreadable file only costs fetching again."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
