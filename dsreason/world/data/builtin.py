@@ -63,7 +63,7 @@ def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
         DataError: `variant` is neither empty nor `mislabelled`.
     """
     if variant not in ("", MISLABELLED):
-        raise DataError(f'data.path ({variant}) of the format builtin must be empty or "{MISLABELLED}"')
+        raise DataError(f'{variant}: of the format builtin it must be empty or "{MISLABELLED}"')
     found = Rows()
     for number in range(count):
         square, said = draw_square(seed, number)

@@ -56,23 +56,27 @@ def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, Wor
     """
     training = open_rows(data, seed)
     if isinstance(data.validation, str):
-        return training, open_rows(data.model_copy(update={"path": data.validation, "limit": None}), seed + 1)
+        held_out = data.model_copy(update={"path": data.validation, "limit": None})
+        return training, open_rows(held_out, seed + 1, "data.validation")
     count = len(training)
-    held_out = max(1, round(data.validation * count)) if 0 < data.validation < 1 else int(data.validation)
-    if held_out >= count:
+    number = max(1, round(data.validation * count)) if 0 < data.validation < 1 else int(data.validation)
+    if number >= count:
         raise DataError(f"data.validation ({data.validation}) leaves nothing of the {count} rows to train on; lower it")
     order = np.random.default_rng(seed).permutation(count)
-    return chosen(training, np.sort(order[held_out:])), chosen(training, np.sort(order[:held_out]))
+    return chosen(training, np.sort(order[number:])), chosen(training, np.sort(order[:number]))
 
 
 def chosen(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> WorldDataset:
     return replace(dataset, rows=[dataset.rows[int(number)] for number in numbers])
 
 
-def open_rows(data: WorldDataConfig, seed: int) -> WorldDataset:
-    """All rows of one place, up to `data.limit`."""
-    check_place("data.path", data.path)
-    found, read = FORMATS[data.format](data, seed)
+def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> WorldDataset:
+    """All rows of one place, up to `data.limit`; `key` is what errors call the setting that names it."""
+    check_place(key, data.path)
+    try:
+        found, read = FORMATS[data.format](data, seed)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
     if found.bad:
         problem = f"{len(found.bad)} rows of {data.path} cannot be used: {listed(found.bad)}"
         if data.on_bad_row == "error":

@@ -31,7 +31,7 @@ def read_folder(path: str) -> Rows:
     else:
         folder = Path(path).expanduser()
     if not path or not (folder / VIDEOS).is_dir():
-        raise DataError(f"data.path: {path or 'is empty'}: must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
+        raise DataError(f"{path or 'is empty'}: must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
     if any((folder / name).is_dir() for name in EMBEDDINGS):
         log.info("%s: its pickled text embeddings are not read: prompts are encoded by the model's own encoder", path)
     videos = named(folder / VIDEOS, VIDEO_SUFFIXES)
@@ -44,8 +44,9 @@ def read_folder(path: str) -> Rows:
             continue
         try:
             found.add(row_id, read_meta(metas[name]), str(file))
-        except (ValueError, RecursionError) as error:
-            found.bad.append(f"{row_id}: {METAS}/{metas[name].name} cannot be read: {error}")
+        except (OSError, ValueError, RecursionError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            found.bad.append(f"{row_id}: {METAS}/{metas[name].name} cannot be read: {cause}")
     lonely = [metas[name].name for name in metas if name not in videos]
     found.bad.extend(f"{path.rstrip('/')}/{METAS}/{name}: has no video" for name in lonely)
     return found

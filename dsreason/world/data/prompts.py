@@ -10,31 +10,57 @@ from dsreason.files.address import is_s3
 from dsreason.files.remote import join_address, local_copy, read_address
 from dsreason.world.data.rows import Rows
 
+ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
+JSON_LINES = (".jsonl", ".ndjson")
+STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
+"""Suffixes of files whose lines are no prompts."""
+
 
 def read_prompts(path: str) -> Rows:
-    """The rows of a text file, or of JSONL where the name ends with `.jsonl`; empty lines are left out.
+    """The rows of a text file, or of JSONL where its name says so; empty lines are left out.
 
     A `video` is a path from the file's folder on, or an `s3://` address.
 
     Raises:
-        DataError: no such file, or it is not UTF-8.
+        DataError: no such file, it is not UTF-8, or its lines are no prompts.
     """
     if not path:
-        raise DataError('data.path is empty; name a text file with a prompt a line, or JSONL with "prompt"')
+        raise DataError('is empty; name a text file with a prompt a line, or JSONL with "prompt"')
+    suffix = Path(path).suffix.lower()
+    if suffix in STRUCTURED:
+        raise DataError(f"{path}: prompts are not read from a {suffix} file; give {ADVICE}")
+    found = Rows()
+    for number, line in enumerate(_lines(path), 1):
+        row_id = f"{path}:{number}"
+        if line.strip() and suffix in JSON_LINES:
+            _add_object(found, path, row_id, line)
+        elif _is_object(line):
+            raise DataError(
+                f"{row_id}: is JSON, and the lines of a {suffix or 'text'} file are the prompts; give {ADVICE}"
+            )
+        elif line.strip():
+            found.add(row_id, {"prompt": line}, None)
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    """Without those ends of lines that only Unicode knows, such as U+2028: a prompt may hold them."""
     file = local_copy(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"data.path: {path}: no such file")
+        raise DataError(f"{path}: no such file")
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        return file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error}") from None
-    found = Rows()
-    for number, line in enumerate(lines, 1):
-        if line.strip() and file.suffix == ".jsonl":
-            _add_object(found, path, f"{path}:{number}", line)
-        elif line.strip():
-            found.add(f"{path}:{number}", {"prompt": line}, None)
-    return found
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _add_object(found: Rows, path: str, row_id: str, line: str) -> None:

@@ -26,10 +26,22 @@ class Rows:
 
 
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
-    """DataError where there is no prompt."""
+    """DataError where there is no prompt, or one that no file could hold."""
     if not isinstance(fields, Mapping):
         raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f'{row_id}: has no text under "prompt"; its fields are {", ".join(map(str, fields)) or "none"}')
+    for name, text in {"name": row_id, "prompt": prompt, "video": clip or ""}.items():
+        if (place := surrogate_in(text)) is not None:
+            raise DataError(f"{row_id!r}: its {name} has half of a character ({text[place]!r}) at {place}; correct it")
     return WorldRow(row_id, prompt.strip(), clip, {key: value for key, value in fields.items() if key != "prompt"})
+
+
+def surrogate_in(text: str) -> int | None:
+    """Where a text has what UTF-8 cannot hold: half of a pair as JSON's `\\ud800`, a byte of a name that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

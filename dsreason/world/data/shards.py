@@ -32,7 +32,7 @@ from dsreason.world.data.folder import VIDEO_SUFFIXES
 from dsreason.world.data.rows import Rows
 from dsreason.world.types import ClipSize, WorldRow
 
-VERSION = 1
+VERSION = 2
 """Of the cached indexes; raise it when their content changes."""
 PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
 """Suffixes of members that webdataset's own reader, or torch's, would unpickle."""
@@ -40,7 +40,7 @@ VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
 MAX_TEXT_BYTES = 16 * 2**20
 
 Members = dict[str, tuple[int, int]]
-"""Suffix → first byte and number of bytes in the shard."""
+"""Suffix in lower case → first byte and number of bytes in the shard."""
 
 
 def read_shards(path: str) -> Rows:
@@ -66,41 +66,43 @@ def shard_files(path: str) -> dict[str, Path]:
     """Local files by the names that messages have."""
     if path.lower().endswith((".pkl", ".pickle", ".json")):
         raise DataError(
-            f"data.path: {path} is not a shard; of an index of cosmos-rl (wdinfo) give the folder with its tars as data.path, "
+            f"{path} is not a shard; of an index of cosmos-rl (wdinfo) give the folder with its tars, "
             "and to look into a pickled one use: dsreason data unpickle"
         )
     if is_s3(path):
         address = read_address(path)
-        sources = {} if path.endswith(".tar") else list_objects(address)
-        names = [path] if path.endswith(".tar") else [f"{address}/{name}" for name in sources]
+        sources = {} if is_tar(path) else list_objects(address)
+        names = [path] if is_tar(path) else [f"{address}/{name}" for name in sources]
         check_layout(path, names)
         # Every host has all shards: with rows in a new order every epoch, each rank needs any of them.
-        check_room(path, [source for name, source in sources.items() if name.endswith(".tar")])
-        shards = sorted(name for name in names if name.endswith(".tar"))
+        check_room(path, [source for name, source in sources.items() if is_tar(name)])
+        shards = sorted(name for name in names if is_tar(name))
         with ThreadPool(PARALLEL) as threads:
             return dict(zip(shards, threads.map(local_copy, shards), strict=True)) or _none(path)
     place = Path(path).expanduser()
     if path and place.is_dir():
-        files = sorted(place.rglob("*.tar"))
+        files = sorted(file for file in place.rglob("*") if is_tar(file.name))
         check_layout(path, [str(file) for file in files])
         return {str(file): file for file in files} or _none(path)
     if not path or not place.is_file():
-        raise DataError(f"data.path: {path or 'is empty'}: must be a tar file, or a folder with tar files")
+        raise DataError(f"{path or 'is empty'}: must be a tar file, or a folder with tar files")
     return {path: place}
 
 
+def is_tar(name: str) -> bool:
+    return name.lower().endswith(".tar")
+
+
 def _none(path: str) -> dict[str, Path]:
-    raise DataError(
-        f"data.path: there is no .tar file below {path} (compressed ones must be unpacked: rows are read in place)"
-    )
+    raise DataError(f"there is no .tar file below {path} (compressed ones must be unpacked: rows are read in place)")
 
 
 def check_layout(path: str, names: list[str]) -> None:
     """DataError for cosmos-rl's own layout, in which `metas` and `video` are tars in folders of their own."""
-    folders = {Path(name).parent.name for name in names if name.endswith(".tar")}
+    folders = {Path(name).parent.name for name in names if is_tar(name)}
     if {"metas", "video"} <= folders:
         raise DataError(
-            f"data.path: {path} has a tar for each kind of member (metas, video), as cosmos-rl has it; unpack those of the same "
+            f"{path} has a tar for each kind of member (metas, video), as cosmos-rl has it; unpack those of the same "
             'name together, and pack them with webdataset\'s layout: <key>.json with {"prompt": …} beside <key>.mp4'
         )
 
@@ -111,7 +113,8 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
     Raises:
         DataError: damaged, or with a pickle.
     """
-    status = shard.stat()
+    with shard_errors(name):
+        status = shard.stat()
     version = f"{VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
     folder = cache_dir() / "world" / "shards" / hashlib.sha256(version.encode()).hexdigest()[:24]
 
@@ -135,6 +138,7 @@ def make_index(shard: Path, name: str) -> list[dict[str, Any]]:
             check_member(member, name)
             folder, _, base = member.name.rpartition("/")
             key, _, suffix = base.partition(".")
+            suffix = suffix.lower()
             key = f"{folder}/{key}" if folder else key
             if suffix in members.setdefault(key, {}):
                 raise DataError(f"{name}: has the member {member.name!r:.200} twice")

@@ -140,6 +140,14 @@ def test_a_folder_tells_what_has_no_partner(tmp_path: Path, caplog: pytest.LogCa
         open_world_data(WorldDataConfig(format="folder", path=str(tmp_path / "videos")), 0)
 
 
+def test_a_prompt_that_cannot_be_read_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "b.mp4").write_bytes(b"")
+    (tmp_path / "metas" / "b.txt").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"1 rows .*b.mp4: metas/b.txt cannot be read: Is a directory"):
+        open_world_data(WorldDataConfig(format="folder", path=str(tmp_path)), 0)
+
+
 # ---------------------------------------------------------------- shards
 
 
@@ -215,6 +223,15 @@ def test_a_shard_with_a_pickle_is_refused_by_name(tmp_path: Path, cache: Path, s
 def test_a_row_with_latents_alone_is_one_without_a_clip(tmp_path: Path, cache: Path) -> None:
     (row,) = opened(pack(tmp_path / "a.tar", {"0.txt": b"x", "0.latent.npy": b"not read"})).rows
     assert row.clip is None
+
+
+def test_suffixes_in_capitals_are_those_in_small_letters(tmp_path: Path, cache: Path) -> None:
+    content = video(tmp_path / "v.mp4").read_bytes()
+    (tmp_path / "shards").mkdir()
+    pack(tmp_path / "shards" / "A.TAR", {"0.MP4": content, "0.Json": b'{"prompt": "x"}'})
+    rows = opened(tmp_path / "shards")
+    assert [row.prompt for row in rows.rows] == ["x"]
+    assert levels(rows.read_clip(rows[0], SIZE)) == [0, 1, 2, 3, 4]
 
 
 def test_shards_that_the_disk_has_no_room_for_are_not_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

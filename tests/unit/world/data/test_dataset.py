@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from dsreason.config.schema_world import WorldDataConfig
 from dsreason.errors import DataError
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import MOVES, PROMPTS, Square, draw_clip
+from dsreason.world.data.dataset import open_rows
+from dsreason.world.data.rows import Rows
 from dsreason.world.types import ClipSize
 
 SIZE = ClipSize(9, 32, 32, 16.0)
@@ -110,8 +113,10 @@ def test_bad_rows_are_named_or_left_out_and_listed(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"format": "prompts"}, "data.path is empty"),
-        ({"format": "prompts", "path": "/nowhere/p.txt"}, "no such file"),
+        ({"format": "prompts"}, "data.path: is empty"),
+        ({"format": "prompts", "path": "/nowhere/p.txt"}, "data.path: /nowhere/p.txt: no such file"),
+        ({"validation": "wrong"}, "data.validation: wrong: of the format builtin"),
+        ({"validation": "https://host/p.txt"}, "data.validation: https://host/p.txt is an address"),
         ({"format": "prompts", "path": "https://host/p.txt"}, "is an address"),
         ({"path": "wrong"}, 'must be empty or "mislabelled"'),
         ({"limit": 5, "validation": 5}, r"data.validation \(5\) leaves nothing of the 5 rows"),
@@ -120,3 +125,75 @@ def test_bad_rows_are_named_or_left_out_and_listed(tmp_path: Path, caplog: pytes
 def test_data_that_cannot_be_opened(settings: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said):
         open_world_data(WorldDataConfig.model_validate(settings), 0)
+
+
+@pytest.mark.parametrize("format", ["prompts", "folder", "shards"])
+@pytest.mark.parametrize("path", ["/nowhere", ""])
+def test_data_that_are_not_there_are_called_by_their_own_key(format: str, path: str) -> None:
+    data = WorldDataConfig.model_validate({"format": format, "path": path})
+    with pytest.raises(DataError, match=rf"^data\.validation: {path or 'is empty'}"):
+        open_rows(data, 0, "data.validation")
+
+
+INSIDE = "\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c"
+"""Where `splitlines` ends a line, and neither a text file nor JSON does."""
+
+
+@pytest.mark.parametrize("character", INSIDE)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_prompt_may_hold_what_only_unicode_calls_the_end_of_a_line(
+    tmp_path: Path, suffix: str, character: str
+) -> None:
+    prompt = f"a red square{character} moves left"
+    line = prompt if suffix == "txt" else json.dumps({"prompt": prompt}, ensure_ascii=False)
+    (tmp_path / f"p.{suffix}").write_bytes(f"{line}\r\nanother\n".replace("another", line).encode())
+    rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / f"p.{suffix}")), 0)
+    assert [row.prompt for row in rows.rows] == [prompt, prompt]
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.JSONL", "c.ndjson"])
+def test_json_lines_are_known_by_their_suffix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"prompt": "x"}\n')
+    rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / name)), 0)
+    assert [row.prompt for row in rows.rows] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.json", '[\n{"prompt": "x"}\n]\n', r"c.json: prompts are not read from a .json file; give a text file"),
+        ("c.CSV", "id,prompt\n1,x\n", r"c.CSV: prompts are not read from a .csv file"),
+        (
+            "c.txt",
+            'x\n {"prompt": "x"}\n',
+            r"c.txt:2: is JSON, and the lines of a .txt file are the prompts; .* .jsonl",
+        ),
+        ("prompts", '{"prompt": "x"}\n', r"prompts:1: is JSON, and the lines of a text file"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / name)), 0)
+
+
+def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("{a, b}: two letters\n")
+    rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(tmp_path / "p.txt")), 0)
+    assert rows[0].prompt == "{a, b}: two letters"
+
+
+@pytest.mark.parametrize(
+    ("row_id", "prompt", "clip", "said"),
+    [
+        ("p:1", "x \ud800", None, r"'p:1': its prompt has half of a character \('\\ud800'\) at 2"),
+        ("v/\udcff.mp4", "x", None, r"its name has half of a character"),
+        ("p:1", "x", "\udbff.mp4", r"its video has half of a character"),
+    ],
+)
+def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
+    found = Rows()
+    found.add(row_id, {"prompt": prompt}, clip)
+    assert not found.rows
+    assert re.search(said, found.bad[0])
+    found.bad[0].encode()
