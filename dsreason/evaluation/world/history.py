@@ -42,7 +42,8 @@ def validations(run: Path) -> dict[int, list[Row]]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    """`splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def run_page(run: Path, found: dict[int, list[Row]]) -> Page:

@@ -37,13 +37,13 @@ def write_report(folder: Path, baseline: Path | None = None) -> Report:
     Raises:
         DataError: it has no clips, a file is damaged, or the baseline has other prompts.
     """
-    clips, settings = read_clips(folder), read_settings(folder)
+    settings, clips = read_settings(folder), read_clips(folder)
     summary, name = summarise(clips), folder.absolute().name
     comparison, before, other, notices = None, list[ClipResult](), "", list[str]()
     if baseline is not None:
+        changed = {key: v for key, v in differing(read_settings(baseline), settings).items() if key not in MODEL_KEYS}
         before, other = read_clips(baseline), baseline.absolute().name
         comparison = compare(clips, before)
-        changed = {key: v for key, v in differing(read_settings(baseline), settings).items() if key not in MODEL_KEYS}
         notices += [f"{key} differs: {b!r} in the baseline, {a!r} here" for key, (b, a) in changed.items()]
         if comparison.only_one:
             notices.append(f"{comparison.only_one} clips are only in one of the two; they are not compared")

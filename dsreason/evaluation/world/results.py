@@ -13,7 +13,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 
 SETTINGS_FILE, CLIPS = "world.json", "clips"
-MODEL_KEYS = ("model.path", "model.revision")
+MODEL_KEYS = ("model.path", "model.revision", "model.weights")
 """What two evaluations that are compared may differ in."""
 
 
@@ -42,9 +42,9 @@ def write_clip(folder: Path, clip: ClipResult) -> None:
 
 
 def read_clips(folder: Path) -> list[ClipResult]:
-    """In the order of their numbers. DataError where a file is damaged."""
-    files = sorted((folder / CLIPS).glob("*.json"), key=lambda file: int(file.stem))
-    return [read_clip(file) for file in files]
+    """In the order of their numbers; files of other names are not of clips. DataError where one is damaged."""
+    files = {int(file.stem): file for file in (folder / CLIPS).glob("*.json") if file.stem.isdecimal()}
+    return [read_clip(files[number]) for number in sorted(files)]
 
 
 def read_clip(file: Path) -> ClipResult:
@@ -76,7 +76,9 @@ def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) 
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """DataError where the folder has none."""
+    """DataError where there is no such folder, or no settings in it."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
     file = folder / SETTINGS_FILE
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsreason.errors import DataError
 from dsreason.evaluation.world import page as pages
 from dsreason.evaluation.world.history import chosen, small_video, write_run_page
 from dsreason.evaluation.world.page import Card, Clip, Curve, Page, draw, number, render
 from dsreason.evaluation.world.report import write_report
 from dsreason.evaluation.world.results import ClipResult, open_results, write_clip
 from dsreason.media.media import probe_video
+from dsreason.train.common.answers import write_rows
 from dsreason.world.video import gif, small, write_mp4
 
 EVIL = '<script>alert(1)</script> "quoted" & {{ 7 * 7 }}'
@@ -76,6 +78,13 @@ def test_no_text_becomes_html_and_nothing_is_fetched(run: Path) -> None:
     assert "49" not in re.sub(r"[\d.]*\d{2,}[\d.,]*", "", html.replace("{{ 7 * 7 }}", ""))
     assert "default-src 'none'; media-src data:" in html
     assert re.findall(r'(?:src|href)="(?!data:)', html) == []
+
+
+def test_prompts_hold_any_character(run: Path) -> None:
+    for file in (run / "validation").glob("*.jsonl"):
+        rows = [json.loads(line) | {"prompt": "a red\u0085 or\u2028 blue\u2029 square"} for line in file.open()]
+        write_rows(file, rows)
+    assert "blue\u2029 square" in (write_run_page(run) or run).read_text()
 
 
 def test_a_run_without_validation_has_no_page(tmp_path: Path) -> None:
@@ -139,6 +148,17 @@ def test_the_page_of_an_evaluation_has_the_baseline_beside_it(tmp_path: Path) ->
     assert "+0.500" in html
     summary = json.loads((tmp_path / "new" / "summary.json").read_text())
     assert summary["comparison"]["values"]["reward"]["estimate"] == {"mean": 0.5, "interval": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("typo", "typo: no such folder"), ("text", r"text/world\.json: are not the")]
+)
+def test_a_baseline_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "text").mkdir()
+    open_results(tmp_path / "new", {"model": {"path": "new"}}, overwrite=False)
+    write_clip(tmp_path / "new", ClipResult(0, "row 0", "a prompt", {"": 1.0}, 0.5, 0.1, [1, 2]))
+    with pytest.raises(DataError, match=said):
+        write_report(tmp_path / "new", tmp_path / name)
 
 
 def test_a_clip_is_written_as_it_is_and_small_ones_are_enlarged(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_results_are_read_as_they_were_written_in_the_order_of_their_numbers(tmp
     open_results(tmp_path, settings, overwrite=False)
     for number in (10, 2):
         write_clip(tmp_path, clip(number, 0.5))
+    (tmp_path / "clips" / "notes.json").write_text("{}")  # somebody else's
     open_results(tmp_path, settings, overwrite=False)
     assert read_clips(tmp_path) == [clip(2, 0.5), clip(10, 0.5)]
 
