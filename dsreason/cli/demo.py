@@ -107,7 +107,8 @@ def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> Non
             run_job(job, ranks_on_cpu=ranks_on_cpu)
     Console().print(world_table(folder))
     for name in WORLD_RECIPES:
-        typer.echo(f"clips and rewards of {name}: {folder / name / 'world.html'}")
+        if (page := folder / name / "world.html").is_file():  # not where nothing is validated
+            typer.echo(f"clips and rewards of {name}: {page}")
     typer.echo(f"curves: tensorboard --logdir {folder}")
 
 
@@ -168,7 +169,7 @@ def world_table(folder: Path) -> Table:
     rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
     rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
     for label, name in rows.items():
-        table.add_row(label, *(f"{found[name]:.3f}" for found in last))
+        table.add_row(label, *(_shown(found.get(name), ".3f") for found in last))
     return table
 
 
@@ -176,7 +177,7 @@ def first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dic
     """The first and the last value of each metric that begins with `prefix`, from a metrics.jsonl."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
-    for line in metrics.read_text().splitlines():
+    for line in metrics.read_bytes().splitlines():
         for name, value in json.loads(line).items():
             if name.startswith(prefix):
                 first.setdefault(name, value)
@@ -184,5 +185,5 @@ def first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dic
     return first, last
 
 
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _shown(value: float | None, form: str = ".1%") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -41,7 +41,21 @@ def test_the_table_has_the_last_validation_of_each_run(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         lines = [{"step": step, **dict.fromkeys(names, step * number / 10)} for step in (0, 3)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "reward (colour · solid) │ 0.300 │ 0.600 │ 0.900" in shown_table(tmp_path)
+
+
+def test_the_table_has_a_dash_for_what_the_runs_did_not_measure(tmp_path: Path) -> None:
+    """As with other rewards, without validation, and where a value was not finite."""
+    for name in demo.WORLD_RECIPES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')
+    shown = shown_table(tmp_path)
+    assert "colour as asked │ - │ - │ - " in shown
+    assert "reward (colour · solid) │ - │ - │ - " in shown
+    assert "brightness │ 0.500 │ 0.500 │ 0.500" in shown
+
+
+def shown_table(folder: Path) -> str:
     console = Console(record=True, width=100)
-    console.print(demo.world_table(tmp_path))
-    shown = " ".join(console.export_text().split())
-    assert "reward (colour · solid) │ 0.300 │ 0.600 │ 0.900" in shown
+    console.print(demo.world_table(folder))
+    return " ".join(console.export_text().split())
