@@ -47,6 +47,9 @@ class S3Object:
 
 COSMOS = "PROD_S3_CHECKPOINT_"
 """cosmos-rl's names of ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", f"{COSMOS}ENDPOINT_URL")
+REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION", f"{COSMOS}REGION_NAME")
+"""The first that is set counts."""
 
 
 def connect() -> Any:
@@ -54,20 +57,21 @@ def connect() -> Any:
 
     cosmos-rl's variables are read where AWS's name no keys; an AWS_ENDPOINT_URL or AWS_REGION wins over theirs.
     """
-    given = {} if os.environ.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"} else os.environ
-    key, secret, cosmos_endpoint, cosmos_region = (
-        given.get(COSMOS + name) or None
-        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT_URL", "REGION_NAME")
-    )
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or cosmos_endpoint or ""
+    given = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
+    if given.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
+        given = {name: value for name, value in given.items() if not name.startswith(COSMOS)}
+    key, secret = given.get(f"{COSMOS}ACCESS_KEY_ID"), given.get(f"{COSMOS}SECRET_ACCESS_KEY")
+    named = [name for name in ENDPOINTS if name in given]
+    endpoint = given[named[0]] if named else ""
     if without_credentials(endpoint) != endpoint:
+        keys = COSMOS if named[0].startswith(COSMOS) else "AWS_"
         raise StorageError(
-            "AWS_ENDPOINT_URL holds a user and a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{named[0]} holds a user and a password; remove them, and set {keys}ACCESS_KEY_ID and {keys}SECRET_ACCESS_KEY"
         )
     if (key is None) != (secret is None):
         raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
     # botocore knows only AWS_DEFAULT_REGION
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or cosmos_region
+    region = next((given[name] for name in REGIONS if name in given), None)
     return _client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
 

@@ -23,6 +23,7 @@ NAMES = (
     "AWS_REGION",
     "AWS_DEFAULT_REGION",
 )
+EMPTY = {name: "" for name in NAMES if name != "AWS_PROFILE"}  # boto3 itself looks for a profile called ""
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ NAMES = (
         ({"AWS_ENDPOINT_URL": "https://own", **COSMOS}, "https://own", "here", ("key", "secret")),
         ({"AWS_ACCESS_KEY_ID": "own", **COSMOS}, "", None, (None, None)),
         ({"AWS_PROFILE": "own", "AWS_REGION": "there", **COSMOS}, "", "there", (None, None)),
+        (EMPTY | COSMOS, "https://store", "here", ("key", "secret")),
+        ({**COSMOS, "PROD_S3_CHECKPOINT_REGION_NAME": ""}, "https://store", None, ("key", "secret")),
     ],
 )
 def test_cosmos_variables_are_read_where_aws_names_no_keys(
@@ -60,10 +63,33 @@ def test_half_of_the_keys_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         s3.connect()
 
 
-def test_boto3_signs_with_cosmos_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "keys"),
+    [
+        ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        (
+            "PROD_S3_CHECKPOINT_ENDPOINT_URL",
+            "PROD_S3_CHECKPOINT_ACCESS_KEY_ID and PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY",
+        ),
+    ],
+)
+def test_a_password_in_an_address_is_refused_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, keys: str
+) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in COSMOS.items():
+    monkeypatch.setenv(variable, "https://user:hush@store")
+    with pytest.raises(StorageError, match=rf"^{variable} holds a user and a password; .* {keys}$") as raised:
+        s3.connect()
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize("environment", [COSMOS, EMPTY | COSMOS])
+def test_boto3_signs_with_cosmos_keys(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     s3._client.cache_clear()
     client = s3.connect()
