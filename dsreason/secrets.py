@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -44,6 +45,12 @@ PATTERNS = {
 }
 """Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
+MASK = re.compile(
+    rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
+    r"|\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+…",
+    re.IGNORECASE,
+)
+"""What `PATTERNS` and `without_credentials` leave in a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -89,6 +96,22 @@ def hidden(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: "…" if holds_secret(key) and is_set(item) else hidden(item) for key, item in value.items()}
     return [hidden(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def masked(value: Any, place: str = "") -> Iterator[str]:
+    """The keys of those JSON values in which `hidden` has left a mask: `reward.options.judge.api_key`."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            below = f"{place}.{key}" if place else str(key)
+            yield from [below] if item == "…" and holds_secret(key) else masked(item, below)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from masked(item, f"{place}.{number}")
+    elif isinstance(value, str):
+        names = (*VARIABLES, *(name for name in os.environ if SECRET_NAME.search(name)))
+        queries = any("?…" in address for address in ADDRESS.findall(value))
+        if MASK.search(value) or queries or any(f"<{name}>" in value for name in names):
+            yield place
 
 
 def holds_secret(key: str) -> bool:

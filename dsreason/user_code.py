@@ -85,6 +85,18 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
     return vars(module)[attribute] if attribute else module
 
 
+def code_file(name: str) -> Path | None:
+    """The file of what `find_code` finds under this name, without importing it; None where it is not a plain one."""
+    target = name.partition(":")[0]
+    if target.endswith(".py") or "/" in target:
+        places = [Path(target).expanduser()]
+    else:
+        module = Path(*target.split("."))
+        folders = [*map(Path, sys.path), Path.cwd()]
+        places = [place for folder in folders for place in (folder / f"{module}.py", folder / module / "__init__.py")]
+    return next((place for place in places if place.is_file()), None)
+
+
 def import_file(path: Path, what: str) -> ModuleType:
     """The module in a `.py` file, imported once."""
     if not path.is_file():

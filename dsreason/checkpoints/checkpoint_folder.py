@@ -100,6 +100,13 @@ def find_checkpoint(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def newer_checkpoint(folder: Path, file: Path) -> Path | None:
+    """The checkpoint of the highest step where it was completed after `file` was written, as where a run goes on."""
+    newest = find_checkpoint(folder)
+    is_newer = newest is not None and (newest / MARKER).stat().st_mtime > file.stat().st_mtime
+    return newest if is_newer else None
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest step first."""
     if not folder.is_dir():

@@ -10,15 +10,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dsreason.checkpoints.checkpoint_folder import newer_checkpoint
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
+from dsreason.config.keys import split_unknown
 from dsreason.config.load import load_config, read_config, read_values
-from dsreason.config.output import CONFIG_FILE, run_record
+from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.secrets import masked
 
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
@@ -134,30 +137,65 @@ class WorldSource:
 
 
 def find_world(config: Path | None, model: str | None) -> WorldSource | None:
-    """The configuration of a world model: the file where it has `[world]`, else that of the run that `--model` is of."""
+    """The configuration of a world model: the file where it is of one, else that of the run that `--model` is of."""
     if config is not None:
         values = read_config(config)
         values = values["config"] if isinstance(values.get("config"), dict) else values  # config.json of a run
-        return WorldSource(values, str(config), [f"--config={config}"]) if "world" in values else None
-    path = Path(model or "").expanduser()
-    for folder in (path, *list(path.parents)[:2]) if model else ():
+        return WorldSource(values, str(config), [f"--config={config}"]) if is_world(values) else None
+    for folder in runs_around(Path(model).expanduser()) if model else ():
         values = (run_record(folder) or {}).get("config", {})
         if "world" in values:
             return WorldSource(values, str(folder / CONFIG_FILE), [])
     return None
 
 
+def runs_around(path: Path) -> list[Path]:
+    """The folders that may be the run of `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; none for a path that is not there."""
+    path = path.absolute()
+    if not path.exists():
+        return []
+    above = [folder.parent for folder in (path, path.parent) if folder.name in (FINAL.parent.name, CHECKPOINTS)]
+    return [path, *above]
+
+
+def is_world(values: dict[str, Any]) -> bool:
+    """Whether a configuration has `[world]`, or only keys of the training of world models, which may leave it out."""
+    if "world" in values:
+        return True
+    return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
+
+
 def exported(model: str) -> str:
-    """Of a run its final export; anything else as it is. ConfigError for a run or checkpoint without one."""
+    """Of a run its final export; anything else as it is.
+
+    ConfigError for a run or checkpoint without one, and for a run that has a newer checkpoint.
+    """
     folder = Path(model).expanduser()
-    if (folder / FINAL).is_dir():
-        return str(folder / FINAL)
-    if folder.is_dir() and not any((folder / name).is_file() for name in EXPORTED):
+    final = folder / FINAL
+    files = [place / name for place in (final, folder) for name in EXPORTED if (place / name).is_file()]
+    if final.is_dir() and files and (newer := newer_checkpoint(folder / CHECKPOINTS, files[0])):
+        raise ConfigError(
+            f"--model {model}: its checkpoint {newer.name} is newer than its {FINAL}; write it as a model with dsreason export "
+            f"--checkpoint {newer} --output {folder / FINAL.parent / newer.name}, and name that, or name {final}"
+        )
+    if final.is_dir():
+        return str(final)
+    if folder.is_dir() and not files:
         raise ConfigError(
             f"--model {model}: holds no model in diffusers' format and no {FINAL}; write one with dsreason export "
-            f"--checkpoint {model} --output FOLDER, and name that"
+            f"--checkpoint {model} --output FOLDER, where FOLDER is in the run's {FINAL.parent}, and name that"
         )
     return model
+
+
+def check_unmasked(config: WorldConfig, name: str) -> None:
+    """ConfigError where the evaluation needs a value that the file `name` shows only masked, as `config.json` of a run does."""
+    needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
+    if keys := list(masked(needed)):
+        raise ConfigError(
+            f"{name}: {', '.join(keys)}: only a mask of the secret is there; name by --config the file that the run was started "
+            "with, or give the value by --set"
+        )
 
 
 def evaluate_world(
@@ -173,6 +211,7 @@ def evaluate_world(
     if model is not None:
         changes = [f"model.path={json.dumps(exported(model))}", *changes]
     config = read_values(WorldConfig, source.values, source.name, changes)
+    check_unmasked(config, source.name)
     with quick_imports():
         from dsreason.evaluation.ask.models import base_name
         from dsreason.evaluation.world.report import write_report

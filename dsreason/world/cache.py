@@ -184,11 +184,15 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, (VERSION, *parts))).encode()).hexdigest()[:32]
 
 
-def fingerprint(*folders: Path) -> str:
-    """Of a component's files: settings and tokenizers as they are, and of weights the header and the first 4 KB of each
-    tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding."""
+def fingerprint(*places: Path) -> str:
+    """Of the files of components: settings and tokenizers as they are, and of weights the header and the first 4 KB of each
+    tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding.
+
+    Args:
+        places: folders, of each of which all files count, and single files.
+    """
     digest = hashlib.sha256()
-    for file in sorted(file for folder in folders for file in folder.iterdir()):
+    for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):
         if file.is_file() and not file.name.startswith("."):
             digest.update(file.name.encode())
             digest.update(_samples(file) if file.suffix == ".safetensors" else file.read_bytes())

@@ -15,7 +15,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
-from dsreason.secrets import hidden, hide_secrets, holds_secret
+from dsreason.secrets import hidden, hide_secrets, holds_secret, masked
 
 
 def judged(**reward: Any) -> GRPOConfig:
@@ -93,6 +93,8 @@ def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: py
 def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) -> None:
     assert hide_secrets(text) == shown
     assert hide_secrets(shown) == shown
+    assert [*masked(text)] == []
+    assert [*masked({"a": [shown]})] == ([] if text == shown else ["a.0"])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,9 @@ def test_secrets_in_reward_options_are_masked_however_deep() -> None:
         "secret": True,
     }
     assert config.reward.options["judge.py:f"]["api_key"] == "sk-sentinel"
+    below = ("api_key", "server.headers.0.Authorization", "server.credential", "password")
+    assert [*masked(dumped)] == [f"reward.options.judge.py:f.{key}" for key in below]
+    assert [*masked(config.model_dump(mode="json"))] == []
     assert GRPOConfig.model_validate(dumped).reward.functions == config.reward.functions
 
 
@@ -144,6 +149,19 @@ def test_the_query_of_a_reward_servers_address_is_used_and_not_shown(url: str, s
     reward = dump_config(config)["reward"]
     assert reward["remote"]["url"] == reward["options"]["judge.py:f"]["server"] == shown
     assert config.reward.remote.url == url
+    assert len([*masked(reward)]) == (0 if url == shown else 2)
+
+
+@pytest.mark.parametrize("text", ["s3://user:sentinel@bucket", "with sentinel in it", f"hf_{'a' * 30}"])
+def test_a_mask_is_known_again(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("A_KEY", "sentinel")
+    assert [*masked({"a": text})] == []
+    assert [*masked({"a": hidden(text)})] == ["a"]
+
+
+@pytest.mark.parametrize("text", ["…", "and so on…", "what is it?…", "a <BIG_KEY> here", "x=…"])
+def test_other_ellipses_are_no_masks(text: str) -> None:
+    assert [*masked({"prompt": text})] == []
 
 
 @pytest.mark.parametrize("schema", [SFTConfig, GRPOConfig, EvalConfig])
@@ -186,4 +204,6 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
 def test_a_long_hostile_text_is_gone_through_at_once(part: str) -> None:
     """A pattern that looks at the rest of the text from every place would take minutes."""
-    assert "sentinel" not in hidden(part * (200_000 // len(part)) + " api_key=sentinel")
+    long = part * (200_000 // len(part))
+    assert "sentinel" not in hidden(f"{long} api_key=sentinel")
+    assert [*masked(f"{long} api_key=…")] == [""]

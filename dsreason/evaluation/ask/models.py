@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint
+from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint, newer_checkpoint
 from dsreason.checkpoints.export import export_checkpoint
 from dsreason.config.output import CHECKPOINTS, run_record
 from dsreason.errors import CheckpointError
@@ -37,10 +37,10 @@ def run_weights(given: str) -> Path | None:
     if is_checkpoint(path):
         return path
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
-    final, newest = path / FINAL / "config.json", find_checkpoint(folder)
+    final = path / FINAL / "config.json"
     if final.is_file():
-        is_newer = newest is not None and (newest / MARKER).stat().st_mtime > final.stat().st_mtime
-        return newest if is_newer else path / FINAL
+        return newer_checkpoint(folder, final) or path / FINAL
+    newest = find_checkpoint(folder)
     if newest is None and run_record(path) is not None:
         raise CheckpointError(
             f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or name a model"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +27,22 @@ from dsreason.train.world.clips import Share
 from dsreason.train.world.inputs import Inputs, open_inputs, validation_rows
 from dsreason.train.world.preflight import check_conditioning, check_rewards, clip_size, open_data
 from dsreason.train.world.validate import Shown, sample_clips
+from dsreason.user_code import code_file
 from dsreason.world import lora
 from dsreason.world.base import FILE, base_of
+from dsreason.world.cache import fingerprint
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.latents import LatentCodec
-from dsreason.world.models import check_installed, load_transformer, load_vae, resolve_world_model
+from dsreason.world.models import (
+    check_components,
+    check_installed,
+    load_transformer,
+    load_vae,
+    resolve_world_model,
+)
 from dsreason.world.rewards import ClipScorer
+from dsreason.world.rewards.functions import BUILT_IN
 from dsreason.world.types import ClipSize
 from dsreason.world.video import small, write_mp4
 
@@ -41,8 +51,10 @@ SECTIONS = ("model", "data", "world", "reward", "validation")
 IGNORED = {
     "model": ("freeze_text_projection", "gradient_checkpointing"),
     "data": ("workers", "prefetch", "shuffle"),
-    "reward": ("workers",),
+    "reward": ("workers", "time_limit", "enqueue_url", "fetch_url"),
 }
+PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
+"""Of a model's folder: all that decides what its clips are."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +88,11 @@ def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
 def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
     """Raise user-fixable errors before ranks start."""
     check_installed()
+    folder, adapter = find_evaluated(config)
+    check_components(folder)
     if not overwrite:
-        check_settings(results, settings_of(for_evaluation(config)))
-    check_conditioning(config, family_of(find_evaluated(config)[0]))
+        check_settings(results, settings_of(for_evaluation(config), weights_of(folder, adapter)))
+    check_conditioning(config, family_of(folder))
     if config.reward.functions or config.reward.services:
         check_rewards(config)
     open_data(config)
@@ -94,7 +108,9 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             folder, adapter = find_evaluated(config)
             datasets = open_data(config)
         rows = validation_rows(config, datasets)
-        on_rank_zero(lambda: open_results(results, settings_of(config), overwrite=overwrite))
+        on_rank_zero(
+            lambda: open_results(results, settings_of(config, weights_of(folder, adapter)), overwrite=overwrite)
+        )
         codec, dtype = load_vae(folder, world.device, DTYPES[config.train.precision]), DTYPES[config.train.precision]
         prompts = dict.fromkeys([config.data.negative_prompt, *(row.prompt for row in rows)])
         inputs = open_inputs(config, folder, list(prompts), codec, world)
@@ -127,13 +143,28 @@ def for_evaluation(config: WorldConfig) -> WorldConfig:
     return config.model_copy(update={"validation": validation, "train": train, "lora": LoRAConfig()})
 
 
-def settings_of(config: WorldConfig) -> dict[str, Any]:
-    """What must be the same where an evaluation goes on, and alike in two that are compared."""
+def weights_of(folder: Path, adapter: Path | None) -> str:
+    """Tells models apart that are or were in the same place."""
+    found = [fingerprint(*(folder / part for part in PARTS))]
+    found += [] if adapter is None else [fingerprint(adapter / lora.FILE)]
+    return "-".join(one[:16] for one in found)
+
+
+def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
+    """What must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
     found = {name: dict(dump_config(config)[name]) for name in SECTIONS}
     for section, names in IGNORED.items():
         for name in names:
             del found[section][name]
+    found["model"]["weights"] = weights
+    found["reward"]["code"] = code_of(config.reward.functions)
     return found | {"train": {"seed": config.train.seed, "precision": config.train.precision}}
+
+
+def code_of(rewards: Iterable[str]) -> dict[str, str]:
+    """By the name of each reward that is not built in what tells versions of its file apart."""
+    files = {name: code_file(name) for name in rewards if name not in BUILT_IN}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 
 
 def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype, device: torch.device) -> nn.Module:

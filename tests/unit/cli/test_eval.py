@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsreason.cli import eval as cli
-from dsreason.cli.eval import RECIPE, exported, find_world, load, names_datasets, question_overrides
-from dsreason.config.load import load_config
+from dsreason.cli.eval import (
+    RECIPE,
+    check_unmasked,
+    evaluate_world,
+    exported,
+    find_world,
+    load,
+    names_datasets,
+    question_overrides,
+)
+from dsreason.config.load import load_config, read_values
+from dsreason.config.output import write_run_config
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_world import WorldConfig, WorldRewardConfig
 from dsreason.errors import ConfigError
 from dsreason.job import lifeline
 
@@ -120,14 +134,80 @@ def world_run(folder: Path) -> Path:
 def test_a_world_models_configuration_is_that_of_the_run(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
     export = run / "export" / "final"
-    export.mkdir(parents=True)
-    for model in (run, export, run / "checkpoints" / "step_3"):
+    checkpoint = run / "checkpoints" / "step_3"
+    for folder in (export, checkpoint):
+        folder.mkdir(parents=True)
+    for model in (run, export, checkpoint, checkpoint.parent):
         found = find_world(None, str(model))
         assert found is not None
         assert found.values == {"world": {"algorithm": "nft"}}
         assert found.arguments == []
     assert find_world(None, str(tmp_path)) is None
     assert find_world(None, None) is None
+
+
+@pytest.mark.parametrize("model", ["nvidia/Cosmos-Reason1-7B", "export/none", "hub-name", "other"])
+def test_a_name_or_a_folder_of_something_else_is_not_of_the_world_run_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (world_run(tmp_path / "run") / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    assert find_world(None, model) is None
+    Path("export/final").mkdir(parents=True)
+    assert find_world(None, "export/final") is not None
+    monkeypatch.chdir("export")
+    assert find_world(None, "final") is not None
+
+
+@pytest.mark.parametrize(
+    ("document", "of_world"),
+    [
+        ('[model]\npath = "tiny:squares"\n[reward.functions]\nred = 1.0', True),
+        ("[data]\nframes = 9", True),
+        ('[model]\npath = "m"', False),
+        ('[[data.sources]]\npath = "rows.jsonl"\n[train]\nmax_steps = 3', False),
+        ("[data]\nframes = 9\n[evaluation]\nseed = 1", False),
+    ],
+)
+def test_a_world_models_file_may_leave_its_section_out(tmp_path: Path, document: str, of_world: bool) -> None:
+    (tmp_path / "c.toml").write_text(document)
+    assert (find_world(tmp_path / "c.toml", None) is not None) == of_world
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"options": {"leak.py:judge": {"api_key": "sk-live"}}}, "reward.options.leak.py:judge.api_key"),
+        ({"enqueue_url": "https://host/enqueue?code=1"}, "reward.enqueue_url"),
+    ],
+)
+def test_masked_values_of_a_run_are_not_evaluated_with(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    config = WorldConfig(reward=WorldRewardConfig(functions={"leak.py:judge": 1.0}, **change))
+    check_unmasked(config, "w.toml")
+    write_run_config(tmp_path, config, {})
+    found = find_world(None, str(tmp_path))
+    assert found is not None
+    with pytest.raises(
+        ConfigError, match=rf"config\.json: {re.escape(key)}: only a mask of the secret .* --config .* --set"
+    ):
+        evaluate_world(found, None, [], None, None, overwrite=False)
+    replaced = read_values(WorldConfig, found.values, found.name, ["reward.options={}", "reward.enqueue_url=null"])
+    check_unmasked(replaced, found.name)
+
+
+def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_old_one(tmp_path: Path) -> None:
+    run = world_run(tmp_path / "run")
+    final, checkpoint = run / "export" / "final", run / "checkpoints" / "step_7"
+    for folder, file in ((final, "model_index.json"), (checkpoint, "COMPLETE")):
+        folder.mkdir(parents=True)
+        (folder / file).write_text("{}")
+    os.utime(checkpoint / "COMPLETE", (1, 1))
+    assert exported(str(run)) == str(final)
+    os.utime(final / "model_index.json", (0, 0))
+    said = rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .* name {final}$"
+    with pytest.raises(ConfigError, match=said):
+        exported(str(run))
+    assert exported(str(final)) == str(final)
 
 
 def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path) -> None:
