@@ -77,6 +77,15 @@ class WorldDataConfig(Section):
             raise ValueError(f"{frames} is not one more than a multiple of 4; give {frames // 4 * 4 + 1}")
         return frames
 
+    @field_validator("negative_prompt")
+    @classmethod
+    def check_text(cls, text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{text!r} has half of a character at {error.start}; correct it") from None
+        return text
+
     @field_validator("height", "width")
     @classmethod
     def check_multiple(cls, size: int) -> int:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsreason.config.schema_world import WorldDataConfig
-from dsreason.errors import DataError
+from dsreason.config.load import read_values
+from dsreason.config.schema_world import WorldConfig, WorldDataConfig
+from dsreason.errors import ConfigError, DataError
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import MOVES, PROMPTS, Square, draw_clip
 from dsreason.world.data.dataset import open_rows
@@ -197,3 +198,11 @@ def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | 
     assert not found.rows
     assert re.search(said, found.bad[0])
     found.bad[0].encode()
+
+
+def test_half_of_a_character_in_the_negative_prompt_is_an_error_of_the_configuration() -> None:
+    """The prompt is a key of the cache, too; JSON can write such a one."""
+    with pytest.raises(
+        ConfigError, match=r"c\.json: data\.negative_prompt: .*'x \\ud800' has half of a character at 2"
+    ):
+        read_values(WorldConfig, {"data": {"negative_prompt": "x \ud800"}}, "c.json")
