@@ -17,6 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import (
     SAVING,
@@ -37,7 +38,7 @@ from dsreason.checkpoints.checkpoint_folder import (
 )
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
-from dsreason.engine.average import WeightAverage, average_file
+from dsreason.engine.average import average_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
@@ -65,10 +66,10 @@ def state_writer(
     partial: Path,
     state: TrainerState,
     world: World,
-    averages: Mapping[str, WeightAverage],
+    averages: Mapping[str, Mapping[str, Tensor]],
 ) -> Callable[[], None]:
-    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state, other weights and random numbers, as they
-    are now.
+    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now, and the
+    shares of `averages`, which must not change until then.
 
     To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
     """
@@ -83,14 +84,13 @@ def state_writer(
         parameters=describe_parameters(engine),
     )
     described = asdict(saved)  # now: the state goes on changing
-    kept = {average_file(label, world.rank): average.copies() for label, average in averages.items()}
 
     def write() -> None:
         if world.is_first_of_folder:
             write_json(partial / STATE_FILE, described)
-        for name, shares in kept.items():
-            with draft_of(partial / name, durable=True) as draft:
-                save_file(shares, draft)
+        for label, shares in averages.items():
+            with draft_of(partial / average_file(label, world.rank), durable=True) as draft:
+                save_file(dict(shares), draft)
         with draft_of(partial / rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 

@@ -74,11 +74,15 @@ class SnapshotEngine(TorchCheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         self.files.append((Path(path), state_dict))
 
-    def copy(self) -> None:
-        """Copy what was taken, if this host has the memory for the copies of all of its ranks. Collective."""
+    def copy(self, beside: int = 0) -> None:
+        """Copy what was taken, if this host has the memory for the copies of all of its ranks. Collective.
+
+        Args:
+            beside: bytes that this rank will copy of what DeepSpeed does not save.
+        """
         if not self.copying:
             return
-        lacking = max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
+        lacking = beside + max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
         host = socket.gethostname()
         found = gather_objects((host, lacking, available_bytes()))  # measured before any rank begins to copy
         here = [(size, left) for name, size, left in found if name == host]
@@ -192,9 +196,14 @@ class CheckpointWriter:
             self.engine.save_checkpoint(
                 str(self.folder), tag=partial.name, save_latest=False, exclude_frozen_parameters=not self.with_frozen
             )
-        self.snapshot.copy()
-        write_state = state_writer(self.engine, partial, state, self.world, self.averages)
-        sizes = gather_objects(self.snapshot.size + sum(average.nbytes for average in self.averages.values()))
+        beside = sum(average.nbytes for average in self.averages.values())
+        self.snapshot.copy(beside)
+        averages = {
+            label: average.copies() if self.snapshot.copied else average.shares
+            for label, average in self.averages.items()
+        }
+        write_state = state_writer(self.engine, partial, state, self.world, averages)
+        sizes = gather_objects(self.snapshot.size + beside)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
         on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
 

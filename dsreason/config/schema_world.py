@@ -124,7 +124,8 @@ class WorldConfigSection(Section):
     shift: float = Field(3.0, gt=0)
     """Of the linear schedule and of sft's noise levels: s → shift·s / (1 + (shift − 1)·s)."""
     guidance_scale: float = Field(1.0, ge=1)
-    """Of sampling and, alike, of training; 1 is without guidance. v + (scale − 1)·(v − v_negative)."""
+    """Of sampling and, alike, of training; 1 is without guidance. v + (scale − 1)·(v − v_negative). Cosmos' pipeline takes
+    one less: its 7 is 8 here."""
     conditional_frames: tuple[int, int] = (0, 0)
     """Fewest and most latent frames of the row's clip that are given: 0 text, 1 image, 2 video; drawn once a group."""
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
@@ -158,7 +159,8 @@ class WorldConfigSection(Section):
     nft_beta: float = Field(1.0, gt=0)
     """nft: how far the implicit positive and negative policies are from the old one."""
     nft_times: int | None = Field(None, ge=1)
-    """nft: noise levels of the sampler's that each clip is trained at, drawn anew; unset: all but the last percent."""
+    """nft: noise levels of the sampler's that each clip is trained at, drawn anew; unset: 99 % of them, rounded down (9 of
+    10)."""
     nft_decay: Literal["none", "slow", "late"] = "slow"
     """nft: how the old policy follows, old = d·old + (1 − d)·new, in step i: d = 0; min(0.001 i, 0.5); 0 before step 75, then
     min(0.0075 (i − 75), 0.999)."""

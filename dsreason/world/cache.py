@@ -21,7 +21,6 @@ from dsreason.files.atomic import write_file
 from dsreason.files.cache import cache_errors
 from dsreason.problems import listed
 from dsreason.world.families import WorldFamily
-from dsreason.world.families.components import read_json
 from dsreason.world.latents import LatentCodec
 
 log = logging.getLogger(__name__)
@@ -62,10 +61,10 @@ class TextCache:
 
         Args:
             cache: the project's `cache_dir()`.
-            project: keep what the transformer's first layer for text makes of them, where the family has such a layer. Only
-                for runs that do not train this layer: those with LoRA on other ones.
+            project: keep what the transformer's first layer for text makes of them, where it makes them smaller. Only for
+                runs that do not train this layer: those with LoRA on other ones.
         """
-        projected = project and family.project_text is not None
+        projected = project and family.projects_text(model)
         parts = ("text_encoder", "tokenizer", *(["transformer"] if projected else []))
         key = key_of("text", family.name, fingerprint(*(model / part for part in parts)), max_length, dtype, projected)
         return cls(family, model, max_length, dtype, projected, cache / "world" / f"text-{key}")
@@ -98,12 +97,12 @@ class TextCache:
     def check_room(self, prompts: Sequence[str]) -> None:
         """StorageError where the embeddings of those of these prompts that are not there yet do not fit on the disk."""
         missing = self._missing(prompts)
-        width = self.family.text_width(read_json(self.model / "transformer" / "config.json"), self.projected)
+        width = self.family.text_width(self.family.transformer_config(self.model), self.projected)
         one = self.max_length * width * self.dtype.itemsize
         place = next(folder for folder in self.folder.absolute().parents if folder.exists())
         free = shutil.disk_usage(place).free
         if len(missing) * one > free:
-            smaller = self.family.project_text is not None and not self.projected
+            smaller = self.family.projects_text(self.model) and not self.projected
             advice = (
                 "model.freeze_text_projection = true keeps a hundredth of it" if smaller else "train on fewer prompts"
             )

@@ -37,7 +37,7 @@ def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) ->
     """ConfigError where a model's heads or a clip's tokens do not divide among `size` ranks.
 
     Args:
-        config: the transformer's config.json.
+        config: of the transformer.
         shape: of a clip's latents, `(C, t, h, w)`.
     """
     heads = config["num_attention_heads"]

@@ -95,19 +95,18 @@ def check_components(folder: Path) -> list[str]:
     return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def transformer_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "transformer" / "config.json")
-
-
 def empty_transformer(folder: Path) -> Any:
     """The transformer of a model's folder without memory behind its parameters; its buffers are computed."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
 
-    family, config, file = family_of(folder), transformer_config(folder), folder / "transformer" / "config.json"
+    family, file = family_of(folder), folder / "transformer" / "config.json"
+    config = family.transformer_config(folder)
     if config.get("_class_name") != family.transformer:
         raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
+    if problem := family.unsupported_transformer(config):
+        raise CheckpointError(f"{file}: {problem}")
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = getattr(diffusers, family.transformer).from_config(config)

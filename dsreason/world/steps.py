@@ -17,8 +17,9 @@ from dsreason.losses.diffusion import free_mean
 Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
 
 NEAR_ONE = 0.998
-"""From this noise level on, `flow` takes 1 − s of the next step. Flow-GRPO does so at s = 1; the published grids of Wan begin
-at 0.999999, where its noise would be a thousand times too large. Those of Cosmos begin at 0.995, and remain as they are."""
+"""A first step from above this noise level takes `flow`'s 1 − s of the second one. Flow-GRPO does so at s = 1; the published
+grids of Wan begin at 0.999999, where its noise would be a thousand times too large. Those of Cosmos begin at 0.995, and remain
+as they are."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
     if kind == "ode":
         return Step(1.0, s_next - s, 0.0)
     if kind == "flow":
-        return _diffusion(s, s_next, eta**2 * s / (1 - (s_cap if s > NEAR_ONE else s)))
+        return _diffusion(s, s_next, eta**2 * s / (1 - (min(s, s_cap) if s > NEAR_ONE else s)))
     if kind == "dance":
         return _diffusion(s, s_next, eta**2)
     return _resampled(s, s_next, _fresh_noise(kind, s, s_next, eta))

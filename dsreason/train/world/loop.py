@@ -118,12 +118,13 @@ def finish_step(world: WorldRun, part: Part, metrics: dict[str, float]) -> None:
     own = sum(len(batch) for batch in batches if batch.counted and world.share.leads)
     clips = sum(gather_objects(own))
     _, frames, height, width = world.shape
-    shown = {"reward": "reward/mean"} if "reward/mean" in world.rollout_metrics else {"loss": "train/loss"}
     seconds = metrics["time/rollout"] + metrics["time/train"]
+    metrics = metrics | world.rollout_metrics | {"perf/clips_per_second": clips / seconds}
+    name, key = ("reward", "reward/mean") if "reward/mean" in metrics else ("loss", "train/loss")
     show_step(
         world,
-        metrics | world.rollout_metrics | {"perf/clips_per_second": clips / seconds},
-        {name: (metrics | world.rollout_metrics)[key] for name, key in shown.items()},
+        metrics,
+        {name: metrics[key]} if key in metrics else {},  # a skipped step has no loss
         num_samples=clips,
         num_tokens=clips * frames * height * width // 4,
         seconds=seconds,

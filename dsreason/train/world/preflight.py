@@ -22,7 +22,6 @@ from dsreason.world.cache import TextCache
 from dsreason.world.context_parallel import check_sizes
 from dsreason.world.data import WorldDataset, open_world_data
 from dsreason.world.families import WorldFamily, family_of
-from dsreason.world.families.components import read_json
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_components, check_installed, resolve_world_model
@@ -240,7 +239,7 @@ def check_division(config: WorldConfig, folder: Path) -> None:
     data, size = config.data, config.train.context_parallel_size
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
-        check_sizes(read_json(folder / "transformer" / "config.json"), shape, size)
+        check_sizes(family_of(folder).transformer_config(folder), shape, size)
 
 
 def keeps_projected(config: WorldConfig) -> bool:

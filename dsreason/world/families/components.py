@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: is no JSON object; download the model again")
     return content
+
+
+def transformer_config(folder: Path, name: str) -> dict[str, Any]:
+    """The configuration of a folder's transformer, of diffusers' class `name`: its config.json, and the class's defaults for
+    what is not in it."""
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, name)).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    return defaults | read_json(folder / "transformer" / "config.json")
 
 
 def load_scheduler(folder: Path) -> Any:

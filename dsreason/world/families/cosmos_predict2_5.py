@@ -97,6 +97,15 @@ def text_width(config: Mapping[str, Any], projected: bool) -> int:
     return int(config["encoder_hidden_states_channels" if projected else "crossattn_proj_in_channels"])
 
 
+def unsupported_transformer(config: Mapping[str, Any]) -> str:
+    if config["use_crossattn_projection"]:
+        return ""
+    return (
+        "use_crossattn_projection is false, so it has no layer for the text of Cosmos-Predict2.5 (all layers of its encoder); "
+        "take the transformer of such a model"
+    )
+
+
 def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """From 28 layers x 3584 features (98 MB a prompt in bfloat16) to 1024 (1 MB)."""
     tensors: dict[str, Tensor] = {}
@@ -272,5 +281,6 @@ COSMOS_PREDICT2_5 = WorldFamily(
     project_text=project_text,
     accept_projected=accept_projected,
     text_width=text_width,
+    unsupported_transformer=unsupported_transformer,
     build_tiny=build_tiny,
 )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dsreason.world.families.components import scheduler_sigmas
+from dsreason.world.families.components import scheduler_sigmas, transformer_config
 from dsreason.world.types import Conditioning
 
 
@@ -94,11 +94,23 @@ class WorldFamily:
     sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     project_text: ProjectText | None = None
-    """For embeddings that are too large to keep. Only where this layer is not trained."""
+    """For embeddings that are too large to keep. Only where this layer is not trained, and `projects_text`."""
     accept_projected: Callable[[nn.Module], None] = lambda transformer: None
     """Make a transformer take projected embeddings, too; the names of its parameters stay."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
     """Why a folder with this model_index.json cannot be trained; empty where it can."""
+    unsupported_transformer: Callable[[Mapping[str, Any]], str] = lambda config: ""
+    """Why a transformer of this configuration cannot be trained; empty where it can."""
+
+    def transformer_config(self, folder: Path) -> dict[str, Any]:
+        """The config.json of a folder's transformer, with its class's defaults for what is not in it."""
+        return transformer_config(folder, self.transformer)
+
+    def projects_text(self, folder: Path) -> bool:
+        """Whether the transformer of a folder has a first layer for text that makes embeddings smaller. What is projected is
+        known by its width."""
+        config = self.transformer_config(folder)
+        return self.project_text is not None and self.text_width(config, True) != self.text_width(config, False)
 
     def encode_text(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype

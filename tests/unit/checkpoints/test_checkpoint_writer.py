@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dsreason.checkpoints import checkpoint_writer
-from dsreason.checkpoints.checkpoint_writer import SnapshotEngine, tensors_in
+from dsreason.checkpoints.checkpoint_folder import TrainerState
+from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, SnapshotEngine, tensors_in
+from dsreason.engine.average import WeightAverage
+from dsreason.job.ranks import World
 from dsreason.monitor.memory import GIB
 
 
@@ -48,17 +52,19 @@ def test_the_memory_of_the_last_copy_is_used_again_where_it_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "expected"),
+    ("others", "beside", "expected"),
     [
-        ([], True),  # 1 GiB is needed, and 3 are free
-        ([("here", GIB, 3 * GIB)], True),
-        ([("here", 2 * GIB, 3 * GIB)], False),  # 1.1 x 3 GiB would not fit
-        ([("here", GIB, 2 * GIB)], False),  # the lowest count is believed
-        ([("there", 9 * GIB, GIB)], True),  # another host's memory is its own
+        ([], 0, True),  # 1 GiB is needed, and 3 are free
+        ([("here", GIB, 3 * GIB)], 0, True),
+        ([("here", 2 * GIB, 3 * GIB)], 0, False),  # 1.1 x 3 GiB would not fit
+        ([("here", GIB, 2 * GIB)], 0, False),  # the lowest count is believed
+        ([("there", 9 * GIB, GIB)], 0, True),  # another host's memory is its own
+        ([], GIB, True),
+        ([], 2 * GIB, False),  # an average of the weights is copied, too
     ],
 )
 def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
-    monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, int, int]], expected: bool
+    monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, int, int]], beside: int, expected: bool
 ) -> None:
     monkeypatch.setattr(checkpoint_writer.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 3 * GIB)
@@ -66,6 +72,30 @@ def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
     monkeypatch.setattr(SnapshotEngine, "size", GIB)
     snapshot = SnapshotEngine(copying=True)
     snapshot.save({"a": torch.ones(1)}, "file")
-    snapshot.copy()
+    snapshot.copy(beside)
     assert snapshot.copied is expected
     assert [path for path, _ in snapshot.files] == [Path("file")]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_averages_are_copied_only_where_training_goes_on_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Of 14B an average has 56 GB over all ranks."""
+    given: list[dict[str, dict[str, torch.Tensor]]] = []
+    monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
+    monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(checkpoint_writer, "on_one_rank_per_folder", lambda world, call: call())
+    monkeypatch.setattr(checkpoint_writer, "state_writer", lambda *rest: given.append(rest[-1]) or (lambda: None))
+    average: Any = object.__new__(WeightAverage)
+    average.shares = {"weight": torch.ones(3)}
+    engine: Any = SimpleNamespace(
+        checkpoint_engine=None, _copy_recovery_script=None, save_checkpoint=lambda *_, **__: None
+    )
+    world = World(0, 0, 1, torch.device("cpu"))
+    writer = CheckpointWriter(engine, tmp_path, world, background=background, averages={"ema": average})
+    writer.start(1, TrainerState(1, 0.0, 0))
+    writer.close()
+    found = given[0]["ema"]["weight"]
+    assert found.tolist() == [1, 1, 1]
+    assert (found is not average.shares["weight"]) is background

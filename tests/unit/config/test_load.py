@@ -9,6 +9,7 @@ import pytest
 
 from dsreason.config.load import dump_config, load_config, parse_override, parse_value
 from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
 
 RECIPE = "builtin_sft.toml"
@@ -166,6 +167,16 @@ def test_a_wrong_override_names_itself(text: str, override: str, message: str) -
 )
 def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
     assert errors(text) == [message]
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("timestep_fraction", ""), ("timesteps_fraction", ""), ("num_generation", "num_generations")]
+)
+def test_a_misspelt_key_of_world_models_is_no_default_in_silence(key: str, near: str) -> None:
+    """cosmos-rl ignores the `timestep_fraction` of its own shipped recipe, whose field has another name."""
+    Path("run.toml").write_text(f"[world]\n{key} = 1")
+    with pytest.raises(ConfigError, match=rf"run\.toml: world\.{key}: unknown key; .*{near}"):
+        load_config(WorldConfig, Path("run.toml"), (), default_recipe="builtin_world.toml")
 
 
 @pytest.mark.parametrize(

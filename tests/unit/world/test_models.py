@@ -18,6 +18,7 @@ from dsreason.world.families import FAMILIES, family_of
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.models import (
     MODEL_FILES,
+    check_components,
     empty_transformer,
     load_transformer,
     load_vae,
@@ -200,6 +201,30 @@ def test_a_configuration_that_builds_nothing(folder: Path) -> None:
     change(folder / "transformer" / "config.json", attention_head_dim="wide")
     with pytest.raises(CheckpointError, match=r"config\.json: no model can be built from it"):
         load_transformer(folder, torch.float32)
+
+
+def test_a_cosmos_transformer_without_its_layer_for_text(folder: Path) -> None:
+    change(folder / "transformer" / "config.json", use_crossattn_projection=False)
+    with pytest.raises(CheckpointError, match=r"config\.json: use_crossattn_projection is false"):
+        check_components(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_config_json_leaves_out_have_the_classes_defaults(
+    tiny_worlds: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """diffusers builds the model, so what else is read of the file must be there, too."""
+    (tmp_path / "transformer").mkdir()
+    text: dict[str, Any] = {"use_crossattn_projection": True} if name == "cosmos_predict2_5" else {}
+    file = tmp_path / "transformer" / "config.json"
+    file.write_text(json.dumps({"_class_name": FAMILIES[name].transformer, "num_layers": 1, **text}))
+    shutil.copy(tiny_worlds[name] / "model_index.json", tmp_path)
+    built = dict(empty_transformer(tmp_path).config)
+    config = FAMILIES[name].transformer_config(tmp_path)
+    assert config["num_layers"] == 1
+    check_sizes(config, (16, 3, 4, 4), 4)
+    for projected in (False, True):
+        assert FAMILIES[name].text_width(config, projected) == FAMILIES[name].text_width(built, projected)
 
 
 class Trap:

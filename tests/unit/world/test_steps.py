@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsreason.world.schedule import linear
-from dsreason.world.steps import Kind, log_prob, mean, step_of
+from dsreason.world.steps import NEAR_ONE, Kind, log_prob, mean, step_of
 
 X, V, X_NEXT = (
     torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1) for values in ([1, -2], [0.5, 0.25], [0.9, -1.9])
@@ -115,6 +115,20 @@ def test_flow_does_not_explode_where_a_schedule_begins_just_below_one() -> None:
     assert step.std == pytest.approx(at_one.std, abs=1e-3)
     cosmos = step_of("flow", 0.99502, 0.99084, 0.7, s_cap=0.99084)
     assert cosmos.std == pytest.approx(0.7 * math.sqrt(0.99502 / 0.00498 * 0.00418), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shift", "count", "number", "std"), [(12, 100, 2, 0.5015), (25, 50, 2, 0.5095), (17, 100, 3, 0.4116)]
+)
+def test_flow_adds_its_own_noise_after_the_first_steps_though_the_level_is_near_one(
+    shift: float, count: int, number: int, std: float
+) -> None:
+    """1 − s of the second level is for the step that begins above it: eta·sqrt(s / (1 − s)·(s − s'))."""
+    levels = linear(count, shift).tolist()
+    s, s_next = levels[number], levels[number + 1]
+    assert s > NEAR_ONE
+    assert std == pytest.approx(0.7 * math.sqrt(s / (1 - s) * (s - s_next)), abs=1e-4)
+    assert step_of("flow", s, s_next, 0.7, s_cap=levels[1]).std == pytest.approx(std, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,44 @@ def test_projected_text_gives_the_same_velocity(tiny_worlds: dict[str, Path], tm
     assert transformer.crossattn_proj[0].weight.grad.abs().max() > 0
 
 
-def test_nothing_is_projected_where_there_is_no_such_layer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_is_projected_where_it_would_not_become_smaller(
+    tiny_worlds: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """Wan has no such layer; one of Cosmos may keep the width, by which the transformer knows what is projected."""
+    folder = shutil.copytree(tiny_worlds[name], tmp_path / "model")
+    if name != "wan":
+        keep_width(folder / "transformer", 128)
     plain, projected = (
-        TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 64, torch.float32, tmp_path, project=project)
+        TextCache.open(FAMILIES[name], folder, 64, torch.float32, tmp_path, project=project)
         for project in (False, True)
     )
     assert plain == projected
+
+
+def keep_width(folder: Path, width: int) -> None:
+    """Make the projection of a Cosmos transformer one from `width` to `width`."""
+    from diffusers import CosmosTransformer3DModel
+
+    config = CosmosTransformer3DModel.load_config(folder)
+    widths = dict.fromkeys(("crossattn_proj_in_channels", "encoder_hidden_states_channels", "text_embed_dim"), width)
+    CosmosTransformer3DModel.from_config(config | widths).save_pretrained(folder)
+
+
+def test_text_is_projected_once_where_it_keeps_its_width(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+    from diffusers import CosmosTransformer3DModel
+
+    folder = shutil.copytree(tiny_worlds["cosmos_predict2_5"], tmp_path / "model")
+    keep_width(folder / "transformer", 128)
+    family = FAMILIES["cosmos_predict2_5"]
+    cache = TextCache.open(family, folder, 64, torch.float32, tmp_path, project=True)
+    cache.encode(PROMPTS)
+    transformer = load_transformer(folder, torch.float32)
+    with torch.no_grad():
+        found = family.velocity(transformer, draw(*SHAPE), S, cache.read(PROMPTS))
+        text = family.encode_text(folder, PROMPTS, 64, "cpu", torch.float32)
+        original = CosmosTransformer3DModel.from_pretrained(folder / "transformer")
+        torch.testing.assert_close(found, family.velocity(original, draw(*SHAPE), S, text))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

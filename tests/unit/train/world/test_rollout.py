@@ -23,7 +23,7 @@ from dsreason.train.world.update import check_ratio
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.rewards import Scores
 from dsreason.world.schedule import linear
-from dsreason.world.types import WorldRow
+from dsreason.world.types import Conditioning, WorldRow
 
 LOOK = Look(0.5, 0.0, np.zeros((3, 4, 8, 8), np.float32))
 
@@ -174,18 +174,26 @@ def test_guidance_leads_away_from_the_negative_prompt() -> None:
     seen = []
 
     def velocity(transformer: Any, x: Any, s: Any, text: Any, conditioning: Any, start: Any) -> Any:
-        seen.append((x.shape[0], s.tolist()))
+        seen.append((s.tolist(), conditioning, start))
         return x * 0 + text.view(-1, 1, 1, 1, 1)
 
     world.engine, world.family = None, SimpleNamespace(velocity=velocity)
     world.inputs = SimpleNamespace(negative=lambda count: torch.full((count, 1, 1), 1.0))
     batch = batch_of(Place(0, 0), Place(1, 0))
     text = torch.tensor([2.0, 5.0]).view(2, 1, 1)
-    batch = MicroBatch(batch.places, True, batch.rows, batch.start, text)
+    mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]]).view(2, 1, 3, 1, 1)
+    given = Conditioning(mask * torch.tensor([3.0, 4.0]).view(2, 1, 1, 1, 1), mask)
+    start = batch.start + torch.tensor([6.0, 7.0]).view(2, 1, 1, 1, 1)
+    batch = MicroBatch(batch.places, True, batch.rows, start, text, given)
     found = velocity_of(world, batch, 3.0)(batch.start, torch.tensor([0.25, 0.75]))
     assert found[:, 0, 0, 0, 0].tolist() == [2 + 2 * (2 - 1), 5 + 2 * (5 - 1)]
-    assert seen == [(4, [0.25, 0.75, 0.25, 0.75])]
+    ((times, conditioning, noise),) = seen
+    assert times == [0.25, 0.75, 0.25, 0.75]
+    halves = zip((conditioning.mask, conditioning.latents, noise), (mask, given.latents, start), strict=True)
+    for both, one in halves:
+        assert both.equal(torch.cat([one, one]))
     assert velocity_of(world, batch, 1.0)(batch.start, torch.ones(2))[:, 0, 0, 0, 0].tolist() == [2, 5]
+    assert seen[1][1] is given
 
 
 def test_looks_tell_dark_and_alike_clips() -> None:
