@@ -16,7 +16,7 @@ else
 $(error STACK is newest or oldest, not "$(STACK)")
 endif
 PY := $(VENV)/bin/python
-UNIT = $(PY) -m pytest tests/unit -n logical
+UNIT = $(PY) -m pytest tests/unit -n logical -o faulthandler_timeout=300
 # A file runs in one of two processes: two ranks that start, load and wait leave half of two cores idle. Not beside a GPU,
 # which has room for one test at a time.
 INTEGRATION = $(PY) -m pytest tests/integration tests/gpu \
