@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,6 +323,23 @@ def broken(clips: torch.Tensor, samples: list[WorldRow]) -> list[float]:
     raise ValueError("no weights")
 
 
+def leaving(clips: torch.Tensor, samples: list[WorldRow]) -> list[float]:
+    sys.exit("no license")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def unspeakable(clips: torch.Tensor, samples: list[WorldRow]) -> list[float]:
+    raise Unspeakable
+
+
+def telling(clips: torch.Tensor, samples: list[WorldRow]) -> list[float]:
+    raise ValueError(f"401 for Bearer {os.environ['JUDGE_API_KEY']} " + "x" * 100_000)
+
+
 GATE = threading.Event()
 
 
@@ -329,7 +348,9 @@ def slow(clips: torch.Tensor, samples: list[WorldRow]) -> list[float]:
     return [1.0] * len(samples)
 
 
-FUNCTIONS = {function.__name__: function for function in (level, facts, tags, broken, slow)}
+FUNCTIONS = {
+    function.__name__: function for function in (level, facts, tags, broken, slow, leaving, unspeakable, telling)
+}
 
 
 class Halver:
@@ -338,6 +359,11 @@ class Halver:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         assert latents.dtype == torch.float32
         return latents[:, :3] / 2 + 0.5
+
+
+class Broken:
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        sys.exit("no such latents")
 
 
 @pytest.fixture
@@ -414,6 +440,42 @@ def test_our_client_and_our_server_understand_each_other(server: RewardHTTPServe
         ask(failing)
 
 
+@pytest.mark.parametrize("server", [{"decoder": Broken()}], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "media", "said"),
+    [
+        ("leaving", "video", "SystemExit: no license"),
+        ("unspeakable", "video", r"Unspeakable: .* failed"),
+        ("level", "latent", "SystemExit: no such latents"),
+    ],
+)
+def test_whatever_a_function_raises_the_next_job_is_scored(
+    server: RewardHTTPServer, name: str, media: str, said: str
+) -> None:
+    array = VIDEO if media == "video" else LATENTS.numpy()
+    _, ticket = post(server, "enqueue", body(array, media_type=media, reward_fn={name: 1}))
+    status, answer = scored(server, ticket["uuid"], name)
+    assert status == 500
+    assert re.search(said, answer["message"])
+    _, ticket = post(server, "enqueue", body(VIDEO, media_type="video"))
+    assert scored(server, ticket["uuid"], "level")[0] == 200
+
+
+def test_no_answer_holds_a_secret_of_the_servers_or_is_long(
+    server: RewardHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-live-0123456789")
+    _, ticket = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"telling": 1}))
+    status, answer = scored(server, ticket["uuid"], "telling")
+    assert status == 500
+    assert answer["message"].startswith('reward "telling" failed: ValueError: 401 for Bearer <JUDGE_API_KEY> xxx')
+    status, refused = post(server, "enqueue", body(VIDEO, media_type="sk-live-0123456789" + "x" * 100_000))
+    assert status == 400
+    assert refused["message"].startswith("media_type is '<JUDGE_API_KEY>xxx")
+    assert len(answer["message"]) < 2000
+    assert len(refused["message"]) < 2000
+
+
 @pytest.mark.parametrize("server", [{"decoder": Halver()}], indirect=True)
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("head", [{}, {"media_type": "latent"}])
@@ -472,13 +534,25 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (body(VIDEO, media_type="audio"), "media_type is 'audio'"),
         (body(VIDEO), "latents cannot be decoded here"),
         (body(VIDEO, media_type="image"), "it must have 4 axes"),
-        (body(VIDEO[:, :2], media_type="video"), r"it must be \[B, 3, T, H, W\]"),
+        (body(VIDEO[:, :2], media_type="video"), r"video of shape .2, 2, 2, 2, 2. and type uint8; .*3 channels, uint8"),
+        (body(VIDEO[..., 0], media_type="image"), r"image of shape .2, 3, 2, 2. and type uint8; .*3 channels, uint8"),
+        (body(np.ones((2, 4, 4, 4), np.uint8), media_type="image"), "3 channels, uint8"),
+        (
+            body(VIDEO / np.float32(255), media_type="video"),
+            r"and type float32; it must have 3 channels, uint8 0 to 255",
+        ),
+        (body(VIDEO.astype(np.int16), media_type="video"), "and type int16; it must have 3 channels, uint8 0 to 255"),
+        (body(np.ones((2, 4, 4, 3)), media_type="image"), "and type float64; it must have 3 channels, uint8 0 to 255"),
         (body(VIDEO, media_type="video", prompts=["a"]), "1 prompts for 2 clips"),
         (body(VIDEO, media_type="video", prompts="ab"), "prompts must be a list"),
         (body(VIDEO, media_type="video", video_infos=[{}]), "video_infos must be a list of 2 objects"),
         (body(VIDEO, media_type="video", reward_fn={"hps": 1}), "no reward function 'hps'; served are level, facts"),
         (body(VIDEO, media_type="video", reward_fn={"level": 0}), "names no function of positive weight"),
         (body(VIDEO, media_type="video", reward_fn=["level"]), "reward_fn must be an object"),
+        (body(VIDEO, media_type="video", reward_fn={"level": 10**400}), "reward_fn must be an object"),
+        (body(VIDEO, media_type="video", reward_fn={"level": float("inf")}), "the first line is not JSON"),
+        (body(VIDEO, media_type="video", video_infos=[{"video_fps": float("nan")}] * 2), "the first line is not JSON"),
+        (body(VIDEO, media_type="video", fps=1).replace(b'"fps": 1', b'"fps": 1e999'), "the first line is not JSON"),
         (body(VIDEO, media_type="video")[:-1], "should have 48 bytes, there are 47"),
         (b"{}\n" + b"x" * 200, "what follows the JSON: not a .npy array"),
         (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "what follows the JSON: not a .npy array"),
@@ -515,6 +589,25 @@ def test_it_listens_at_an_address_of_ipv6_too(monkeypatch: pytest.MonkeyPatch) -
         assert post(served, "ping", {"info_data": "{}"})[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("GET /api/reward/ping HTTP/1.1", 501),
+        ("HEAD /api/reward/ping HTTP/1.1", 501),
+        ("nonsense", 400),
+        ("POST /api/reward/ping HTTP/9.9", 505),
+        (f"POST /{'x' * 70_000} HTTP/1.1", 414),
+    ],
+)
+def test_every_answer_is_json(server: RewardHTTPServer, line: str, status: int) -> None:
+    with socket.create_connection(server.server_address[:2], 20) as connection:
+        connection.sendall(f"{line}\r\n\r\n".encode())
+        head, _, content = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"Content-Type: application/json" in head
+    assert (content == b"") if line.startswith("HEAD") else json.loads(content)["message"]
+
+
 def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
     assert post(server, "pull", {"type": "level"}) == (400, {"message": "the form has no uuid"})
     assert post(server, "pull", {"uuid": "nobody", "type": "level"})[0] == 404
@@ -529,4 +622,5 @@ def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None
     form = {"uuid": ticket["uuid"], "scores": json.dumps(pushed), "type": "hps"}
     assert post(server, "push", form) == (200, {"message": "Scores received and stored successfully"})
     assert post(server, "pull", {"uuid": ticket["uuid"], "type": "hps"}) == (200, pushed)
-    assert post(server, "push", form | {"scores": "{"})[0] == 400
+    for unusable in ("{", '{"x": [NaN]}', '{"x": [1e999]}'):
+        assert post(server, "push", form | {"scores": unusable})[0] == 400
