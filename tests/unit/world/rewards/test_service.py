@@ -234,6 +234,9 @@ def test_a_function_that_keeps_failing_is_given_up_with_what_the_service_says(se
     [
         ((200, {"id": 1}), None, r'the response is not {"uuid": …}: {"id": 1}'),
         ((200, ["uuid"]), None, "the response is not"),
+        ((200, {"uuid": None}), None, r'the response is not {"uuid": …}: {"uuid": null}'),
+        ((200, {"uuid": ""}), None, "the response is not"),
+        ((200, {"uuid": 7}), None, "the response is not"),
         ((200, {"uuid": "u", "replica_id": "a\r\nX: y"}), None, "a replica_id that no header can hold"),
         ((401, {"message": f"Bearer {TOKEN} is bad"}), None, r"status 401 .*\*\*\* is bad.*check REMOTE_REWARD_TOKEN"),
         (
