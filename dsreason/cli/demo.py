@@ -168,7 +168,7 @@ def world_table(folder: Path) -> Table:
     rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
     rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
     for label, name in rows.items():
-        table.add_row(label, *(f"{found[name]:.3f}" for found in last))
+        table.add_row(label, *(f"{found[name]:.3f}" if name in found else "-" for found in last))
     return table
 
 

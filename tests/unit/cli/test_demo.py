@@ -45,3 +45,14 @@ def test_the_table_has_the_last_validation_of_each_run(tmp_path: Path) -> None:
     console.print(demo.world_table(tmp_path))
     shown = " ".join(console.export_text().split())
     assert "reward (colour · solid) │ 0.300 │ 0.600 │ 0.900" in shown
+
+
+@pytest.mark.parametrize("line", [{"val/brightness": 0.5}, {"val/reward/mean": 0.3, "val/reward/red/mean": 0.3}, {}])
+def test_the_table_leaves_out_what_changed_settings_did_not_measure(tmp_path: Path, line: dict[str, float]) -> None:
+    for name in demo.WORLD_RECIPES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, **line}) + "\n")
+    console = Console(record=True, width=100)
+    console.print(demo.world_table(tmp_path))
+    shown = " ".join(console.export_text().split())
+    assert "colour as asked │ - │ - │ -" in shown
