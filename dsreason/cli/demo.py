@@ -107,7 +107,8 @@ def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> Non
             run_job(job, ranks_on_cpu=ranks_on_cpu)
     Console().print(world_table(folder))
     for name in WORLD_RECIPES:
-        typer.echo(f"clips and rewards of {name}: {folder / name / 'world.html'}")
+        if (page := folder / name / "world.html").is_file():  # not where changed settings validate nothing
+            typer.echo(f"clips and rewards of {name}: {page}")
     typer.echo(f"curves: tensorboard --logdir {folder}")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dsreason.cli import demo
+from dsreason.cli.job import Job
 from dsreason.config.load import load_config
 from dsreason.config.schema_world import WorldConfig
 
@@ -48,11 +50,19 @@ def test_the_table_has_the_last_validation_of_each_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [{"val/brightness": 0.5}, {"val/reward/mean": 0.3, "val/reward/red/mean": 0.3}, {}])
-def test_the_table_leaves_out_what_changed_settings_did_not_measure(tmp_path: Path, line: dict[str, float]) -> None:
-    for name in demo.WORLD_RECIPES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, **line}) + "\n")
-    console = Console(record=True, width=100)
-    console.print(demo.world_table(tmp_path))
-    shown = " ".join(console.export_text().split())
+def test_the_end_leaves_out_what_changed_settings_did_not_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: dict[str, float]
+) -> None:
+    def run_job(job: Job, **settings: Any) -> None:
+        assert job.output_dir is not None
+        job.output_dir.mkdir()
+        (job.output_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, **line}) + "\n")
+        if line and job.output_dir.name != "nft":
+            (job.output_dir / "world.html").touch()
+
+    monkeypatch.setattr(demo, "run_job", run_job)
+    demo.world_demo(tmp_path, None, ())
+    shown = " ".join(capsys.readouterr().out.split())
     assert "colour as asked │ - │ - │ -" in shown
+    assert ("rewards of sft" in shown) == bool(line)
+    assert "rewards of nft" not in shown
