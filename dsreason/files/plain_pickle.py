@@ -62,7 +62,7 @@ def _check_sizes(content: bytes) -> None:
     ValueError where the file is shorter than that: `genops` itself finds the lengths.
     """
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(content):
             raise ValueError(f"counts its objects up to {argument}, with {len(content)} bytes")
 
 
