@@ -19,6 +19,8 @@ from dsreason.secrets import HidingFormatter
 from dsreason.user_code import restore_script_folders
 
 if TYPE_CHECKING:
+    import torch
+
     from dsreason.world.rewards.server import RewardHTTPServer
 
 GIB = 2**30
@@ -62,7 +64,7 @@ def reward_serve(
 
         from dsreason.world.models import load_vae
 
-        decoder = load_vae(vae, torch.device(device), torch.float32)
+        decoder = load_vae(vae, find_device(device), torch.float32)
     limits = Limits(max_waiting, int(max_body * GIB), int(max(max_queue, max_body) * GIB))
     try:
         server = RewardHTTPServer((host, port), found, token=token, decoder=decoder, limits=limits)
@@ -74,6 +76,21 @@ def reward_serve(
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
     serve(server)
+
+
+def find_device(name: str) -> torch.device:
+    """ConfigError where this machine has no such device, or it holds no numbers."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"reward-serve: --device {name!r} cannot be used: {reason:.200}; give cpu, cuda or such as cuda:1"
+        ) from error
+    return device
 
 
 def show_logs() -> None:

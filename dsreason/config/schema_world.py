@@ -34,6 +34,18 @@ class LoRAConfig(Section):
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: those of attention and feed-forward, as the family names them."""
 
+    @model_validator(mode="after")
+    def check_rank(self) -> Self:
+        """A rank of 0 that somebody wrote turns off the adapter of a recipe."""
+        given = [f"alpha ({self.alpha:g})"] if self.alpha is not None else []
+        given += [f"targets ({', '.join(self.targets)})"] if self.targets else []
+        if given and "rank" not in self.model_fields_set:
+            raise ValueError(
+                f"{' and '.join(given)} without rank: all weights would be trained, and no adapter; set rank, or remove "
+                f"{'them' if len(given) > 1 else 'it'}"
+            )
+        return self
+
     @property
     def scale(self) -> float:
         """The alpha that is used."""
@@ -132,7 +144,7 @@ class WorldConfigSection(Section):
     """Noise that a trained step adds: Flow-GRPO's, coefficients-preserving (2509.05952), DanceGRPO's, DDIM's."""
     noise_level: float = Field(0.7, ge=0)
     """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance); at most 1 for cps and ddim."""
-    trained_steps: tuple[int, ...] | None = None
+    trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
     """Numbers of the steps that are noisy and trained, from 0; the others follow the ODE. Unset: all, or the window."""
     window: int = Field(0, ge=0)
     """Train so many consecutive steps, drawn for each rollout from the first half of the steps; 0: `trained_steps`."""

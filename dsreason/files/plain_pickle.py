@@ -10,6 +10,8 @@ import io
 import json
 import math
 import pickle
+import pickletools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from dsreason.files.atomic import draft_of, write_file
 
 MAX_BYTES = 2 * 2**30
 MAX_DEPTH = 64
+MAX_BITS = 4096
+"""Of a whole number."""
 FREE_SIZE, MOST_PER_BYTE = 1_000_000, 16
 """Items, characters and bytes of arrays that a file may become: so many, and so many for each of its bytes. A list, text or
 array that is used many times costs a pickle two bytes each time."""
@@ -40,14 +44,26 @@ def read_plain_pickle(file: Path) -> Any:
     size = file.stat().st_size
     if size > MAX_BYTES:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
+    content = file.read_bytes()
     try:
-        return _Checker(FREE_SIZE + MOST_PER_BYTE * size).checked(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
+        _check_sizes(content)
+        return _Checker(FREE_SIZE + MOST_PER_BYTE * size).checked(_PlainUnpickler(io.BytesIO(content)).load())
     except DataError as error:
         raise DataError(f"{file}: {error}; {ADVICE}") from None
     except (pickle.UnpicklingError, ArithmeticError, LookupError, AttributeError, EOFError, MemoryError) as error:
         raise DataError(f"{file}: is not a usable pickle: {str(error) or type(error).__name__}") from None
     except (TypeError, ValueError, RecursionError, ImportError) as error:
         raise DataError(f"{file}: is not a usable pickle: {str(error) or type(error).__name__}") from None
+
+
+def _check_sizes(content: bytes) -> None:
+    """A place that a pickle counts up to, or a length that it says, takes memory at once, however short the file is.
+
+    ValueError where the file is shorter than that: `genops` itself finds the lengths.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(content):
+            raise ValueError(f"counts its objects up to {argument}, with {len(content)} bytes")
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -164,12 +180,12 @@ class _Checker:
             self._count(len(value))
             return [self.checked(item, depth + 1) for item in value]
         if type(value) is dict:
-            if not all(type(key) in (str, int) for key in value):
-                raise DataError("holds a dict whose keys are neither texts nor whole numbers")
+            _check_keys(value)
             self._count(sum(len(key) if type(key) is str else 1 for key in value))
             return {key: self.checked(item, depth + 1) for key, item in value.items()}
-        if type(value) is str:
-            self._count(len(value))
+        if type(value) in (str, int):
+            _check_plain(value)
+            self._count(len(value) if type(value) is str else 0)
         if value is None or type(value) in (str, bool, int, float):
             return value
         raise DataError(f"holds a value of type {type(value).__name__.strip('_')}, which is not read")
@@ -178,6 +194,29 @@ class _Checker:
         self.left -= size
         if self.left < 0:
             raise DataError("uses the same lists, texts or arrays so often that it would become too large")
+
+
+def _check_plain(value: str | int) -> None:
+    """DataError for a text or a number that JSON cannot hold."""
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise DataError(f"holds a whole number of {value.bit_length()} bits; at most {MAX_BITS} are read")
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError("holds half a character (a lone surrogate), which no file of text can hold") from None
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    names = set()
+    for key in keys:
+        if type(key) not in (str, int):
+            raise DataError("holds a dict whose keys are neither texts nor whole numbers")
+        _check_plain(key)
+        if str(key) in names:
+            raise DataError(f"holds the key {key!s:.80} twice, as a number and as a text, in one dict")
+        names.add(str(key))
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import time
+import traceback
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from dsreason.errors import ConfigError
 from dsreason.rewards.functions import with_options
-from dsreason.rewards.worker import described
 from dsreason.user_code import find_code
 from dsreason.world.rewards.functions import BUILT_IN, ClipReward, check_scores
 from dsreason.world.rewards.wire import Request, bfloat16_bits
@@ -104,8 +104,8 @@ def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder
         names = wanted(job.request, functions)
         try:
             score_job(job, {name: functions[name] for name in names}, decoder)
-        except Exception as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
-            log.error("job %s: %s", job.uuid, described(error))
+        except BaseException as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
+            log.error("job %s failed", job.uuid, exc_info=error)
             for name in names:
                 job.answers.setdefault(name, failure(name, error))
         job.request = None
@@ -123,8 +123,8 @@ def score_job(job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | 
         try:
             with torch.no_grad():
                 scores = named_scores(name, function(clips, samples), samples)
-        except Exception as error:  # noqa: BLE001  somebody else's code; the answer to the pull says so
-            log.error('job %s, reward "%s" %s', job.uuid, name, described(error))
+        except BaseException as error:  # noqa: BLE001  somebody else's code, which may exit; the answer says so
+            log.error('job %s, reward "%s" failed', job.uuid, name, exc_info=error)
             job.answers[name] = failure(name, error)
         else:
             info = input_info(job.request)
@@ -132,8 +132,10 @@ def score_job(job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | 
             job.answers[name] = 200, {"scores": scores, "input_info": info, **durations, "type": name}
 
 
-def failure(name: str, error: Exception) -> tuple[int, dict[str, Any]]:
-    return 500, {"message": f'reward "{name}" failed: {type(error).__name__}: {error}'}
+def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The answer to a pull. An error's own text may fail as well, which `traceback` bears."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return 500, {"message": f'reward "{name}" failed: {text}'}
 
 
 def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:

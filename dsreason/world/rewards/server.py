@@ -19,19 +19,23 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
+from dsreason.secrets import hide_secrets
 from dsreason.world.rewards.functions import ClipReward
 from dsreason.world.rewards.jobs import Decoder, Jobs, score_jobs, wanted
-from dsreason.world.rewards.wire import read_body
+from dsreason.world.rewards.wire import read_body, strict_json
 
 log = logging.getLogger(__name__)
 
 PREFIX = "/api/reward/"
 MAX_FORM_BYTES = 16 * 2**20
 PIECE = 2**20
+MOST_SAID = 1000
+"""Characters of a message."""
 SOCKET_LIMIT = 60.0
 """Seconds without a byte after which a connection is closed."""
 RETRY_AFTER = "2"
@@ -86,6 +90,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: RewardHTTPServer
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # to a line that says none; 0.9's answers have no status
     timeout = SOCKET_LIMIT
 
     def do_POST(self) -> None:
@@ -123,7 +128,17 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._answer(status, {"message": text}, {"Connection": "close", **(headers or {})})
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Called by the base class, such as for another method than POST."""
+        text = f"{message or HTTPStatus(code).phrase}; requests are POST, to {PREFIX}…"
+        self.close_connection = True
+        self._answer(code, {"message": text}, {"Connection": "close"})
+
     def _answer(self, status: int, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        """Messages of errors may quote other people's code: they are shortened, and show no secret of this machine."""
+        if status >= 400:
+            text = hide_secrets(content["message"][: 64 * MOST_SAID])  # to search megabytes takes seconds
+            content = {"message": text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"}
         data = json.dumps(content).encode()
         self.send_response(status)
         for name, value in {
@@ -133,7 +148,8 @@ class Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def body(self, size: int) -> bytearray:
         """ConnectionError where the client sends less than it said."""
@@ -168,8 +184,6 @@ def enqueue(request: Handler, size: int) -> Answer:
         wanted(asked, server.functions)
         if asked.media_type == "latent" and server.decoder is None:
             raise ValueError("latents cannot be decoded here: send media_type video, or start the server with --vae")
-        if asked.media_type == "video" and asked.array.shape[1] != 3:
-            raise ValueError(f"video of shape {list(asked.array.shape)}; it must be [B, 3, T, H, W]")
         name = server.jobs.add(asked, size)
         taken = True
     except ValueError as error:
@@ -204,8 +218,8 @@ def push(request: Handler, size: int) -> Answer:
     if job is None:
         return 404, {"message": "no such job"}
     try:
-        scores = json.loads(fields.get("scores", ""))
-    except (ValueError, RecursionError) as error:
+        scores = strict_json(fields.get("scores", ""))
+    except ValueError as error:
         return 400, {"message": f"scores are not JSON: {error}"}
     if not isinstance(scores, dict) or not fields.get("type"):
         return 400, {"message": "scores must be a JSON object, and type the name of its function"}

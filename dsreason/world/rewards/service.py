@@ -116,9 +116,11 @@ class RewardService:
         said = self.enqueue.quoted(answer.decode(errors="replace"))
         try:
             found = json.loads(answer)
-            uuid, replica = str(found["uuid"]), found.get("replica_id")
+            uuid, replica = found["uuid"], found.get("replica_id")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {said}') from None
+            uuid = replica = None
+        if not (isinstance(uuid, str) and uuid):
+            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {said}')
         if replica is not None and not (isinstance(replica, str) and replica.isascii() and replica.isprintable()):
             raise self._error(self.enqueue, subject, f"the response has a replica_id that no header can hold: {said}")
         return Ticket(uuid, f"job {self.enqueue.quoted(uuid)}", replica or None, subject, deadline)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -32,6 +32,7 @@ ENQUEUE_TYPE = "application/octet-stream"
 FORM_TYPE = "application/x-www-form-urlencoded"
 REPLICA = "X-Lepton-Replica-Target"
 NUM_AXES = {"video": 5, "image": 4, "latent": 5}
+CHANNEL_AXIS = {"video": 1, "image": 3}
 MAX_HEAD_BYTES = 16 * 2**20
 """Of the JSON."""
 KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
@@ -72,8 +73,8 @@ def read_body(body: bytes | bytearray) -> Request:
     if end < 0:
         raise ValueError(f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes")
     try:
-        head = json.loads(bytes(body[:end]))
-    except (ValueError, RecursionError) as error:
+        head = strict_json(bytes(body[:end]))
+    except ValueError as error:
         raise ValueError(f"the first line is not JSON: {error}") from None
     if not isinstance(head, dict):
         raise ValueError("the first line is not a JSON object")
@@ -84,8 +85,7 @@ def read_body(body: bytes | bytearray) -> Request:
         array = read_npy(memoryview(body)[end + 1 :])
     except ValueError as error:
         raise ValueError(f"what follows the JSON: {error}") from None
-    if array.ndim != NUM_AXES[media_type] or 0 in array.shape:
-        raise ValueError(f"{media_type} of shape {list(array.shape)}; it must have {NUM_AXES[media_type]} axes")
+    _check_array(media_type, array)
     prompts, infos, weights = head.get("prompts"), head.get("video_infos"), head.get("reward_fn")
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("prompts must be a list of strings")
@@ -100,6 +100,27 @@ def read_body(body: bytes | bytearray) -> Request:
     return Request(prompts, weights, infos, media_type, array, extra)
 
 
+def strict_json(text: str | bytes) -> Any:
+    """Of a JSON text. ValueError where it is none, such as with NaN or with a number that is too large to be finite."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _check_array(media_type: Media, array: Array) -> None:
+    shape, axes = list(array.shape), NUM_AXES[media_type]
+    if array.ndim != axes or 0 in shape:
+        raise ValueError(f"{media_type} of shape {shape}; it must have {axes} axes")
+    if media_type != "latent" and (array.dtype != np.uint8 or shape[CHANNEL_AXIS[media_type]] != 3):
+        form = "[B, 3, T, H, W]" if media_type == "video" else "[B, H, W, 3]"
+        raise ValueError(
+            f"{media_type} of shape {shape} and type {array.dtype}; it must have 3 channels, uint8 0 to 255: {form}"
+        )
+
+
 def bfloat16_bits(array: Array) -> Array:
     """uint8 `[…, 2·w]`, the bytes of bfloat16 numbers, as float32 `[…, w]`."""
     if array.shape[-1] % 2:
@@ -109,4 +130,4 @@ def bfloat16_bits(array: Array) -> Array:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsreason.cli.main import app
-from dsreason.cli.reward_serve import read_token
+from dsreason.cli.reward_serve import find_device, read_token
 from dsreason.errors import ConfigError, DataError
 
 
@@ -70,3 +70,10 @@ def test_the_token_comes_from_the_variable_that_is_named(monkeypatch: pytest.Mon
             ConfigError, match=f"--token-env {name}: the environment has no such variable, or it is empty"
         ):
             read_token(name)
+
+
+@pytest.mark.parametrize("name", ["foo", "", "cuda:x", "cuda:99", "cpu,cuda", "meta"])
+def test_a_device_that_cannot_be_used_is_told_before_anything_is_loaded(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward-serve: --device {name!r} cannot be used: .*; give cpu, cuda or"):
+        find_device(name)
+    assert find_device("cpu").type == "cpu"

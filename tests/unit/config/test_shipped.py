@@ -77,6 +77,32 @@ def test_every_shipped_world_recipe_loads(name: str) -> None:
     load_config(WorldConfig, Path(name), default_recipe=name)
 
 
+UPSTREAM = {
+    "2b_ddrl": "pre-trained, 1e-05, (0.9, 0.99), 50, 20, 8, (0, 1), 0.0, 0.01, rollout",
+    "14b_ddrl": "pre-trained, 1e-05, (0.9, 0.99), 50, 20, 8, (0, 1), 0.0, 0.01, rollout",
+    "2b_flow_grpo": "pre-trained, 1e-05, (0.9, 0.99), 50, 10, 8, (1, 1), 0.01, None, rollout",
+    "2b_nft": "post-trained, 0.0003, (0.9, 0.999), 0, 10, 12, (0, 0), 1.0, None, rollout",
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_a_recipe_that_names_one_of_cosmos_rl_has_its_values(name: str) -> None:
+    file = f"world_cosmos_predict2_5_{name}.toml"
+    assert "with the values of cosmos-rl's" in shipped_file("launch/recipes", file).read_text()
+    config = load_config(WorldConfig, Path(file), default_recipe=file)
+    world, revision = config.world, str(config.model.revision).removeprefix("diffusers/base/")
+    values = (
+        revision,
+        config.optim.lr,
+        config.optim.betas,
+        config.optim.warmup,
+        world.sampling_steps,
+        world.num_generations,
+    )
+    values += (world.conditional_frames, world.kl_coef, world.data_coef, world.data_noise)
+    assert ", ".join(map(str, values)) == UPSTREAM[name]
+
+
 def test_without_a_path_the_default_recipe_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = tmp_path / "launch" / "recipes"
     recipes.mkdir(parents=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsreason.errors import DataError
+from dsreason.files import plain_pickle
 from dsreason.files.plain_pickle import convert_pickle, read_plain_pickle
 
 EMBEDDING = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -150,6 +151,43 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path: Path, shape: tuple[
     array.call = (*array.call, state)
     with pytest.raises(DataError, match="holds an array"):
         read_plain_pickle(written(tmp_path, pickle.dumps([array])))
+
+
+def memo(opcode: bytes, index: int) -> bytes:
+    return hand_made(b"]", opcode, b"%d\n" % index if opcode == b"p" else index.to_bytes(4, "little"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        memo(b"r", 2**25),  # LONG_BINPUT
+        memo(b"p", 2**25),  # PUT
+        hand_made(b"\x96", (2**28).to_bytes(8, "little"), b"x"),  # BYTEARRAY8
+        hand_made(b"\x8e", (2**28).to_bytes(8, "little"), b"x"),  # BINBYTES8
+    ],
+)
+def test_a_small_file_takes_no_memory_while_it_is_read(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_pickle._PlainUnpickler, "load", lambda self: pytest.fail("loaded"))
+    with pytest.raises(DataError, match="x.pickle: "):
+        read_plain_pickle(written(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"n": 10**5000}, "a whole number of 16610 bits; at most 4096 are read"),
+        ({-(2**5000): 1}, "a whole number of 5001 bits"),
+        (["\ud800"], "half a character"),
+        ({"a\udfff": 1}, "half a character"),
+        ({1: "x", "1": "y"}, r"the key 1 twice, as a number and as a text"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused(tmp_path: Path, value: object, said: str) -> None:
+    with pytest.raises(DataError, match=f"x.pickle: holds {said}"):
+        convert_pickle(written(tmp_path, pickle.dumps(value)), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.pickle"]
 
 
 def doubled(value: object, times: int) -> object:
