@@ -300,7 +300,7 @@ def test_without_the_right_token_nothing_is_done(server: RewardHTTPServer, given
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_it_listens_at_an_address_of_ipv6_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "::1,[::1]")
+    monkeypatch.setenv("no_proxy", "::1")
     served = RewardHTTPServer(("::1", 0), FUNCTIONS)
     assert served.url.startswith("http://[::1]:")
     for _ in running(served):
