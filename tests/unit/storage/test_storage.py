@@ -275,6 +275,7 @@ class FakeStorage:
         self.errors: list[Exception] = []
         self.gate = Event()
         self.started = Event()
+        self.arrived = Event()
         self.gate.set()
 
     def upload(self, package: Package, target: object, advance: Advance) -> Sent:
@@ -283,6 +284,7 @@ class FakeStorage:
         if self.errors:
             raise self.errors.pop(0)
         self.sent.append(str(target))
+        self.arrived.set()
         return Sent(len(package.files), package.num_bytes)
 
 
@@ -628,6 +630,7 @@ def test_logs_that_take_too_long_or_fail_hide_no_failure(
         raise ZeroDivisionError
     assert f"dsreason push {logged / 'logs'} --to s3://bucket/run/logs" in caplog.text
     storage.gate.set()
+    assert storage.arrived.wait(10)  # the upload that nobody waited for must not take the next one's error
     monkeypatch.setattr(uploads, "LOGS_TIME_S", 10.0)
     storage.errors = [StorageError("denied")]
     with pytest.raises(ZeroDivisionError), uploading(config(upload_include=("logs",))) as uploader:
