@@ -118,7 +118,8 @@ def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
 
     pipeline = open_pipeline(world)
     places = tuple(Place(number, 0) for number in range(arguments.batch))
-    batch = world.inputs.micro_batch(places, True, world.training, list(range(arguments.batch)), 1)
+    rows = range(arguments.batch)
+    [batch] = world.inputs.micro_batches([(places, True)], world.training, rows, 1, with_clean=False)
     negative = world.inputs.negative(arguments.batch)
     plan: Plan = plan_steps(world, 1)
 
@@ -148,7 +149,7 @@ def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
         print(f"{name:10}{wall:8.3f} s a clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
 
 
-def rank(arguments: argparse.Namespace) -> None:
+def rank(arguments: argparse.Namespace, measure: Callable[[WorldRun, argparse.Namespace], None]) -> None:
     import torch
 
     from dsreason.config.schema_world import WorldConfig
@@ -158,6 +159,27 @@ def rank(arguments: argparse.Namespace) -> None:
     config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
     with build_world(config, arguments.folder / "run", None, validate=lambda world: None) as world:
         measure(world, arguments)
+
+
+def on_one_rank(
+    file: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[WorldRun, argparse.Namespace], None],
+    **sections: dict[str, Any],
+) -> None:
+    """Start `file` again as the only rank of a run whose configuration has these sections, and measure there."""
+    if launch.is_rank():
+        launch.enter_rank()
+        rank(arguments, measure)
+        return
+    launch.prepare_environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = build_small(folder / "model", arguments.layers, arguments.heads)
+        document = run_config(model, arguments.ds_config, arguments.side, **sections)
+        (folder / "run.json").write_text(json.dumps(document))
+        command = [file, *sys.argv[1:], f"--folder={folder}"]
+        launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")
 
 
 def parse() -> argparse.Namespace:
@@ -177,26 +199,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    if launch.is_rank():
-        launch.enter_rank()
-        rank(arguments)
-        return
-    launch.prepare_environment()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = build_small(folder / "model", arguments.layers, arguments.heads)
-        world = {
-            "sampling_steps": arguments.steps,
-            "guidance_scale": arguments.scale,
-            "window": 2,
-            "prompts_per_step": 8,
-        }
-        document = run_config(
-            model, arguments.ds_config, arguments.side, world=world, train={"micro_batch_size": arguments.batch}
-        )
-        (folder / "run.json").write_text(json.dumps(document))
-        command = [__file__, *sys.argv[1:], f"--folder={folder}"]
-        launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")
+    world = {
+        "sampling_steps": arguments.steps,
+        "guidance_scale": arguments.scale,
+        "window": 2,
+        "prompts_per_step": 8,
+    }
+    on_one_rank(__file__, arguments, measure, world=world, train={"micro_batch_size": arguments.batch})
 
 
 if __name__ == "__main__":

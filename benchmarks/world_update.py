@@ -11,17 +11,12 @@ ratios of CPU times: of the update alone, and of the whole step.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from world_sampling import build_small, run_config, seconds_of
-
-from dsreason.job import launch
+from world_sampling import on_one_rank, seconds_of
 
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
     from dsreason.train.world.build import WorldRun
@@ -58,18 +53,6 @@ def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
         print(f"{part:10}{seconds}{cpu[SIDES[0]][i] / cpu[SIDES[1]][i]:20.3f}{goal}")
 
 
-def rank(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from dsreason.config.schema_world import WorldConfig
-    from dsreason.train.world.build import build_world
-
-    torch.set_num_threads(arguments.threads)
-    config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
-    with build_world(config, arguments.folder / "run", None, validate=lambda world: None) as world:
-        measure(world, arguments)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds-config", default="zero3.json")
@@ -90,31 +73,20 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    if launch.is_rank():
-        launch.enter_rank()
-        rank(arguments)
-        return
-    launch.prepare_environment()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = build_small(folder / "model", arguments.layers, arguments.heads)
-        world = {
-            "sampling_steps": arguments.steps,
-            "window": arguments.window,
-            "prompts_per_step": arguments.prompts,
-            "num_generations": arguments.generations,
-        }
-        document = run_config(
-            model,
-            arguments.ds_config,
-            arguments.side,
-            world=world,
-            train={"micro_batch_size": arguments.batch},
-            model={"gradient_checkpointing": arguments.checkpointing},
-        )
-        (folder / "run.json").write_text(json.dumps(document))
-        command = [__file__, *sys.argv[1:], f"--folder={folder}"]
-        launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")
+    world = {
+        "sampling_steps": arguments.steps,
+        "window": arguments.window,
+        "prompts_per_step": arguments.prompts,
+        "num_generations": arguments.generations,
+    }
+    on_one_rank(
+        __file__,
+        arguments,
+        measure,
+        world=world,
+        train={"micro_batch_size": arguments.batch},
+        model={"gradient_checkpointing": arguments.checkpointing},
+    )
 
 
 if __name__ == "__main__":
