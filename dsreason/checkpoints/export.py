@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,26 @@ def write_model_folder(
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with appearing_folder(output) as partial:
         copy_small_files(source, partial, dtype)
         if card is not None:
             (partial / CARD).write_text(card, encoding="utf-8")
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
+    return output
+
+
+@contextmanager
+def appearing_folder(output: Path) -> Iterator[Path]:
+    """A folder to fill, which appears under its name only when it is complete.
+
+    Raises:
+        SaveError: it cannot be written; nothing of it stays.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         if output.exists():
             output.rmdir()
         partial.rename(output)
@@ -76,7 +89,6 @@ def write_model_folder(
         raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return output
 
 
 def check_target(source: Path, output: Path) -> None:

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed import DeepSpeedEngine
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import SavedRun, check_sizes, read_checkpoint
-from dsreason.checkpoints.export import DTYPES, check_target_empty, parse_size, write_weights
+from dsreason.checkpoints.export import DTYPES, appearing_folder, check_target_empty, parse_size, write_weights
 from dsreason.checkpoints.model_card import CARD, model_card, recorded
 from dsreason.checkpoints.shards import checkpoint_tensors
 from dsreason.engine.average import WeightAverage, average_file, saved_average
 from dsreason.engine.engine import frozen_names, full_parameters, hf_name
-from dsreason.errors import SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 from dsreason.world.base import FILE as BASE
 from dsreason.world.base import base_note
@@ -90,10 +88,7 @@ def write_folder(
     texts: Mapping[str, str],
 ) -> None:
     """The folder appears under its name only when it is complete. SaveError where it cannot be written."""
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with appearing_folder(output) as partial:
         if lora is None:
             copy_pipeline(source, partial)
             write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=WEIGHTS)
@@ -101,13 +96,6 @@ def write_folder(
             save_lora({name: tensor.to("cpu", DTYPES[dtype], copy=True) for name, tensor in tensors}, partial, lora)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{output}: cannot be written ({error}); make room there, or choose another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def copy_pipeline(source: Path, output: Path) -> None:
