@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -289,6 +289,20 @@ class MonitorConfig(Section):
     """Project in Weights & Biases."""
     wandb_name: str | None = None
     """Name of the run there; unset: that of the output folder."""
+
+
+class RewardFunctionsConfig(Section):
+    """What every trainer by rewards has of `[reward]`."""
+
+    functions: dict[str, float] = {}
+    options: dict[str, dict[str, Any]] = {}
+
+    @model_validator(mode="after")
+    def check_options(self) -> Self:
+        unknown = sorted(self.options.keys() - self.functions.keys())
+        if unknown:
+            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
+        return self
 
 
 class JobConfig(Section):

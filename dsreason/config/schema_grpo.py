@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
-from dsreason.config.schema import RunConfig, UpdateConfig
+from dsreason.config.schema import RewardFunctionsConfig, RunConfig, UpdateConfig
 from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
@@ -159,7 +159,7 @@ class RemoteRewardConfig(Section):
     """Further attempts of a request that failed, after pauses that double."""
 
 
-class RewardConfig(Section):
+class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, float] = {}
     """Reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) = weight."""
     options: dict[str, dict[str, Any]] = {}
@@ -169,13 +169,6 @@ class RewardConfig(Section):
     time_limit: float = Field(30.0, gt=0)
     """Seconds that one call may take."""
     remote: RemoteRewardConfig = RemoteRewardConfig()
-
-    @model_validator(mode="after")
-    def check_options(self) -> Self:
-        unknown = sorted(self.options.keys() - self.functions.keys())
-        if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
-        return self
 
 
 class GRPOConfig(RunConfig):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.schema import Count, JobConfig, JobTrainConfig, JobValidationConfig, Share
+from dsreason.config.schema import Count, JobConfig, JobTrainConfig, JobValidationConfig, RewardFunctionsConfig, Share
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.section import Section
 from dsreason.errors import ConfigError
@@ -222,7 +222,7 @@ class RewardServiceConfig(Section):
         return self
 
 
-class WorldRewardConfig(Section):
+class WorldRewardConfig(RewardFunctionsConfig):
     functions: dict[str, float] = {}
     """Reward name (built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`, `red_solid`;
     yours: `package.module:attr` or `file.py:attr`) = weight."""
@@ -242,13 +242,6 @@ class WorldRewardConfig(Section):
     """Seconds until the scores of one request must be there; then the run stops."""
     workers: int = Field(1, ge=0)
     """Processes per rank that call functions of yours; 0 calls them in the training process, as the built-in ones are."""
-
-    @model_validator(mode="after")
-    def check_options(self) -> Self:
-        unknown = sorted(self.options.keys() - self.functions.keys())
-        if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
-        return self
 
 
 class WorldValidationConfig(JobValidationConfig):
