@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dsreason.config.deepspeed_keys import FLOPS_PROFILER, REMOVED, TOP_LEVEL, Kind
 from dsreason.config.load import read_document
-from dsreason.config.schema import JobConfig, UpdateConfig
+from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
 from dsreason.problems import config_error, nearest
@@ -107,11 +107,12 @@ def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
 
 
 def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
-    train, micro, steps = config.train, micro_batch_size(config), accumulation_steps(config, world_size)
+    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
     batch = config.batch_fact
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
-    if isinstance(train, UpdateConfig) and train.max_tokens_per_micro_batch is not None:
-        tokens = f"train.max_tokens_per_micro_batch is {train.max_tokens_per_micro_batch}, which cuts each step anew"
+    budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
+    if budget is not None:
+        tokens = f"{key} is {budget}, and a forward takes as many samples as fit"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
         return

@@ -33,7 +33,8 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """`auto` takes torch's scaled-dot-product attention."""
+    """`auto` is our own, which takes the samples of a packed row apart: torch's flash attention on a GPU, its scaled-dot-product
+    attention elsewhere. The others are transformers', for comparison; with them completions do not share their prompt."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code you have read."""
 
@@ -207,14 +208,18 @@ class JobTrainConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward on one rank (1 where neither this nor the token budget is set)."""
+    """Samples per forward on one rank (unset, and without a budget of tokens: see packing)."""
 
 
 class UpdateConfig(JobTrainConfig):
     """What SFT and GRPO share of `[train]`."""
 
+    packing: bool = True
+    """The samples of a forward are one row without padding, filled up to max_tokens_per_micro_batch, or to model.max_length
+    where neither that nor micro_batch_size is set; completions of one prompt share it. Else they are padded rows, one of
+    them where neither is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Padded tokens per forward on one rank, instead of a fixed number of samples."""
+    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -360,6 +365,15 @@ class RunConfig(JobConfig):
     data: DataConfig = DataConfig()
     validation: ValidationConfig = ValidationConfig()
     train: UpdateConfig = UpdateConfig()
+
+    @property
+    def token_budget(self) -> tuple[int | None, str]:
+        """Tokens of one forward on a rank, with the key that says so; None: it takes a number of samples."""
+        if self.train.max_tokens_per_micro_batch is not None:
+            return self.train.max_tokens_per_micro_batch, "train.max_tokens_per_micro_batch"
+        if self.train.packing and self.train.micro_batch_size is None:
+            return self.model.max_length, "model.max_length"
+        return None, "train.micro_batch_size"
 
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:

@@ -1,16 +1,20 @@
-"""Encoded samples to one right-padded batch."""
+"""Encoded samples to one micro-batch: a packed row, or right-padded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from dsreason.data.types import Batch, EncodedSample, MediaKind
+from dsreason.data.types import Batch, EncodedSample, MediaKind, Segment
+
+S = TypeVar("S", bound=EncodedSample)
 
 PIXELS: dict[MediaKind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
@@ -19,14 +23,74 @@ GRIDS: dict[MediaKind, str] = {"image": "image_grid_thw", "video": "video_grid_t
 padded = partial(pad_sequence, batch_first=True)
 
 
-def collate(rows: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """At least one sample, padded on the right; media in row order."""
+def pack(samples: Sequence[EncodedSample]) -> Batch:
+    """At least one sample, all in one row without padding; a parent stands once before its samples.
+
+    `targets` follow the order of the samples, those of one parent together.
+    """
+    row: list[EncodedSample] = []
+    segments: list[Segment] = []
+    targets: list[Tensor] = []
+    predictors: list[Tensor] = []
+    places: dict[int, int] = {}
+
+    def add(sample: EncodedSample, parent: int | None = None) -> None:
+        start = segments[-1].end if segments else 0
+        row.append(sample)
+        segments.append(Segment(start, len(sample), parent))
+
+    for sample in by_parent(samples):
+        if sample.parent is None:
+            add(sample)
+            trained = 1 + sample.loss_mask[1:].nonzero().flatten()
+            predicting = segments[-1].start + trained - 1
+        else:
+            if id(sample.parent) not in places:
+                add(sample.parent)
+                places[id(sample.parent)] = len(segments) - 1
+            parent = places[id(sample.parent)]
+            add(sample, parent)
+            trained = sample.loss_mask.nonzero().flatten()
+            predicting = segments[-1].start + trained - 1
+            predicting[trained == 0] = segments[parent].end - 1
+        targets.append(segments[-1].start + trained)
+        predictors.append(predicting)
+    mm_kwargs, numbers = _join([one.mm_kwargs for one in row])
+    return Batch(
+        ids=tuple(sample.id for sample in samples),
+        input_ids=torch.cat([one.input_ids for one in row])[None],
+        attention_mask=None,
+        targets=torch.cat(targets),
+        predictors=torch.cat(predictors),
+        position_ids=torch.cat([one.position_ids for one in row], dim=1)[:, None],
+        mm_token_type_ids=torch.cat([one.mm_token_type_ids for one in row])[None],
+        mm_kwargs=mm_kwargs,
+        media_numbers=numbers,
+        segments=tuple(segments),
+    )
+
+
+def by_parent(samples: Sequence[S]) -> list[S]:
+    """In order, but those of one parent follow its first."""
+    firsts: dict[int, int] = {}
+    order = [firsts.setdefault(i if one.parent is None else id(one.parent), i) for i, one in enumerate(samples)]
+    return [samples[i] for i in sorted(range(len(samples)), key=order.__getitem__)]
+
+
+def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
+    """At least one sample, padded on the right, each behind its parent's tokens; media in row order."""
+    rows = [joined(sample) for sample in samples]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
+    input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
+    targets = padded([row.loss_mask for row in rows])
+    targets[:, 0] = False
+    places = targets.flatten().nonzero().flatten()
     return Batch(
         ids=tuple(row.id for row in rows),
-        input_ids=padded([row.input_ids for row in rows], padding_value=pad_id),
+        input_ids=input_ids,
         attention_mask=padded([torch.ones_like(row.input_ids) for row in rows]),
-        loss_mask=padded([row.loss_mask for row in rows]),
+        targets=places,
+        predictors=places - 1,
         position_ids=padded([row.position_ids.T for row in rows]).permute(2, 0, 1).contiguous(),
         mm_token_type_ids=padded([row.mm_token_type_ids for row in rows]),
         mm_kwargs=mm_kwargs,
@@ -34,38 +98,82 @@ def collate(rows: Sequence[EncodedSample], *, pad_id: int) -> Batch:
     )
 
 
-def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """The batch with media that only keep the ranks' vision towers in step.
+def joined(sample: S) -> S:
+    """The sample with its parent's tokens before its own."""
+    parent = sample.parent
+    if parent is None:
+        return sample
+    return replace(
+        sample,
+        input_ids=torch.cat([parent.input_ids, sample.input_ids]),
+        loss_mask=torch.cat([torch.zeros_like(parent.loss_mask), sample.loss_mask]),
+        position_ids=torch.cat([parent.position_ids, sample.position_ids], dim=1),
+        mm_token_type_ids=torch.cat([parent.mm_token_type_ids, sample.mm_token_type_ids]),
+        mm_kwargs=parent.mm_kwargs,
+        parent=None,
+    )
 
-    They follow the last token of the last row: attention is causal, so nothing before them changes, and no token of
-    theirs is trained. Their positions continue from the row's largest.
+
+def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
+    """The batch with media that only keep the ranks' vision towers in step, and of which no token is trained.
+
+    In a packed row each is a sample of its own, at the end. In padded ones they follow the tokens of the last row, with
+    positions that continue from the row's largest: attention is causal, so nothing before them changes.
     """
     if not dummies:
         return batch
-    start = int(batch.attention_mask[-1].sum())
-    positions = [batch.position_ids[:, -1, :start]]
-    for dummy in dummies:
-        positions.append(dummy.position_ids + positions[-1].max() + 1)
-    ids = torch.cat([dummy.input_ids for dummy in dummies])
-    types = torch.cat([dummy.mm_token_type_ids for dummy in dummies])
     mm_kwargs, numbers = _join([dummy.mm_kwargs for dummy in dummies])
     for kind, own in batch.media_numbers.items():
         numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
+    batch = replace(batch, mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]), media_numbers=numbers)
+    return _append_segments(batch, dummies) if batch.segments else _append_to_last_row(batch, dummies, pad_id)
 
-    def appended(rows: Tensor, more: Tensor, padding_value: int = 0) -> Tensor:
-        """`rows` [B, T, …] with `more` [N, …] behind the tokens of the last one."""
-        return padded([*rows[:-1], torch.cat([rows[-1, :start], more])], padding_value=padding_value)
 
-    rows_of_positions = appended(batch.position_ids.permute(1, 2, 0), torch.cat(positions[1:], dim=1).T)
+def _append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
+    segments = list(batch.segments)
+    for sample in samples:
+        segments.append(Segment(segments[-1].end, len(sample)))
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, *[one.input_ids[None] for one in samples]], dim=1),
+        position_ids=torch.cat([batch.position_ids, *[one.position_ids[:, None] for one in samples]], dim=2),
+        mm_token_type_ids=torch.cat(
+            [batch.mm_token_type_ids, *[one.mm_token_type_ids[None] for one in samples]], dim=1
+        ),
+        segments=tuple(segments),
+    )
+
+
+def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: int) -> Batch:
+    assert batch.attention_mask is not None
+    mask, width = batch.attention_mask, batch.input_ids.shape[1]
+    start = int(mask[-1].sum())
+    positions = [batch.position_ids[:, -1, :start]]
+    for sample in samples:
+        positions.append(sample.position_ids + positions[-1].max() + 1)
+    end = start + sum(map(len, samples))
+    more = max(0, end - width)
+
+    def appended(rows: Tensor, values: Tensor, value: int = 0) -> Tensor:
+        """`rows` […, B, T] with `values` […, N] behind the tokens of the last one."""
+        rows = pad(rows, (0, more), value=value)
+        rows[..., -1, start:end] = values
+        return rows
+
+    def moved(places: Tensor) -> Tensor:
+        """Numbers of tokens in the wider rows."""
+        return places + places // width * more
+
+    ids = torch.cat([sample.input_ids for sample in samples])
+    types = torch.cat([sample.mm_token_type_ids for sample in samples])
     return replace(
         batch,
         input_ids=appended(batch.input_ids, ids, pad_id),
-        attention_mask=appended(batch.attention_mask, torch.ones_like(ids)),
-        loss_mask=appended(batch.loss_mask, torch.zeros_like(ids, dtype=torch.bool)),
-        position_ids=rows_of_positions.permute(2, 0, 1).contiguous(),
+        attention_mask=appended(mask, torch.ones_like(ids)),
+        targets=moved(batch.targets),
+        predictors=moved(batch.predictors),
+        position_ids=appended(batch.position_ids, torch.cat(positions[1:], dim=1)),
         mm_token_type_ids=appended(batch.mm_token_type_ids, types),
-        mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]),
-        media_numbers=numbers,
     )
 
 

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.collate import collate
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, media_kinds
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
@@ -113,7 +112,7 @@ class StepLoader:
             shares = assign(
                 [self.lengths[row] for row in rows],
                 self.world_size,
-                same_count=self.config.train.max_tokens_per_micro_batch is None,
+                same_count=self.config.token_budget[0] is None,
             )
             yield [rows[i] for i in shares[self.rank]]
 
@@ -136,7 +135,9 @@ class StepLoader:
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
-            micro_batches=align_batches(share.batches, [kinds for _, kinds, _ in ranks], self.encoder),
+            micro_batches=align_batches(
+                share.batches, [kinds for _, kinds, _ in ranks], self.encoder, packing=self.config.train.packing
+            ),
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
@@ -172,11 +173,11 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
     if refused is not None:
         return Share([], error=refused)
     try:
-        groups = cut_samples(samples, config.train)
+        groups = cut_samples(samples, config)
     except DataError as error:
         return Share([], error=str(error))
     return Share(
-        batches=[collate(group, pad_id=encoder.pad_id) for group in groups],
+        batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in groups],
         num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
         num_input_tokens=sum(map(len, samples)),
         num_samples=len(samples),

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsreason.config.schema import UpdateConfig
+from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, collate
+from dsreason.data.collate import GRIDS, append_dummies, collate, pack
 from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
 
@@ -19,38 +19,84 @@ Exchange = Callable[[Any], list[Any]]
 """This rank's value in, every rank's value out, by rank. A collective."""
 
 
-def cut_samples(samples: Sequence[S], train: UpdateConfig) -> list[list[S]]:
-    """By tokens where the configuration gives a budget of them, else by number."""
-    if train.max_tokens_per_micro_batch is None:
-        return cut_by_count(samples, train.micro_batch_size or 1)
-    return cut_by_tokens(samples, train.max_tokens_per_micro_batch)
+def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
+    """The samples of each micro-batch: by tokens where the configuration gives a budget of them, else by number."""
+    budget, key = config.token_budget
+    if budget is None:
+        return cut_by_count(samples, config.train.micro_batch_size or 1)
+    for sample in samples:
+        if whole_length(sample) > budget:
+            raise DataError(
+                f"sample {sample.id!r} has {whole_length(sample)} tokens, more than {key} ({budget}); "
+                "raise that, or lower model.max_length and set model.on_too_long"
+            )
+    return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
     """Groups of at most `size`, like lengths together (less padding)."""
-    ordered = sorted(samples, key=len, reverse=True)
+    ordered = sorted(samples, key=whole_length, reverse=True)
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
     """Groups whose padded size, rows x longest row, stays within `budget` tokens."""
     groups: list[list[S]] = []
-    for sample in sorted(samples, key=len, reverse=True):
-        if len(sample) > budget:
-            raise DataError(
-                f"sample {sample.id!r} has {len(sample)} tokens, more than train.max_tokens_per_micro_batch ({budget}); "
-                "raise that, or lower model.max_length and set model.on_too_long"
-            )
-        if not groups or (len(groups[-1]) + 1) * len(groups[-1][0]) > budget:
+    for sample in sorted(samples, key=whole_length, reverse=True):
+        if not groups or (len(groups[-1]) + 1) * whole_length(groups[-1][0]) > budget:
             groups.append([])
         groups[-1].append(sample)
     return groups
 
 
-def align_micro_batches(groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange) -> list[Batch]:
-    """Collate, so that every rank has as many micro-batches, with the same kinds of media at each place."""
-    batches = [collate(group, pad_id=encoder.pad_id) for group in groups]
-    return align_batches(batches, exchange([media_kinds(batch) for batch in batches]), encoder)
+def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
+    """Groups whose tokens, those of shared parents once, stay within `budget`: first-fit decreasing.
+
+    Samples of one parent stay together as far as the budget lets them; each further group repeats the parent.
+
+    Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
+    """
+    by_parent: dict[int, list[S]] = {}
+    for sample in samples:
+        by_parent.setdefault(id(sample.parent or sample), []).append(sample)
+    parts: list[tuple[int, list[S]]] = []
+    for family in by_parent.values():
+        shared = len(family[0].parent or ())
+        cut = first_fit([(len(sample), [sample]) for sample in family], budget - shared)
+        parts += [(shared + sum(map(len, part)), part) for part in cut]
+    return first_fit(parts, budget)
+
+
+def first_fit(parts: Sequence[tuple[int, list[S]]], budget: int) -> list[list[S]]:
+    """Parts `(size, samples)`, largest first, each into the first group that has room for it."""
+    groups: list[list[S]] = []
+    rooms: list[int] = []
+    for size, samples in sorted(parts, key=lambda part: part[0], reverse=True):
+        place = next((i for i, room in enumerate(rooms) if room >= size), None)
+        if place is None:
+            place = len(groups)
+            groups.append([])
+            rooms.append(budget)
+        groups[place] += samples
+        rooms[place] -= size
+    return groups
+
+
+def whole_length(sample: EncodedSample) -> int:
+    """Tokens of the sample and its parent."""
+    return len(sample) + len(sample.parent or ())
+
+
+def make_batch(samples: Sequence[EncodedSample], *, packing: bool, pad_id: int) -> Batch:
+    return pack(samples) if packing else collate(samples, pad_id=pad_id)
+
+
+def align_micro_batches(
+    groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange, *, packing: bool
+) -> list[Batch]:
+    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place."""
+    batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
+    return align_batches(batches, exchange([media_kinds(batch) for batch in batches]), encoder, packing=packing)
 
 
 def media_kinds(batch: Batch) -> list[MediaKind]:
@@ -58,7 +104,7 @@ def media_kinds(batch: Batch) -> list[MediaKind]:
 
 
 def align_batches(
-    batches: Sequence[Batch], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder
+    batches: Sequence[Batch], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder, *, packing: bool
 ) -> list[Batch]:
     """This rank's micro-batches, given which media each micro-batch of each rank has.
 
@@ -69,12 +115,16 @@ def align_batches(
     """
     aligned = []
     for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
-        batch = batches[i] if i < len(batches) else collate([padding_sample(encoder.pad_id)], pad_id=encoder.pad_id)
+        batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
         aligned.append(append_dummies(batch, dummies, pad_id=encoder.pad_id))
     return aligned
+
+
+def empty_batch(pad_id: int, *, packing: bool) -> Batch:
+    return make_batch([padding_sample(pad_id)], packing=packing, pad_id=pad_id)
 
 
 def padding_sample(pad_id: int) -> EncodedSample:

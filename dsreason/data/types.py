@@ -1,9 +1,9 @@
-"""The types shared by all packages: a dataset row, the same row as tensors, and a padded batch of them."""
+"""The types shared by all packages: a dataset row, the same row as tensors, and a batch of them, packed or padded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,9 @@ class EncodedSample:
     1 for image and 2 for video placeholders. `mm_kwargs` has the keys of the Hugging Face forward: `pixel_values`
     `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw`, and, for Qwen2.5-VL video,
     `second_per_grid_ts` `[videos]`.
+
+    A sample may go on where another one ends, its `parent`: it sees the parent's tokens and its own. The completions of
+    one prompt are such samples; the first token of each is predicted by the parent's last. Its media are the parent's.
     """
 
     id: str
@@ -47,14 +50,40 @@ class EncodedSample:
     position_ids: torch.Tensor  # [3, T] int64: temporal, height, width
     mm_token_type_ids: torch.Tensor  # [T] int64
     mm_kwargs: dict[str, torch.Tensor]
+    parent: EncodedSample | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
+        """Its own tokens, without the parent's."""
         return int(self.input_ids.shape[0])
+
+
+class Segment(NamedTuple):
+    """A sample's place in a packed row. Its tokens see those of the segment `parent` and, causally, each other.
+
+    Example: a prompt of 5 tokens with completions of 2 and 3:
+    `(Segment(0, 5), Segment(5, 2, parent=0), Segment(7, 3, parent=0))`.
+    """
+
+    start: int
+    length: int
+    parent: int | None = None
+    """Number of the segment that it continues, which has none itself."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded samples, one micro-batch: `B` rows of `T` tokens.
+    """One micro-batch: samples in one packed row (`B` = 1) or in `B` right-padded rows, of `T` tokens.
+
+    A packed row has `segments` and no `attention_mask`: attention takes the samples apart by their places. Padded rows have
+    the mask and no segments.
+
+    `targets` are the numbers of the trained tokens in the batch, counted row by row, and `predictors` those of the tokens
+    whose hidden states predict them: the token before, for a completion's first the last of its prompt. The first token
+    of a sample without a parent is predicted by none, and so not trained.
 
     `mm_kwargs` concatenates the rows' in order, but pixels that several rows share are there once. `media_numbers` has,
     by kind (`image`, `video`), the number of each shown medium among those whose pixels are there.
@@ -65,12 +94,19 @@ class Batch:
 
     ids: tuple[str, ...]
     input_ids: torch.Tensor  # [B, T] int64
-    attention_mask: torch.Tensor  # [B, T] int64
-    loss_mask: torch.Tensor  # [B, T] bool
+    attention_mask: torch.Tensor | None  # [B, T] int64
+    targets: torch.Tensor  # [N] int64
+    predictors: torch.Tensor  # [N] int64
     position_ids: torch.Tensor  # [3, B, T] int64
     mm_token_type_ids: torch.Tensor  # [B, T] int64
     mm_kwargs: dict[str, torch.Tensor]
     media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples and of the media that keep the ranks in step, without padding."""
+        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
         """A copy on the device. What goes to a GPU is pinned first: the copy then does not wait for the GPU's work."""
@@ -82,8 +118,9 @@ class Batch:
         return replace(
             self,
             input_ids=move(self.input_ids),
-            attention_mask=move(self.attention_mask),
-            loss_mask=move(self.loss_mask),
+            attention_mask=None if self.attention_mask is None else move(self.attention_mask),
+            targets=move(self.targets),
+            predictors=move(self.predictors),
             position_ids=move(self.position_ids),
             mm_token_type_ids=move(self.mm_token_type_ids),
             mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()},

@@ -17,6 +17,7 @@ from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, family_of
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
+from dsreason.models.attention import use_segments
 from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.mrope import position_ids
 from dsreason.models.shared_media import share_media
@@ -259,6 +260,8 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
         raise CheckpointError(
             f"{config.name_or_path}: no model can be built from config.json: {type(error).__name__}: {error}"
         ) from error
+    if attention == "auto":
+        use_segments(model)
     # DeepSpeed casts floating buffers to the training dtype; rotary frequencies in bfloat16 are wrong by up to 0.4 %.
     model._keep_in_fp32_modules_strict = {*model._keep_in_fp32_modules_strict, "inv_freq"}
     return model

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dsreason.data.types import Batch
 from dsreason.families import family_of
+from dsreason.models.attention import attention_inputs
 from dsreason.models.logprobs import LogprobHead
 from dsreason.models.shared_media import shared_media
 
@@ -22,10 +23,9 @@ def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> Bas
     with shared_media(vision_tower, batch.media_numbers):
         output: BaseModelOutputWithPast = model.model(
             input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
             mm_token_type_ids=batch.mm_token_type_ids,
             use_cache=use_cache,
+            **attention_inputs(model, batch),
             **batch.mm_kwargs,
         )
     return output
@@ -46,18 +46,17 @@ class Policy(nn.Module):
     def forward(
         self, batch: Batch, temperature: float = 1.0, banned_ids: Tensor | None = None, with_entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Float32 log-probabilities `[N]` of the tokens where `batch.loss_mask` is True, row by row.
+        """Float32 log-probabilities `[N]` of the tokens `batch.targets`.
 
         `with_entropy` gives the entropy `[N]` of the distribution at each of them as well. `banned_ids` have
         probability 0: those that the rollout engine never draws, so that both mean one distribution.
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
         """
-        hidden = base_output(self.model, batch, use_cache=False).last_hidden_state  # [B, T, H]
-        trained = batch.loss_mask[:, 1:]  # token t + 1 is predicted from the hidden state of token t
-        selected, targets = hidden[:, :-1][trained], batch.input_ids[:, 1:][trained]
-        count = targets.shape[0]
+        hidden = base_output(self.model, batch, use_cache=False).last_hidden_state.flatten(0, 1)  # [B * T, H]
+        count = batch.targets.shape[0]
+        selected, targets = hidden[batch.predictors], batch.input_ids.flatten()[batch.targets]
         if count == 0:
-            selected, targets = hidden[0, :1], batch.input_ids[0, :1]
+            selected, targets = hidden[:1], batch.input_ids[0, :1]
         found = self.model.get_submodule(self.head)(selected, targets, temperature, banned_ids, with_entropy)
         return (found[0][:count], found[1][:count]) if with_entropy else found[:count]

@@ -202,6 +202,7 @@ def draw_tokens(
     which = numbers.to(device)
     batch = collate(prompts, pad_id=PAD_ID).to(device)
     output = base_output(model, batch, use_cache=True)
+    assert batch.attention_mask is not None  # the rows are padded
     hidden = output.last_hidden_state.to(device)[which, batch.attention_mask.sum(1)[which] - 1]
     cache = output.past_key_values
     cache.batch_select_indices(numbers)  # on the CPU they serve the layers of every device

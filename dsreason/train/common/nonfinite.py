@@ -23,7 +23,7 @@ from dsreason.job.ranks import World, errors_on_all_ranks
 
 log = logging.getLogger(__name__)
 
-FIELDS = ("input_ids", "attention_mask", "loss_mask", "position_ids", "mm_token_type_ids")
+FIELDS = ("input_ids", "targets", "predictors", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
 """Steps in a row that may have a NaN or infinite loss or gradient: after so many the weights, not the batches, are to blame."""
 
@@ -115,4 +115,9 @@ class FiniteCheck:
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
+    if batch.attention_mask is not None:
+        found["attention_mask"] = batch.attention_mask
+    if batch.segments:  # start, length, and the parent's number or -1
+        rows = [(one.start, one.length, -1 if one.parent is None else one.parent) for one in batch.segments]
+        found["segments"] = torch.tensor(rows)
     return found | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}

@@ -137,9 +137,10 @@ def find_model(config: RunConfig) -> Path:
 
 
 def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
-    longest, key, budget = config.model.max_length, "model.max_length", config.train.max_tokens_per_micro_batch
+    longest, key = config.model.max_length, "model.max_length"
+    budget, budget_key = config.token_budget
     if budget is not None and budget < longest:
-        longest, key = budget, "train.max_tokens_per_micro_batch"
+        longest, key = budget, budget_key
     encoder = open_encoder(
         model_path,
         dtype=DTYPES[config.train.precision],

@@ -130,7 +130,9 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
     total, num_tokens, num_rows = 0.0, 0, 0
     for found in held_out.read(encoder.encode):
         samples = [sample for _, sample in found]
-        for batch in align_micro_batches([samples] if samples else [], encoder, gather_objects):
+        for batch in align_micro_batches(
+            [samples] if samples else [], encoder, gather_objects, packing=held_out.config.train.packing
+        ):
             logprobs = policy_engine(batch.to(policy_engine.device))
             total -= float(logprobs.double().sum())
             num_tokens += logprobs.shape[0]

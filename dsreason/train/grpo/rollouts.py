@@ -143,18 +143,17 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def training_sample(rollout: Rollout) -> RolloutSample:
-    """Prompt and completion, with the completion's tokens trained."""
+    """The completion, all of whose tokens are trained, as what follows its prompt."""
     prompt, ids = rollout.prompt.encoded, torch.tensor(rollout.completion.ids, dtype=torch.int64)
-    trained = torch.cat([torch.zeros_like(prompt.loss_mask), torch.ones(len(ids), dtype=torch.bool)])
     start = prompt.position_ids.max() + 1  # text goes on after the largest of all axes
-    positions = (start + torch.arange(len(ids))).expand(3, -1)
     return RolloutSample(
         id=prompt.id,
-        input_ids=torch.cat([prompt.input_ids, ids]),
-        loss_mask=trained,
-        position_ids=torch.cat([prompt.position_ids, positions], dim=1),
-        mm_token_type_ids=torch.cat([prompt.mm_token_type_ids, torch.zeros_like(ids)]),
-        mm_kwargs=prompt.mm_kwargs,
+        input_ids=ids,
+        loss_mask=torch.ones(len(ids), dtype=torch.bool),
+        position_ids=(start + torch.arange(len(ids))).expand(3, -1),
+        mm_token_type_ids=torch.zeros_like(ids),
+        mm_kwargs={},
+        parent=prompt,
         rollout=rollout,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.collate import by_parent, joined
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, gather_objects
@@ -23,11 +24,19 @@ from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_
 
 def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> list[MicroBatch]:
     """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective."""
-    groups = cut_samples([training_sample(rollout) for rollout in rollouts], config.train)
-    batches = align_micro_batches(groups, encoder, gather_objects)
+    samples = [training_sample(rollout) for rollout in rollouts]
+    if not shares_prompts(config):
+        samples = [joined(sample) for sample in samples]
+    groups = [by_parent(group) for group in cut_samples(samples, config)]
+    batches = align_micro_batches(groups, encoder, gather_objects, packing=config.train.packing)
     cut_rollouts = [[sample.rollout for sample in group] for group in groups]
     cut_rollouts += [[]] * (len(batches) - len(groups))
     return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
+
+
+def shares_prompts(config: GRPOConfig) -> bool:
+    """Whether the completions of a prompt are in one row with it; only our own attention can show it to all of them."""
+    return config.train.packing and config.model.attention == "auto"
 
 
 @torch.no_grad()

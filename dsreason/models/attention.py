@@ -1,0 +1,288 @@
+"""Attention that takes the samples of a packed row apart, and the windows and frames of the vision tower.
+
+Registered with transformers under two names, for the text layers and for the vision tower. On a GPU the parts go through
+torch's own variable-length flash attention, a call or two a layer; elsewhere through scaled-dot-product attention, one call
+a part. Neither holds a mask of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dsreason.data.types import Batch, Segment
+from dsreason.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TEXT, VISION = "segments", "flash_segments"
+"""Names for transformers. A vision tower hands over its windows and frames where the name has "flash" in it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the variable-length kernel: which tokens ask, which are seen, and where the parts of both begin."""
+
+    queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
+    keys: Tensor | None  # [K] int64
+    query_starts: Tensor  # [parts + 1] int32
+    key_starts: Tensor  # [parts + 1] int32
+    longest_query: int
+    longest_key: int
+
+    def to(self, device: torch.device) -> Call:
+        return replace(
+            self,
+            queries=None if self.queries is None else moved(self.queries, device),
+            keys=None if self.keys is None else moved(self.keys, device),
+            query_starts=moved(self.query_starts, device),
+            key_starts=moved(self.key_starts, device),
+        )
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the samples of a packed row are; made once for each forward, and read by every layer."""
+
+    segments: tuple[Segment, ...]
+    calls: tuple[Call, ...] = ()
+    """For the kernel; empty where there is none."""
+    order: Tensor | None = None
+    """`[T]`: puts the results of several calls, one behind the other, in the order of the row."""
+
+
+def row_layout(segments: Sequence[Segment], device: torch.device) -> RowLayout:
+    """The layout of a row whose tensors are on `device`."""
+    if device.type != "cuda":
+        return RowLayout(tuple(segments))
+    calls = kernel_calls(segments)
+    order = None
+    if len(calls) > 1:
+        asked = [call.queries for call in calls if call.queries is not None]
+        order = moved(torch.cat(asked).argsort(), device)
+    return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order)
+
+
+def kernel_calls(segments: Sequence[Segment]) -> list[Call]:
+    """One call for the samples without a parent, and one for those with one, whose keys begin with the parent's."""
+    roots = [one for one in segments if one.parent is None]
+    children = [one for one in segments if one.parent is not None and one.length]
+    sizes = [root.length for root in roots]
+    tokens = torch.cat([places(root) for root in roots])
+    starts = starts_of(sizes)
+    if not children:
+        return [Call(None, None, starts, starts, max(sizes), max(sizes))]
+    seen = [[segments[child.parent], child] for child in children if child.parent is not None]
+    key_sizes = [sum(one.length for one in parts) for parts in seen]
+    return [
+        Call(tokens, tokens, starts, starts, max(sizes), max(sizes)),
+        Call(
+            queries=torch.cat([places(child) for child in children]),
+            keys=torch.cat([places(one) for parts in seen for one in parts]),
+            query_starts=starts_of([child.length for child in children]),
+            key_starts=starts_of(key_sizes),
+            longest_query=max(child.length for child in children),
+            longest_key=max(key_sizes),
+        ),
+    ]
+
+
+def places(segment: Segment) -> Tensor:
+    return torch.arange(segment.start, segment.end)
+
+
+def starts_of(lengths: Sequence[int]) -> Tensor:
+    """`[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Pinned first: the copy then does not wait for the GPU's work."""
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def text_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: RowLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of a packed row by its `layout`; without one, of padded rows by the mask, as transformers does it.
+
+    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`.
+    """
+    if layout is None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return found
+    if layout.calls and has_kernel(query):
+        return by_kernel(query, key, value, layout, scaling), None
+    return by_segment(query, key, value, layout.segments, scaling), None
+
+
+def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None) -> Tensor:
+    """One call of scaled-dot-product attention for each segment."""
+    grouped = query.shape[1] != key.shape[1]
+    found = []
+    for one in segments:
+        own = slice(one.start, one.end)
+        asked, keys, values, mask = query[:, :, own], key[:, :, own], value[:, :, own], None
+        if one.parent is not None:
+            seen = slice(segments[one.parent].start, segments[one.parent].end)
+            keys, values = torch.cat([key[:, :, seen], keys], dim=2), torch.cat([value[:, :, seen], values], dim=2)
+            # Causal from the lower right: the first token sees the whole parent and itself.
+            mask = torch.ones(asked.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+            mask = mask.tril(keys.shape[2] - asked.shape[2])
+        found.append(
+            scaled_dot_product_attention(
+                asked, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+
+
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
+    """Torch's variable-length flash attention, causal from the lower right of each part."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
+    found = []
+    for call in layout.calls:
+        asked = query if call.queries is None else query[call.queries]
+        keys, values = (tensor if call.keys is None else tensor[call.keys] for tensor in (key, value))
+        found.append(varlen(asked, keys, values, call, scaling, causal=True))
+    return (found[0] if layout.order is None else torch.cat(found)[layout.order])[None]
+
+
+def vision_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of patches `[1, H, N, d]` within the frames or windows that begin at `cu_seq_lens_q`; `[1, N, H, d]`."""
+    assert cu_seq_lens_q is not None
+    if has_kernel(query):
+        assert max_length_q is not None
+        starts = cu_seq_lens_q.int()
+        call = Call(None, None, starts, starts, int(max_length_q), int(max_length_q))
+        asked, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return varlen(asked, keys, values, call, scaling, causal=False)[None], None
+    lengths = cu_seq_lens_q.diff().tolist()
+    found, start = [], 0
+    for length, run in groupby(lengths):  # most windows and frames are alike: those of one run are a batch
+        end = start + length * len(list(run))
+        q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
+        found.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
+        start = end
+    return torch.cat(found)[None], None
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether torch's flash attention takes such tensors: half precision, on a GPU of the Ampere generation or newer."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, call: Call, scaling: float | None, *, causal: bool) -> Tensor:
+    """`query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]`; returns `[Q, H, d]`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0) if causal else (-1, -1)}
+    times = query.shape[1] // key.shape[1]
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = times > 1
+    else:  # torch 2.11
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    starts, longest = (call.query_starts, call.key_starts), (call.longest_query, call.longest_key)
+    found = varlen_attn(query, key, value, *starts, *longest, **options)
+    assert isinstance(found, Tensor)  # more only where it is asked for
+    return found
+
+
+def use_segments(model: PreTrainedModel) -> None:
+    """Let the text layers and the vision tower of a built model attend by segments.
+
+    Raises:
+        CheckpointError: some of its layers see only a window of the text, which segments do not know.
+    """
+    text, vision = model.config.text_config, model.config.vision_config
+    sliding = [number for number, kind in enumerate(layer_types(text)) if kind != "full_attention"]
+    if sliding:
+        raise CheckpointError(
+            f'{model.name_or_path}: {len(sliding)} text layers attend within a sliding window, which model.attention = "auto" '
+            'does not know; set model.attention = "sdpa" and train.packing = false'
+        )
+    # After building: as an argument the second name would make transformers look for a flash-attention package.
+    text._attn_implementation, vision._attn_implementation = TEXT, VISION
+
+
+def layer_types(text: Any) -> list[str]:
+    """Configurations of models without windows may leave them out."""
+    return text.to_dict().get("layer_types") or []
+
+
+def knows_segments(model: PreTrainedModel) -> bool:
+    return bool(model.config.text_config._attn_implementation == TEXT)
+
+
+def attention_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """What a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
+
+    Without our attention transformers finds the samples of a packed row where the first of four rows of positions starts
+    again, and only where there is no mask.
+
+    Raises:
+        ValueError: transformers would let the samples see each other without a word, or could not show a completion its
+            prompt.
+    """
+    if not batch.segments:
+        return {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    if batch.attention_mask is not None:
+        raise ValueError(
+            "a packed row with an attention mask: transformers would ignore where its samples begin, and let them see "
+            "each other; a packed row has none"
+        )
+    if batch.position_ids.shape[0] != 3:
+        raise ValueError(
+            f"a packed row with {batch.position_ids.shape[0]} rows of positions instead of 3 (temporal, height, width)"
+        )
+    if knows_segments(model):
+        layout = row_layout(batch.segments, batch.input_ids.device)
+        return {"attention_mask": None, "position_ids": batch.position_ids, "layout": layout}
+    if any(one.parent is not None for one in batch.segments):
+        raise ValueError(
+            'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
+        )
+    counts = torch.cat([torch.arange(one.length) for one in batch.segments])[None, None]
+    four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])
+    return {"attention_mask": None, "position_ids": four_rows}
+
+
+AttentionInterface.register(TEXT, text_attention)
+AttentionMaskInterface.register(TEXT, sdpa_mask)
+AttentionInterface.register(VISION, vision_attention)

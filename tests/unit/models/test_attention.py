@@ -1,0 +1,286 @@
+"""A packed row gives what its samples give in rows of their own, by our attention and by transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsreason.config.schema import SFTConfig
+from dsreason.data.collate import by_parent, collate, joined, pack
+from dsreason.data.sources import open_datasets
+from dsreason.data.types import Batch, EncodedSample, Segment
+from dsreason.errors import CheckpointError
+from dsreason.models import attention
+from dsreason.models.load import load_model
+from dsreason.models.policy import Policy
+from dsreason.train.common.preflight import build_encoder
+from tests.integration.rows import write_mixed_rows
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def model_path(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(f"tiny_{request.param}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[EncodedSample]:
+    """Eight: text alone, one image, a video, two images, in turn."""
+    rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
+    data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
+    config = SFTConfig.model_validate({"data": data, "train": {"precision": "fp32"}})
+    encoder, (found, _) = build_encoder(config, model_path), open_datasets(config.data)
+    return [encoder.encode(found[i]) for i in range(len(found))]
+
+
+@pytest.fixture(scope="module")
+def completions(samples: list[EncodedSample]) -> list[EncodedSample]:
+    """Three for each of five prompts, of 1 to 6 tokens."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for prompt in samples[:5]:
+        for _ in range(3):
+            ids = torch.randint(5, 60, (int(torch.randint(1, 7, (), generator=random)),), generator=random)
+            found.append(completion(prompt, ids))
+    return found
+
+
+def completion(prompt: EncodedSample, ids: Tensor) -> EncodedSample:
+    return EncodedSample(
+        id=prompt.id,
+        input_ids=ids,
+        loss_mask=torch.ones(len(ids), dtype=torch.bool),
+        position_ids=(prompt.position_ids.max() + 1 + torch.arange(len(ids))).expand(3, -1),
+        mm_token_type_ids=torch.zeros_like(ids),
+        mm_kwargs={},
+        parent=prompt,
+    )
+
+
+def policy(path: Path, kind: str = "auto") -> Policy:
+    return Policy(load_model(path, dtype=torch.float32, attention=kind))
+
+
+def results(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and the gradients of a weighted sum of them whose weights depend on nothing but the place."""
+    found = policy(batch)
+    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1)) / len(found)
+    (found * weights).sum().backward()
+    return found.detach(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-12)) for n in expected)
+
+
+@pytest.fixture(scope="module")
+def apart(model_path: Path, samples: list[EncodedSample]) -> tuple[Tensor, dict[str, Tensor]]:
+    """What transformers' own attention gives for padded rows."""
+    return results(policy(model_path, "sdpa"), collate(samples, pad_id=0))
+
+
+@pytest.mark.parametrize("kind", ["auto", "sdpa", "eager"])
+def test_a_packed_row_gives_what_padded_rows_give(
+    kind: str, model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    logprobs, gradients = results(policy(model_path, kind), pack(samples))
+    assert (logprobs - apart[0]).abs().max() <= 2e-6
+    assert worst(gradients, apart[1]) <= 3e-6
+
+
+def test_padded_rows_give_the_same_with_our_attention(
+    model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    logprobs, gradients = results(policy(model_path), collate(samples, pad_id=0))
+    assert (logprobs - apart[0]).abs().max() <= 2e-6
+    assert worst(gradients, apart[1]) <= 3e-6
+
+
+def test_recomputation_sees_the_same_samples(
+    model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    from dsreason.models.load import enable_gradient_checkpointing
+
+    recomputing = policy(model_path)
+    enable_gradient_checkpointing(recomputing.model)
+    first = recomputing(pack(samples))
+    recomputing(pack(samples[:3]))  # another row before the backward pass of the first
+    weights = torch.randn(len(first), generator=torch.Generator().manual_seed(1)) / len(first)
+    (first * weights).sum().backward()
+    found = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}
+    assert worst(found, apart[1]) <= 3e-6
+
+
+@torch.no_grad()
+def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSample]) -> None:
+    one = policy(model_path)
+    before, counts = one(pack(samples)), [int(sample.loss_mask[1:].sum()) for sample in samples]
+    changed = list(samples)
+    pixels = changed[3].mm_kwargs["pixel_values"]
+    changed[3] = replace(changed[3], mm_kwargs=changed[3].mm_kwargs | {"pixel_values": pixels + 1.0})
+    found = zip(one(pack(changed)).split(counts), before.split(counts), strict=True)
+    equal = [torch.equal(now, was) for now, was in found]
+    assert equal == [number != 3 for number in range(len(samples))]
+
+
+@torch.no_grad()
+def test_a_completion_never_sees_another_of_its_prompt(model_path: Path, completions: list[EncodedSample]) -> None:
+    one, counts = policy(model_path), [len(sample) for sample in completions]
+    before = one(pack(completions)).split(counts)
+    changed = list(completions)
+    changed[4] = replace(changed[4], input_ids=changed[4].input_ids + 1)
+    equal = [torch.equal(now, was) for now, was in zip(one(pack(changed)).split(counts), before, strict=True)]
+    assert equal == [number != 4 for number in range(len(completions))]
+
+
+def test_completions_that_share_their_prompt_give_what_each_gives_behind_its_own(
+    model_path: Path, completions: list[EncodedSample]
+) -> None:
+    logprobs, gradients = results(policy(model_path), pack(completions))
+    expected, of_expected = results(policy(model_path, "sdpa"), collate(completions, pad_id=0))
+    assert (logprobs - expected).abs().max() <= 2e-6
+    assert worst(gradients, of_expected) <= 3e-6
+
+
+def test_a_shared_row_has_each_prompt_once(samples: list[EncodedSample], completions: list[EncodedSample]) -> None:
+    batch = pack([*completions[9:], *completions[:9], *samples[5:]])
+    assert batch.input_ids.shape[1] == sum(map(len, samples)) + sum(map(len, completions))
+    assert batch.media_numbers == {"image": tuple(range(6)), "video": (0, 1)}
+
+
+def test_completions_apart_in_the_list_follow_their_prompt_together(samples: list[EncodedSample]) -> None:
+    first, second = (completion(samples[number], torch.tensor([7])) for number in (0, 1))
+    other = completion(samples[0], torch.tensor([8, 9]))
+    assert by_parent([first, second, other]) == [first, other, second]
+    batch = pack([first, second, other])
+    starts = len(samples[0]), len(samples[0]) + 3
+    assert batch.segments == (
+        Segment(0, len(samples[0])),
+        Segment(starts[0], 1, parent=0),
+        Segment(starts[0] + 1, 2, parent=0),
+        Segment(starts[1], len(samples[1])),
+        Segment(starts[1] + len(samples[1]), 1, parent=3),
+    )
+    assert batch.predictors.tolist() == [starts[0] - 1, starts[0] - 1, starts[0] + 1, batch.segments[3].end - 1]
+
+
+@torch.no_grad()
+def test_a_completion_without_a_token_changes_nothing(model_path: Path, completions: list[EncodedSample]) -> None:
+    one = policy(model_path)
+    empty = completion(completions[3].parent, torch.empty(0, dtype=torch.int64))  # type: ignore[arg-type]
+    with_empty = one(pack([*completions[:4], empty, *completions[4:]]))
+    assert torch.equal(with_empty, one(pack(completions)))
+
+
+def test_a_packed_row_with_a_mask_is_refused(model_path: Path, samples: list[EncodedSample]) -> None:
+    batch = pack(samples)
+    with pytest.raises(ValueError, match="packed row with an attention mask"):
+        policy(model_path, "sdpa")(replace(batch, attention_mask=torch.ones_like(batch.input_ids)))
+
+
+def test_transformers_is_told_where_the_samples_of_a_packed_row_begin(
+    model_path: Path, samples: list[EncodedSample]
+) -> None:
+    found = attention.attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
+    lengths = [len(sample) for sample in samples[:2]]
+    assert found["attention_mask"] is None
+    assert found["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
+    with pytest.raises(ValueError, match="4 rows of positions instead of 3"):
+        batch = pack(samples)
+        four = torch.cat([batch.position_ids[:1], batch.position_ids])
+        attention.attention_inputs(policy(model_path).model, replace(batch, position_ids=four))
+
+
+def test_prompts_are_not_shared_where_only_transformers_attends(
+    model_path: Path, completions: list[EncodedSample]
+) -> None:
+    with pytest.raises(ValueError, match=r'only model\.attention = "auto"'):
+        policy(model_path, "sdpa")(pack(completions))
+
+
+def reference_varlen(
+    query: Tensor, key: Tensor, value: Tensor, call: attention.Call, scaling: float | None, *, causal: bool
+) -> Tensor:
+    """Torch's kernel, as its documentation describes it, one part after the other."""
+    found = []
+    for i in range(len(call.query_starts) - 1):
+        asked = query[call.query_starts[i] : call.query_starts[i + 1]]
+        own = slice(call.key_starts[i], call.key_starts[i + 1])
+        keys, values = (tensor[own].repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", asked, keys) * (scaling or query.shape[2] ** -0.5)
+        if causal:
+            seen = torch.ones(len(asked), len(keys), dtype=torch.bool).tril(len(keys) - len(asked))
+            scores = scores.masked_fill(~seen, -torch.inf)
+        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        assert len(asked) <= call.longest_query and len(keys) <= call.longest_key
+    return torch.cat(found)
+
+
+LAYOUTS = {
+    "samples": [Segment(0, 4), Segment(4, 1), Segment(5, 3)],
+    "a prompt": [Segment(0, 3), Segment(3, 2, parent=0), Segment(5, 0, parent=0), Segment(5, 3, parent=0)],
+    "prompts among samples": [
+        Segment(0, 2),
+        Segment(2, 3, parent=0),
+        Segment(5, 4),
+        Segment(9, 2),
+        Segment(11, 1, parent=3),
+        Segment(12, 2, parent=3),
+    ],
+}
+
+
+@pytest.mark.parametrize("segments", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_kernel_is_asked_for_what_the_segments_are(
+    segments: Sequence[Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen", reference_varlen)
+    monkeypatch.setattr(attention, "moved", lambda tensor, device: tensor)
+    random, length = torch.Generator().manual_seed(0), segments[-1].end
+    query, key, value = (torch.randn(1, heads, length, 8, generator=random) for heads in (4, 2, 2))
+    layout = attention.row_layout(segments, torch.device("cuda"))
+    found = attention.by_kernel(query, key, value, layout, None)
+    expected = attention.by_segment(query, key, value, segments, None)
+    assert found.shape == expected.shape == (1, length, 4, 8)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[EncodedSample]) -> None:
+    one, calls = policy(model_path), []
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        calls.append(module)
+        return attention.vision_attention(module, *args, **kwargs)
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.VISION, counted)
+    try:
+        with torch.no_grad():
+            one(pack([samples[2]]))
+    finally:
+        AttentionInterface.register(attention.VISION, attention.vision_attention)
+    assert len(calls) == len(set(calls)) == one.model.config.vision_config.depth
+
+
+def test_a_sliding_window_is_refused(model_path: Path) -> None:
+    model = load_model(model_path, dtype=torch.float32, attention="sdpa")
+    model.config.text_config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(CheckpointError, match=r'sliding window.*set model\.attention = "sdpa"'):
+        attention.use_segments(model)
+
+
+def test_a_completion_behind_its_prompt_is_one_sample(completions: list[EncodedSample]) -> None:
+    whole = joined(completions[0])
+    prompt = completions[0].parent
+    assert prompt is not None
+    assert len(whole) == len(prompt) + len(completions[0])
+    assert whole.loss_mask.nonzero().flatten().tolist() == list(range(len(prompt), len(whole)))
+    assert whole.parent is None and whole.mm_kwargs is prompt.mm_kwargs
