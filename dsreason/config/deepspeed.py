@@ -112,7 +112,7 @@ def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
     if budget is not None:
-        tokens = f"{key} is {budget}, and a forward takes as many samples as fit"
+        tokens = f"a forward takes as many samples as fit {key} ({budget} tokens)"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
         return
