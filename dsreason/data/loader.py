@@ -22,6 +22,7 @@ from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, ma
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
+from dsreason.data.work import Work, work_of
 from dsreason.errors import DataError, DsReasonError
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class StepBatches:
     step: int
     micro_batches: list[Batch]
     """The same number on every rank."""
+    work: Work
+    """In them, of this rank."""
     num_tokens: int
     """Trained tokens over all ranks and micro-batches (1 where there is none: it divides the loss)."""
     num_input_tokens: int
@@ -138,6 +141,7 @@ class StepLoader:
             micro_batches=align_batches(
                 share.batches, [kinds for _, kinds, _ in ranks], self.encoder, packing=self.config.train.packing
             ),
+            work=share.work,
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
@@ -151,6 +155,7 @@ class Share:
     """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
 
     batches: list[Batch]
+    work: Work = field(default_factory=Work)
     num_tokens: int = 0
     num_input_tokens: int = 0
     num_samples: int = 0
@@ -176,10 +181,12 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
         groups = cut_samples(samples, config)
     except DataError as error:
         return Share([], error=str(error))
+    work = work_of(groups, packing=config.train.packing)
     return Share(
+        work=work,
         batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in groups],
-        num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
-        num_input_tokens=sum(map(len, samples)),
+        num_tokens=work.trained_tokens,
+        num_input_tokens=work.tokens,
         num_samples=len(samples),
         skipped=tuple(map(str, bad)),
     )
