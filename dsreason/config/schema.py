@@ -220,6 +220,9 @@ class UpdateConfig(JobTrainConfig):
     them where neither is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
     """Tokens per forward on one rank, instead of a fixed number of samples; padding counts."""
+    activation_offload: bool = False
+    """What waits for the backward pass, the input of each layer, lies in the host's memory: for rows so long that it does not
+    fit the GPU. Needs model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -374,6 +377,15 @@ class RunConfig(JobConfig):
         if self.train.packing and self.train.micro_batch_size is None:
             return self.model.max_length, "model.max_length"
         return None, "train.micro_batch_size"
+
+    @model_validator(mode="after")
+    def check_offload(self) -> Self:
+        if self.train.activation_offload and not self.model.gradient_checkpointing:
+            raise ValueError(
+                "train.activation_offload moves the inputs of layers that are computed again; set "
+                "model.gradient_checkpointing = true"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:
