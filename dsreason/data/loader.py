@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
-from dsreason.data.work import Work, work_of
 from dsreason.errors import DataError, DsReasonError
+from dsreason.monitor.flops import Work
 
 T = TypeVar("T")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dsreason.data.work import Work
 from dsreason.families import family_of
 from dsreason.families.family import Modules
 
@@ -55,6 +54,21 @@ def peak_flops(device_name: str) -> float | None:
         if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
             return tflops * 1e12
     return None
+
+
+@dataclass
+class Work:
+    """What samples ask of the model, without padding and without the media that only keep ranks in step."""
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Of each run of tokens that attends causally: how many they are, and how many others they all see before them."""
+    trained_tokens: int = 0
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each medium that goes through the vision tower: frames, height and width in patches."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for length, _ in self.spans)
 
 
 @dataclass(frozen=True)

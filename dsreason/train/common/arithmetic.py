@@ -9,9 +9,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from dsreason.data.types import Batch
-from dsreason.data.work import Work
 from dsreason.job.ranks import World, all_sum, broadcast_object
-from dsreason.monitor.flops import ModelFlops, model_flops, peak_flops
+from dsreason.monitor.flops import ModelFlops, Work, model_flops, peak_flops
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.work import work_of
+from dsreason.data.micro_batches import work_of
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import all_sum, gather_objects

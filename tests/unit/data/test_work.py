@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsreason.data.micro_batches import work_of
 from dsreason.data.types import EncodedSample
-from dsreason.data.work import work_of
 
 
 def sample(length: int, trained: int, images: int = 0, parent: EncodedSample | None = None) -> EncodedSample:

@@ -10,8 +10,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from dsreason.data.work import Work
-from dsreason.monitor.flops import model_flops, peak_flops
+from dsreason.monitor.flops import Work, model_flops, peak_flops
 
 VISION = {
     "depth": 3,
