@@ -72,7 +72,7 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
         if not last:
             engine.step()
         total += loss.item()
-    return all_sum(total)
+    return all_sum(total) / world.ranks_per_row  # those that compute a row together all have its loss
 
 
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
@@ -105,4 +105,5 @@ def step_flops(sft: SFTRun, batches: StepBatches) -> float:
         for grid in batch.mm_kwargs[key].tolist()
     ]
     trained = sum(len(batch.targets) for batch in batches.micro_batches)
-    return all_sum(sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids))
+    flops = sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids)
+    return all_sum(flops) / sft.world.ranks_per_row
