@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.distributed import run_on_ranks
+from tests.integration import test_grpo_gradients as grpo
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import Gradients, worst_difference
 
 pytestmark = pytest.mark.integration
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-Found = tuple[float, Gradients]
-"""Loss and gradients."""
+Found = tuple[dict[str, float], Gradients]
+"""Metrics and gradients of a step."""
 
+SHORT = {"train": {"max_tokens_per_micro_batch": 160}}
 CASES: dict[str, dict[str, Any]] = {
-    "mixed": {},
-    "rows of few samples": {"train": {"max_tokens_per_micro_batch": 200}},
+    "one row": {},
+    "short rows": SHORT,
     "recomputed": {"model": {"gradient_checkpointing": True}},
     "frozen tower": {"model": {"freeze": ["visual"]}},
+    "zero 2": {"deepspeed": "zero2.json"} | SHORT,
 }
 """By name: settings beside the usual ones."""
+
+
+class Ranks(NamedTuple):
+    count: int
+    per_row: int
+
+
+LAYOUTS = {
+    Ranks(2, 2): list(CASES),
+    Ranks(4, 2): ["short rows", "zero 2"],  # the second group has fewer rows than the first
+    Ranks(4, 4): ["one row", "recomputed"],  # there are two key and value heads
+}
 
 
 def run_config(rows: str, model: str, ranks_per_row: int, sections: dict[str, Any]) -> Any:
@@ -36,12 +51,12 @@ def run_config(rows: str, model: str, ranks_per_row: int, sections: dict[str, An
         "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
         "train": {"precision": "fp32", "global_batch_size": 8, "sequence_parallel_size": ranks_per_row},
     }
-    merged = {name: usual.get(name, {}) | sections.get(name, {}) for name in usual | sections}
-    return SFTConfig.model_validate(merged)
+    merged = {name: value | sections.get(name, {}) for name, value in usual.items()}
+    return SFTConfig.model_validate(sections | merged)
 
 
-def sft_gradients(rows: str, models: list[str], ranks_per_row: int, names: list[str]) -> list[Found] | None:
-    """Of the first step, on rank 0; one for each model and case, in that order."""
+def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]) -> list[Found] | None:
+    """The first step, on rank 0; one for each model and case, in that order."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
@@ -70,8 +85,14 @@ def sft_gradients(rows: str, models: list[str], ranks_per_row: int, names: list[
             )
             deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
             engine = build_policy_engine(config, deepspeed, Path(model), world.group)
-            loss = accumulate_gradients(engine, next(iter(loader)), world)
-            found.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+            batches = next(iter(loader))
+            metrics = {
+                "loss": accumulate_gradients(engine, batches, world),
+                "trained tokens": batches.num_tokens,
+                "tokens": batches.num_input_tokens,
+                "samples": batches.num_samples,
+            }
+            found.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
             engine.destroy()
     return found if world.is_main else None
 
@@ -87,25 +108,95 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(rows: str, models: list[str]) -> dict[tuple[str, str], Found]:
-    """Of one rank, by family and case."""
-    names = ["mixed", "frozen tower"]
-    found = run_on_ranks(sft_gradients, 1, rows, models, 1, names)[0]
-    return dict(zip(((family, name) for family in FAMILIES for name in names), found, strict=True))
-
-
-@pytest.fixture(scope="module")
-def pairs(rows: str, models: list[str]) -> dict[tuple[str, str], Found]:
-    """Of two ranks that compute each row together."""
-    found = run_on_ranks(sft_gradients, 2, rows, models, 2, list(CASES))[0]
-    return dict(zip(((family, name) for family in FAMILIES for name in CASES), found, strict=True))
+def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
+    """By ranks, family and case. Those of as many ranks share their processes."""
+    found: dict[tuple[Ranks, str, str], Found] = {}
+    for ranks, names in (LAYOUTS | {Ranks(1, 1): ["one row", "frozen tower"]}).items():
+        measured = run_on_ranks(sft_steps, ranks.count, rows, models, ranks.per_row, names)[0]
+        keys = [(ranks, family, name) for family in FAMILIES for name in names]
+        found |= dict(zip(keys, measured, strict=True))
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_that_share_each_row_have_the_gradients_of_one(alone, pairs, name: str, family: str) -> None:
-    expected = alone[family, "frozen tower" if name == "frozen tower" else "mixed"]
-    loss, gradients = pairs[family, name]
-    assert loss == pytest.approx(expected[0], rel=1e-6)
-    print(name, family, worst_difference(gradients, expected[1]))
-    assert worst_difference(gradients, expected[1]) <= 1e-5
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
+def test_ranks_that_share_each_row_have_the_gradients_of_one(steps, ranks: Ranks, name: str, family: str) -> None:
+    metrics, gradients = steps[ranks, family, name]
+    expected, of_one = steps[Ranks(1, 1), family, "frozen tower" if name == "frozen tower" else "one row"]
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    print(worst_difference(gradients, of_one))
+    assert worst_difference(gradients, of_one) <= 1e-5
+
+
+def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
+    """Two completions, of made-up ids, log-probabilities and advantages, for each of four prompts."""
+    from dsreason.data.sources import open_datasets
+    from dsreason.rollout.protocol import Completion
+    from dsreason.train.grpo.rollouts import Rollout
+
+    training, _ = open_datasets(config.data)
+    prompts = [encoder.encode_prompt(training[i]) for i in range(4)]
+    random, found = np.random.default_rng(0), []
+    for i, length in enumerate(grpo.LENGTHS):
+        ids = tuple(random.integers(5, 60, length).tolist())
+        logprobs = tuple(random.normal(-5, 1.0, length).tolist())
+        completion = Completion(ids, "", logprobs, "stop", 0)
+        found.append(Rollout(prompts[i // 2], completion, 0.0, {}, float(random.normal())))
+    return found
+
+
+def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -> list[Found] | None:
+    """On rank 0, by variant. All ranks have the same rollouts."""
+    import torch
+
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.engine.engine import set_learning_rate
+    from dsreason.job.ranks import init_world, with_row_groups
+    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.train.common.opening import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.update import accumulate_gradients, cut
+    from tests.engines import full_gradients
+
+    world, engine, found = with_row_groups(init_world(), ranks_per_row), None, []
+    for variant in variants:
+        train = {"sequence_parallel_size": ranks_per_row, "max_tokens_per_micro_batch": 200}
+        config = grpo.run_config(rows, model, variant, train)
+        encoder = build_encoder(config, Path(model))
+        if engine is None:
+            deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+            engine = build_policy_engine(config, deepspeed, Path(model), world.group)
+            set_learning_rate(engine, 0.0)
+        micro_batches = cut(made_up_rollouts(config, encoder), config, encoder, world.row_part)
+        micro_batches = [replace(one, old_logprobs=grpo.other_logprobs(one, 0.1)) for one in micro_batches]
+        if variant.startswith("kl"):
+            micro_batches = [replace(one, ref_logprobs=grpo.other_logprobs(one, 0.5)) for one in micro_batches]
+        banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+        metrics, _ = accumulate_gradients(engine, micro_batches, config, world, banned)
+        found.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+        engine.step()
+    return found if world.is_main else None
+
+
+VARIANTS = {"qwen3_vl": list(grpo.VARIANTS), "qwen2_5_vl": ["gspo", "kl", "entropy"]}
+
+
+@pytest.fixture(scope="module")
+def policy_steps(rows: str, models: list[str]) -> dict[tuple[int, str, str], Found]:
+    """By number of ranks, family and variant."""
+    found = {}
+    for family, model in zip(FAMILIES, models, strict=True):
+        for ranks in (1, 2):
+            measured = run_on_ranks(grpo_steps, ranks, rows, model, ranks, VARIANTS[family])[0]
+            found |= {(ranks, family, variant): one for variant, one in zip(VARIANTS[family], measured, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(("family", "variant"), [(family, name) for family in VARIANTS for name in VARIANTS[family]])
+def test_ranks_that_share_each_row_have_the_policy_gradients_of_one(policy_steps, family: str, variant: str) -> None:
+    metrics, gradients = policy_steps[2, family, variant]
+    expected, of_one = policy_steps[1, family, variant]
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert np.sqrt(sum(np.sum(grad**2) for grad in of_one.values())) > 1e-3
+    print(worst_difference(gradients, of_one))
+    assert worst_difference(gradients, of_one) <= 1e-5
