@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "short rows": SHORT,
     "recomputed": {"model": {"gradient_checkpointing": True}},
     "frozen tower": {"model": {"freeze": ["visual"]}},
+    "one sample a row": {"train": {"micro_batch_size": 1}},
     "zero 2": {"deepspeed": "zero2.json"} | SHORT,
 }
 """By name: settings beside the usual ones."""
@@ -39,7 +40,7 @@ class Ranks(NamedTuple):
 LAYOUTS = {
     Ranks(2, 2): list(CASES),
     Ranks(4, 2): ["short rows", "zero 2"],  # the second group has fewer rows than the first
-    Ranks(4, 4): ["one row", "recomputed"],  # there are two key and value heads
+    Ranks(4, 4): ["one row", "recomputed", "one sample a row"],  # there are two key and value heads
 }
 
 
