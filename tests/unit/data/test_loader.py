@@ -94,10 +94,8 @@ def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, t
             for batch, one in zip(step.micro_batches, expected.micro_batches, strict=True):
                 length = one.input_ids.shape[1]
                 assert batch.ids == one.ids and torch.equal(batch.input_ids[:, :length], one.input_ids)
-                assert (batch.part.start, batch.part.end) == [
-                    (0, -(-length // 2)),
-                    (-(-length // 2), length + length % 2),
-                ][rank % 2]
+                half = (length + 1) // 2
+                assert (batch.part.start, batch.part.end) == (rank % 2 * half, (rank % 2 + 1) * half)
 
 
 def test_ranks_that_compute_rows_together_must_read_the_same():
