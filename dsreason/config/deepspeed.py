@@ -91,8 +91,8 @@ def micro_batch_size(config: JobConfig) -> int:
 
 def accumulation_steps(config: JobConfig, world_size: int) -> int:
     """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
-    num_groups = world_size // config.ranks_per_row
-    return max(1, math.ceil(config.samples_per_step / (micro_batch_size(config) * num_groups)))
+    samples = config.samples_per_step * config.ranks_per_row  # each is computed by so many ranks
+    return max(1, math.ceil(samples / (micro_batch_size(config) * world_size)))
 
 
 def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
@@ -120,7 +120,7 @@ def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
     if budget is not None:
-        tokens = f"{key} is {budget}, and a forward takes as many samples as fit"
+        tokens = f"a forward takes as many samples as fit {key} ({budget} tokens)"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
         return

@@ -215,14 +215,27 @@ def test_ranks_that_compute_rows_together_take_fewer_steps_than_ranks_alone() ->
     ]
 
 
-def test_under_a_token_budget_no_concrete_micro_batch_fits() -> None:
-    config = make(train={"max_tokens_per_micro_batch": 512})
-    assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, config) == [
+@pytest.mark.parametrize(
+    ("train", "budget"),
+    [
+        ({"max_tokens_per_micro_batch": 512}, "train.max_tokens_per_micro_batch (512 tokens)"),
+        ({"packing": False, "max_tokens_per_micro_batch": 512}, "train.max_tokens_per_micro_batch (512 tokens)"),
+        ({}, "model.max_length (4096 tokens)"),
+    ],
+)
+def test_under_a_token_budget_no_concrete_micro_batch_fits(train: dict[str, Any], budget: str) -> None:
+    assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train)) == [
         (
-            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: train.max_tokens_per_micro_batch is 512, "
-            'which cuts each step anew; set it to "auto" or remove it'
+            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: a forward takes as many samples as fit "
+            f'{budget}; set it to "auto" or remove it'
         )
     ]
+
+
+@pytest.mark.parametrize("train", [{"packing": False}, {"micro_batch_size": 1}])
+def test_a_concrete_micro_batch_fits_one_of_as_many_samples(train: dict[str, Any]) -> None:
+    found = resolve(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train))
+    assert found["train_micro_batch_size_per_gpu"] == 1
 
 
 def test_all_contradictions_are_told_at_once() -> None:

@@ -1,10 +1,11 @@
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 
-from dsreason.data.collate import append_dummies, collate
-from dsreason.data.types import EncodedSample
+from dsreason.data.collate import append_dummies, collate, pack
+from dsreason.data.types import EncodedSample, Segment
 
 
 def encoded(name: str, ids: list[int], trained: list[int], images: int = 0, start: int = 0) -> EncodedSample:
@@ -29,7 +30,7 @@ def test_rows_are_padded_on_the_right():
     assert batch.ids == ("a", "b")
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 99, 99]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch.loss_mask.tolist() == [[False, False, True], [True, False, False]]
+    assert (batch.predictors.tolist(), batch.targets.tolist()) == ([1], [2])  # nothing predicts a first token
     assert batch.position_ids.shape == (3, 2, 3)
     assert batch.position_ids[1].tolist() == [[0, 1, 2], [0, 0, 0]]
     assert batch.mm_kwargs == {}
@@ -45,13 +46,14 @@ def test_media_are_joined_in_row_order():
 
 def test_dummies_follow_the_last_token_of_the_last_row():
     dummy = encoded("dummy", [50, 51], [0], 1)
-    batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8], [0], 1, start=10)], pad_id=99)
+    batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8, 9], [1], 1, start=10)], pad_id=99)
+    assert (batch.predictors.tolist(), batch.targets.tolist()) == ([1, 3], [2, 4])
     batch = append_dummies(batch, [dummy, dummy], pad_id=99)
     assert batch.ids == ("a", "b")
-    assert batch.input_ids.tolist() == [[5, 6, 7, 99, 99], [8, 50, 51, 50, 51]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert batch.loss_mask.tolist() == [[False, False, True, False, False], [True, False, False, False, False]]
-    assert batch.position_ids[0, 1].tolist() == [10, 11, 12, 13, 14]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 99, 99, 99], [8, 9, 50, 51, 50, 51]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]
+    assert (batch.predictors.tolist(), batch.targets.tolist()) == ([1, 6], [2, 7])
+    assert batch.position_ids[0, 1].tolist() == [10, 11, 12, 13, 14, 15]
     assert batch.mm_kwargs["pixel_values"][:, 0].tolist() == [8.0] * 4 + [50.0] * 4
     assert batch.media_numbers == {"image": (0, 1, 1)}
 
@@ -72,8 +74,27 @@ def test_pixels_of_one_prompt_are_not_even_copied():
     assert batch.mm_kwargs["pixel_values"] is prompt.mm_kwargs["pixel_values"]
 
 
-def test_what_goes_to_a_gpu_is_pinned_first():
-    batch, moves = collate([encoded("a", [5, 6], [], 1)], pad_id=0), []
+def test_dummies_are_samples_of_their_own_at_the_end_of_a_packed_row():
+    dummy = encoded("dummy", [50, 51], [0], 1)
+    batch = append_dummies(pack([encoded("a", [5, 6, 7], [2]), encoded("b", [8, 9], [1], 1)]), [dummy], pad_id=99)
+    assert batch.ids == ("a", "b")
+    assert batch.attention_mask is None
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 50, 51]]
+    assert batch.position_ids[:, 0].tolist() == [[0, 1, 2, 0, 1, 0, 1]] * 3
+    assert batch.segments == (Segment(0, 3), Segment(3, 2), Segment(5, 2))
+    assert (batch.predictors.tolist(), batch.targets.tolist()) == ([1, 3], [2, 4])
+    assert batch.media_numbers == {"image": (0, 1)}
+
+
+def test_the_first_token_of_a_sample_is_not_trained_in_a_packed_row():
+    batch = pack([encoded("a", [5, 6], [0, 1]), encoded("b", [8, 9], [0])])
+    assert (batch.predictors.tolist(), batch.targets.tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize("fields", [7, 8])
+def test_what_goes_to_a_gpu_is_pinned_first(fields):
+    samples = [encoded("a", [5, 6], [], 1)]
+    batch, moves = pack(samples) if fields == 7 else collate(samples, pad_id=0), []
 
     def pin(tensor):
         moves.append("pin")
@@ -86,7 +107,7 @@ def test_what_goes_to_a_gpu_is_pinned_first():
     with mock.patch.object(torch.Tensor, "pin_memory", pin), mock.patch.object(torch.Tensor, "to", to):
         batch.to(torch.device("cuda"))
         batch.to(torch.device("cpu"))
-    assert moves == ["pin", ("cuda", True)] * 7 + [("cpu", True)] * 7
+    assert moves == ["pin", ("cuda", True)] * fields + [("cpu", True)] * fields
 
 
 def test_dummies_change_no_logit_before_them(tiny):

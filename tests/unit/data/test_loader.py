@@ -70,7 +70,17 @@ def sample_ids(step: StepBatches) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("cut", [{"micro_batch_size": 2}, {"max_tokens_per_micro_batch": 200}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {},
+        {"micro_batch_size": 2},
+        {"max_tokens_per_micro_batch": 200},
+        {"packing": False},
+        {"packing": False, "micro_batch_size": 2},
+        {"packing": False, "max_tokens_per_micro_batch": 200},
+    ],
+)
 def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size, cut):
     ranks = all_steps(config(rows, tiny_qwen2_5_vl, **cut), world_size)
     for steps in zip(*ranks, strict=True):
@@ -79,7 +89,7 @@ def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size,
         for batches in zip(*(step.micro_batches for step in steps), strict=True):
             assert len({tuple(media_kinds(batch)) for batch in batches}) == 1
             assert media_kinds(batches[0]) != []  # the vision tower always runs
-        trained = sum(int(batch.loss_mask[:, 1:].sum()) for step in steps for batch in step.micro_batches)
+        trained = sum(len(batch.targets) for step in steps for batch in step.micro_batches)
         assert {step.num_tokens for step in steps} == {trained}
         assert {step.num_samples for step in steps} == {8}
 
@@ -106,8 +116,9 @@ def test_ranks_that_compute_rows_together_must_read_the_same():
         of_groups([1, 1, 2, 3], 2)
 
 
-def test_token_budget_bounds_padded_tokens_without_the_dummies(rows, tiny_qwen2_5_vl):
-    [steps] = all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=200))
+@pytest.mark.parametrize("packing", [True, False])
+def test_token_budget_bounds_tokens_without_the_dummies(rows, tiny_qwen2_5_vl, packing):
+    [steps] = all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=200, packing=packing))
     batches = [batch for step in steps for batch in step.micro_batches]
     assert max(len(batch.ids) for batch in batches) > 1
     assert all(batch.input_ids.numel() <= 200 + 3 * len(batch.ids) for batch in batches)
@@ -170,7 +181,7 @@ def test_a_step_whose_rows_are_all_left_out_trains_nothing(spoiled, tiny_qwen2_5
         assert len(rank) == 8
         assert (rank[empty].num_samples, rank[empty].num_tokens) == (0, 1)
         [batch] = rank[empty].micro_batches
-        assert not batch.loss_mask.any()
+        assert len(batch.targets) == 0
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])

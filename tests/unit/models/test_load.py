@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
+from dsreason.models.attention import TEXT, VISION
 from dsreason.models.load import load_model, load_processor, model_config, parameter_names, resolve_model
 from dsreason.models.tiny import build_tiny
 
@@ -200,9 +201,14 @@ def test_flash_attention_that_is_not_installed_is_an_error(tiny: Path) -> None:
         load_model(tiny, dtype=torch.float32, attention="flash_attention_2")
 
 
-def test_attention_auto_is_sdpa(tiny: Path) -> None:
-    model = load_model(tiny, dtype=torch.float32)
-    assert model.config.vision_config._attn_implementation == model.config._attn_implementation == "sdpa"
+@pytest.mark.parametrize(
+    ("attention", "text", "vision"), [("auto", TEXT, VISION), ("sdpa", "sdpa", "sdpa"), ("eager", "eager", "eager")]
+)
+def test_attention_auto_is_ours(tiny: Path, attention: str, text: str, vision: str) -> None:
+    config = load_model(tiny, dtype=torch.float32, attention=attention).config
+    assert config.text_config._attn_implementation == text
+    assert config.vision_config._attn_implementation == vision
+    assert not {TEXT, VISION} & set(str(config.to_dict()).split("'"))  # no exported folder names it
 
 
 def test_tiny_model_is_built_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.collate import collate
+from dsreason.data.collate import collate, pack
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.advantages import batch_normalized, group_centered
 from dsreason.rewards.scoring import Scores
@@ -49,16 +49,19 @@ def rollout(ids: tuple[int, ...], logprobs: tuple[float, ...], advantage: float)
 def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
     sample = training_sample(rollout((8, 9), (-1.0, -2.0), 0.5))
     assert sample.id == "p"
-    assert sample.input_ids.tolist() == [1, 2, 3, 8, 9]
-    assert sample.loss_mask.tolist() == [False, False, False, True, True]
-    assert sample.position_ids[:, 3:].tolist() == [[8, 9]] * 3  # after the largest of all axes
+    assert sample.parent is not None
+    assert sample.parent.input_ids.tolist() == [1, 2, 3]
+    assert sample.input_ids.tolist() == [8, 9]
+    assert sample.loss_mask.tolist() == [True, True]
+    assert sample.position_ids.tolist() == [[8, 9]] * 3  # after the largest of all axes
 
 
 def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
     rollouts = [rollout((7,), (-3.0,), -1.5), rollout((8, 9), (-1.0, -2.0), 0.5)]
-    batch = collate([training_sample(one) for one in rollouts], pad_id=0)
+    samples = [training_sample(one) for one in rollouts]
     flat = flatten(rollouts, torch.device("cpu"))
-    assert batch.input_ids[batch.loss_mask].tolist() == [7, 8, 9]
+    for batch in collate(samples, pad_id=0), pack(samples):
+        assert batch.input_ids.flatten()[batch.targets].tolist() == [7, 8, 9]
     assert flat.rollout_logprobs.tolist() == [-3.0, -1.0, -2.0]
     assert flat.advantages.tolist() == [-1.5, 0.5, 0.5]
     assert flat.sequence.tolist() == [0, 1, 1]

@@ -159,7 +159,7 @@ def test_rows_of_which_nothing_is_trained_have_no_loss(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, loss: float | None
 ) -> None:
     batch = SimpleNamespace(to=lambda device: None)
-    monkeypatch.setattr(validation, "align_micro_batches", lambda samples, encoder, exchange: [batch])
+    monkeypatch.setattr(validation, "align_micro_batches", lambda samples, encoder, exchange, packing: [batch])
     monkeypatch.setattr(validation, "all_sum", lambda value: value)
     held_out = Rows([None, None], SimpleNamespace(encode=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
     assert validation.held_out_loss(Policy(num_tokens), held_out, lambda count: None) == loss
