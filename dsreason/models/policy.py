@@ -38,13 +38,10 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
     assert part is not None
     own = slice(part.start, part.end)
     inputs = attention_inputs(model, batch, group)
-    output: BaseModelOutputWithPast = model.model(
-        input_ids=batch.input_ids[:, own],
-        mm_token_type_ids=batch.mm_token_type_ids[:, own],
-        mm_encoder_outputs=shown_features(model, batch, group),
-        use_cache=False,
-        **inputs | {"position_ids": inputs["position_ids"][..., own]},
-    )
+    inputs |= {"input_ids": batch.input_ids[:, own], "position_ids": inputs["position_ids"][..., own]}
+    if part.media:
+        inputs["mm_encoder_outputs"] = shown_features(model, batch, group)
+    output: BaseModelOutputWithPast = model.model(use_cache=False, **inputs)
     return output
 
 

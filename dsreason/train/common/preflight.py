@@ -52,7 +52,8 @@ def check_model(config: RunConfig) -> Encoder:
 def check_heads(config: RunConfig, model_path: Path) -> None:
     """ConfigError where the ranks that compute a row together cannot share the attention heads."""
     size = config.ranks_per_row
-    heads = model_config(model_path, trust_remote_code=config.model.trust_remote_code).text_config.num_attention_heads
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    heads = model.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(
             f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
