@@ -21,7 +21,7 @@ from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Batch, EncodedSample, Part, Sample
+from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
 from dsreason.errors import DataError, DsReasonError
 
 T = TypeVar("T")
@@ -132,7 +132,8 @@ class StepLoader:
         for other, _, _ in ranks:  # every rank raises, so that none is left waiting
             if other.error is not None:
                 raise DataError(other.error)
-        shares = of_groups([other for other, _, _ in ranks], self.ranks_per_row)
+        shares = [other for other, _, _ in ranks]
+        shares = of_groups(shares, [other.skipped for other in shares], self.ranks_per_row)
         # Where all rows of a step are left out it has no trained token, and a gradient of zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
@@ -142,7 +143,7 @@ class StepLoader:
                 [kinds for _, kinds, _ in ranks],
                 self.encoder,
                 packing=self.config.train.packing,
-                part=Part(self.rank % self.ranks_per_row, self.ranks_per_row),
+                part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
@@ -164,8 +165,11 @@ class Share:
     error: str | None = None
 
 
-def of_groups(values: Sequence[T], ranks_per_row: int) -> list[T]:
+def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
     """Of the ranks' values, by rank, one for each group of ranks that read the same rows.
+
+    Args:
+        skipped: what each rank leaves out of its rows.
 
     Raises:
         DataError: the ranks of a group did not get the same from them.
@@ -173,9 +177,11 @@ def of_groups(values: Sequence[T], ranks_per_row: int) -> list[T]:
     for rank, value in enumerate(values):
         first = rank - rank % ranks_per_row
         if value != values[first]:
+            own, others = ("; ".join(skipped[one]) or "nothing" for one in (first, rank))
             raise DataError(
-                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}), and read "
-                f"{values[first]} and {value}; look whether the files change, or cannot always be read"
+                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) and did not "
+                f"read the same: rank {first} leaves out {own}, rank {rank} {others}; look whether the files are being changed, "
+                "or cannot always be read"
             )
     return list(values[::ranks_per_row])
 

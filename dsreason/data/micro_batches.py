@@ -9,7 +9,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
-from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, Part
+from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
 from dsreason.errors import DataError
 
 S = TypeVar("S", bound=EncodedSample)
@@ -96,7 +96,7 @@ def align_micro_batches(
     exchange: Exchange,
     *,
     packing: bool,
-    part: Part = WHOLE,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
     """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place.
 
@@ -117,7 +117,7 @@ def align_batches(
     encoder: Encoder,
     *,
     packing: bool,
-    part: Part = WHOLE,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
     """This rank's micro-batches, given which media each micro-batch of each rank has.
 

@@ -13,7 +13,7 @@ from dsreason.data.loader import decode_ahead, first_fatal, of_groups, read_rows
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Part, Sample
+from dsreason.data.types import PartOf, Sample
 from dsreason.errors import DataError
 
 Check = Callable[[Sample], None]
@@ -36,7 +36,7 @@ class Prompts:
     skipped: list[str]
     """Rows left out on any rank, with the reason."""
 
-    def part(self, part: Part) -> Prompts:
+    def part(self, part: PartOf) -> Prompts:
         """Those that one of the ranks asks that have all of them: the second of two has every second one."""
         own = slice(part.number, None, part.total)
         return replace(self, prompts=self.prompts[own], numbers=self.numbers[own])
@@ -80,7 +80,8 @@ class PromptLoader:
         for error, _ in ranks:  # every rank raises, so that none is left waiting
             if error is not None:
                 raise DataError(error)
-        groups = of_groups([texts for _, texts in ranks], self.ranks_per_row)
+        skipped = [texts for _, texts in ranks]
+        groups = of_groups(skipped, skipped, self.ranks_per_row)
         places = range(self.order.batch_size)[self._places]
         usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dsreason.data.collate import GRIDS, PIXELS, append_segments, padding_sample
-from dsreason.data.types import Batch, MediaKind, MediaPart, Part, RowPart
+from dsreason.data.types import Batch, MediaKind, MediaPart, PartOf, RowPart
 
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 
 
-def take_part(batch: Batch, part: Part, pad_id: int) -> Batch:
+def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
     """The row, padded so that its parts have one length, with what the rank `part` computes of it.
 
     The padding is a sample of its own at the end. Of the pixels there remain those that the rank encodes.
@@ -44,7 +44,7 @@ def take_part(batch: Batch, part: Part, pad_id: int) -> Batch:
 
 
 def share_media(
-    pixels: Tensor, grids: Tensor, numbers: Sequence[int], shown_by: Tensor, part: Part
+    pixels: Tensor, grids: Tensor, numbers: Sequence[int], shown_by: Tensor, part: PartOf
 ) -> tuple[Tensor, MediaPart]:
     """The pixels that the rank `part` encodes, and who shows their features.
 

@@ -75,14 +75,14 @@ class Segment(NamedTuple):
         return self.start + self.length
 
 
-class Part(NamedTuple):
-    """`Part(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
+class PartOf(NamedTuple):
+    """`PartOf(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
 
     number: int
     total: int
 
 
-WHOLE = Part(0, 1)
+WHOLE = PartOf(0, 1)
 
 
 @dataclass(frozen=True)

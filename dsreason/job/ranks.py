@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dsreason.data.types import Part
+from dsreason.data.types import PartOf
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
 from dsreason.job.gpu import choose_device, gpu_errors
@@ -46,9 +46,9 @@ class World:
     """The process group of those that compute this rank's rows; None: each rank has rows of its own."""
 
     @property
-    def row_part(self) -> Part:
+    def row_part(self) -> PartOf:
         """Which part of its group's rows this rank computes."""
-        return Part(self.rank % self.ranks_per_row, self.ranks_per_row)
+        return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
     def of_groups(self, values: Sequence[T]) -> list[T]:
         """Of the ranks' values, by rank, those of the first rank of each group: those of a group are the same."""
@@ -131,13 +131,8 @@ def with_row_groups(world: World, ranks_per_row: int) -> World:
                 f"({hosts.local_size()}), and those that compute a row together must be on one host; lower it, or start "
                 "another number there"
             )
-    # The ranks of a group exchange tensors, and small objects on the host.
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     firsts = range(0, world.size, ranks_per_row)
-    groups = [
-        dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT, backend=backend)
-        for first in firsts
-    ]
+    groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in firsts]
     return replace(world, ranks_per_row=ranks_per_row, group=groups[world.rank // ranks_per_row])
 
 

@@ -129,6 +129,38 @@ def test_ranks_that_share_each_row_have_the_gradients_of_one(steps, ranks: Ranks
     assert worst_difference(gradients, of_one) <= 1e-5
 
 
+def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
+    """How far attention by exchanged heads is from attention without: of the output, and of the gradients."""
+    import torch
+
+    from dsreason.data.types import Segment
+    from dsreason.job.ranks import init_world, with_row_groups
+    from dsreason.models.attention import by_segment, row_layout, text_attention
+
+    world = with_row_groups(init_world(), 3)
+    segments = (Segment(0, 4), Segment(4, 2, parent=0), Segment(6, 3))
+    random = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, heads, 9, 8, generator=random) for heads in (query_heads, key_heads, key_heads)]
+    weights = torch.randn(1, 9, query_heads, 8, generator=random)
+    own = slice(3 * world.rank, 3 * world.rank + 3)
+    parts = [one[:, :, own].clone().requires_grad_() for one in whole]
+    whole = [one.requires_grad_() for one in whole]
+    expected = by_segment(*whole, segments, None)
+    (expected * weights).sum().backward()
+    layout = row_layout(segments, torch.device("cpu"), world.group)
+    found, _ = text_attention(torch.nn.Module(), *parts, None, layout=layout)
+    (found * weights[:, own]).sum().backward()
+    gradients = [(part.grad - one.grad[:, :, own]).abs().max() for part, one in zip(parts, whole, strict=True)]
+    return float((found - expected[:, own]).abs().max()), float(max(gradients))
+
+
+@pytest.mark.parametrize(("query_heads", "key_heads"), [(6, 2), (12, 4), (3, 3), (9, 3)])
+def test_any_number_of_key_heads_is_shared_among_ranks(query_heads: int, key_heads: int) -> None:
+    for output, gradients in run_on_ranks(head_exchange, 3, query_heads, key_heads):
+        assert output <= 1e-6
+        assert gradients <= 2e-6
+
+
 def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
     """Two completions, of made-up ids, log-probabilities and advantages, for each of four prompts."""
     from dsreason.data.sources import open_datasets

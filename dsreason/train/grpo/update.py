@@ -13,7 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import by_parent, joined
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
-from dsreason.data.types import WHOLE, Part
+from dsreason.data.types import WHOLE, PartOf
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
@@ -23,7 +23,7 @@ from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
 
-def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: Part = WHOLE) -> list[MicroBatch]:
+def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE) -> list[MicroBatch]:
     """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective.
 
     `part`: what this rank computes of each row; those that compute rows together have the same rollouts.

@@ -109,11 +109,13 @@ def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, t
 
 
 def test_ranks_that_compute_rows_together_must_read_the_same():
-    assert of_groups([1, 1, 2, 2], 2) == [1, 2]
-    with pytest.raises(
-        DataError, match=r"ranks 2 and 3 compute the same rows.*sequence_parallel_size is 2.* read 2 and 3"
-    ):
-        of_groups([1, 1, 2, 3], 2)
+    skipped = [(), (), (), ("row 7: is empty",)]
+    assert of_groups([1, 1, 2, 2], skipped, 2) == [1, 2]
+    expected = (
+        r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; look"
+    )
+    with pytest.raises(DataError, match=expected):
+        of_groups([1, 1, 2, 3], skipped, 2)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -13,7 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import SampleTooLong
 from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
-from dsreason.data.types import Part, Sample
+from dsreason.data.types import PartOf, Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.preflight import build_encoder, check_dataset
 from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
@@ -174,5 +174,5 @@ def test_ranks_that_compute_rows_together_have_the_same_prompts(rows: Path, tiny
     alone = batches(config(rows, tiny_qwen3_vl), 2, world_size=2)
     for rank, (one, expected) in enumerate(zip(found, [alone[0], alone[0], alone[1], alone[1]], strict=True)):
         assert [(part.numbers, ids(part)) for part in one] == [(part.numbers, ids(part)) for part in expected]
-        asked = [part.part(Part(rank % 2, 2)) for part in one]
+        asked = [part.part(PartOf(rank % 2, 2)) for part in one]
         assert [part.numbers for part in asked] == [part.numbers[rank % 2 :: 2] for part in expected]

@@ -9,7 +9,7 @@ import torch
 
 from dsreason.data.collate import pack
 from dsreason.data.row_parts import share_media, take_part
-from dsreason.data.types import EncodedSample, MediaPart, Part, Segment
+from dsreason.data.types import EncodedSample, MediaPart, PartOf, Segment
 
 
 def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = None) -> EncodedSample:
@@ -23,7 +23,7 @@ def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = No
 
 def test_a_row_is_padded_with_a_sample_of_its_own_and_cut_into_equal_parts() -> None:
     row = pack([sample([5, 6, 7], [1, 2]), sample([8, 9], [1])])
-    parts = [take_part(row, Part(number, 2), pad_id=3) for number in (0, 1)]
+    parts = [take_part(row, PartOf(number, 2), pad_id=3) for number in (0, 1)]
     for one in parts:
         assert one.input_ids.tolist() == [[5, 6, 7, 8, 9, 3]]
         assert one.segments == (Segment(0, 3), Segment(3, 2), Segment(5, 1))
@@ -40,7 +40,7 @@ def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
     """The first tokens of both completions are predicted by the prompt's last, on the first rank."""
     prompt = sample([1, 2], [])
     row = pack([sample([5], [0], prompt), sample([6, 7], [0, 1], prompt)])  # 1 2 5 6 7
-    first, second, third = (take_part(row, Part(number, 3), pad_id=0).part for number in range(3))
+    first, second, third = (take_part(row, PartOf(number, 3), pad_id=0).part for number in range(3))
     assert first is not None and second is not None and third is not None
     assert (first.targets.tolist(), first.predictors.tolist()) == ([0, 1], [1, 1])
     assert (second.targets.tolist(), second.predictors.tolist()) == ([2], [1])
@@ -49,7 +49,7 @@ def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
 
 def test_one_rank_has_the_row_as_it_is() -> None:
     row = pack([sample([5, 6, 7], [1])])
-    assert take_part(row, Part(0, 1), pad_id=0) is row
+    assert take_part(row, PartOf(0, 1), pad_id=0) is row
 
 
 def shared_out(
@@ -59,7 +59,7 @@ def shared_out(
     distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
     pixels = torch.arange(sum(t * h * w for t, h, w in distinct))[:, None]
     given = pixels, torch.tensor(grids), numbers, torch.tensor(shown_by)
-    return [share_media(*given, Part(rank, ranks)) for rank in range(ranks)]
+    return [share_media(*given, PartOf(rank, ranks)) for rank in range(ranks)]
 
 
 def test_frames_of_one_video_are_shared_out() -> None:
