@@ -224,6 +224,9 @@ class UpdateConfig(JobTrainConfig):
     together, the tokens of the whole row."""
     sequence_parallel_size: int = Field(1, ge=1)
     """Ranks of one host that compute each row together, for samples that are too long for one GPU; 1: each its own rows."""
+    activation_offload: bool = False
+    """What waits for the backward pass, the input of each layer, lies in the host's memory: for rows so long that it does not
+    fit the GPU. Needs model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -410,6 +413,15 @@ class RunConfig(JobConfig):
             raise ValueError(
                 f"train.sequence_parallel_size ({self.ranks_per_row}) works with our own attention only, and model.attention is "
                 f'"{self.model.attention}"; set model.attention = "auto", or train.sequence_parallel_size = 1'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_offload(self) -> Self:
+        if self.train.activation_offload and not self.model.gradient_checkpointing:
+            raise ValueError(
+                "train.activation_offload moves the inputs of layers that are computed again; set "
+                "model.gradient_checkpointing = true"
             )
         return self
 

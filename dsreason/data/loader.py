@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
 from dsreason.errors import DataError, DsReasonError
+from dsreason.monitor.flops import Work
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ class StepBatches:
     step: int
     micro_batches: list[Batch]
     """The same number on every rank."""
+    work: Work
+    """In them, of this rank."""
     num_tokens: int
     """Trained tokens over all ranks and micro-batches (1 where there is none: it divides the loss)."""
     num_input_tokens: int
@@ -145,6 +148,7 @@ class StepLoader:
                 packing=self.config.train.packing,
                 part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
+            work=share.work,
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
@@ -158,6 +162,7 @@ class Share:
     """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
 
     batches: list[Batch]
+    work: Work = field(default_factory=Work)
     num_tokens: int = 0
     num_input_tokens: int = 0
     num_samples: int = 0
@@ -204,10 +209,12 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
         groups = cut_samples(samples, config)
     except DataError as error:
         return Share([], error=str(error))
+    work = work_of(groups, packing=config.train.packing)
     return Share(
+        work=work,
         batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in groups],
-        num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
-        num_input_tokens=sum(map(len, samples)),
+        num_tokens=work.trained_tokens,
+        num_input_tokens=work.tokens,
         num_samples=len(samples),
         skipped=tuple(map(str, bad)),
     )

@@ -11,6 +11,7 @@ from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_
 from dsreason.data.row_parts import take_part
 from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
 from dsreason.errors import DataError
+from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)
 
@@ -84,6 +85,30 @@ def first_fit(parts: Sequence[tuple[int, list[S]]], budget: int) -> list[list[S]
 def whole_length(sample: EncodedSample) -> int:
     """Tokens of the sample and its parent."""
     return len(sample) + len(sample.parent or ())
+
+
+def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
+    """Of micro-batches of these samples. A medium that a micro-batch shows several times is encoded once in it.
+
+    Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
+    (110, 0), (120, 0).
+    """
+    found = Work()
+    for group in groups:
+        parents = {id(sample.parent): sample.parent for sample in group if sample.parent is not None}
+        shown = {id(sample): sample for sample in group if sample.parent is None} | parents
+        if packing:
+            found.spans += [(len(parent), 0) for parent in parents.values()]
+        for sample in group:
+            before = 0 if sample.parent is None else len(sample.parent)
+            found.spans.append((len(sample), before) if packing else (before + len(sample), 0))
+            # Nothing predicts the first token of a sample that follows none.
+            found.trained_tokens += int(sample.loss_mask[int(sample.parent is None) :].sum())
+        for sample in shown.values():
+            for key in GRIDS.values():
+                if key in sample.mm_kwargs:
+                    found.grids += [(t, h, w) for t, h, w in sample.mm_kwargs[key].tolist()]
+    return found
 
 
 def make_batch(samples: Sequence[EncodedSample], *, packing: bool, pad_id: int) -> Batch:

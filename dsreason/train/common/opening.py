@@ -19,8 +19,9 @@ from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.job.ranks import first_rank_first, with_row_groups
 from dsreason.models.freeze import freeze
-from dsreason.models.load import enable_gradient_checkpointing, load_model
+from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
+from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.train.common.answers import ValidationResult
@@ -116,7 +117,7 @@ def build_policy_engine(
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model, offload=config.train.activation_offload)
     return build_engine(Policy(model, group), config.optim, deepspeed_config)
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.micro_batches import work_of
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_in_group, gather_objects
@@ -16,10 +17,10 @@ from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun, build_grpo
 from dsreason.train.grpo.engine_check import check_engine
 from dsreason.train.grpo.reference import reset_reference
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
 from dsreason.train.grpo.sampling import sample
 from dsreason.train.grpo.show import describe, show
-from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut, shares_prompts
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""
@@ -110,6 +111,11 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
     if grpo.reference is not None:
         step, folder = grpo.state.step, grpo.output_dir
         reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
+    work = work_of(
+        [[training_sample(rollout) for rollout in one.rollouts] for one in micro_batches],
+        packing=shares_prompts(grpo.config),
+    )
+    metrics |= grpo.arithmetic.metrics(work, [one.batch for one in micro_batches], metrics["time/train"])
     rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
     own = sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)
     tokens = sum(grpo.world.of_groups(gather_objects(own)))
