@@ -10,7 +10,7 @@ from dsreason.data.types import Batch
 from dsreason.families import family_of
 from dsreason.models.attention import attention_inputs
 from dsreason.models.logprobs import LogprobHead
-from dsreason.models.sequence_parallel import Group, gather_values, shown_features
+from dsreason.models.sequence_parallel import Group, gather_values, media_inputs, shared_out
 from dsreason.models.shared_media import shared_media
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
     own = slice(part.start, part.end)
     inputs = attention_inputs(model, batch, group)
     inputs |= {"input_ids": batch.input_ids[:, own], "position_ids": inputs["position_ids"][..., own]}
-    if part.media:
-        inputs["mm_encoder_outputs"] = shown_features(model, batch, group)
-    output: BaseModelOutputWithPast = model.model(use_cache=False, **inputs)
+    inputs |= {"mm_token_type_ids": batch.mm_token_type_ids[:, own], **media_inputs(model, batch)}
+    with shared_out(model, batch, group):
+        output: BaseModelOutputWithPast = model.model(use_cache=False, **inputs)
     return output
 
 
