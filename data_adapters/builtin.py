@@ -2,22 +2,28 @@
 
 `data.path` is a folder of `dsreason.datasets.builtin.write_builtin`; empty: one in the cache, drawn on first use.
 `data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong,
-see there: who learned them is right on about half of the held-out rows.
+see there: who learned them is right on about half of the held-out rows. With `data.subset = "preferences"` each row has a wrong
+answer beside the right one.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_adapters import jsonl, llava
 from dsreason.data.types import Sample
-from dsreason.datasets.builtin import builtin_folder, mislabelled
+from dsreason.datasets.builtin import builtin_folder, mislabelled, with_rejected
 from dsreason.errors import DataError
 
+Row = dict[str, Any]
+SUBSETS: dict[str, Callable[[list[Row]], list[Row]]] = {"mislabelled": mislabelled, "preferences": with_rejected}
 
-def rows(data: Any) -> list[dict[str, Any]]:
+
+def rows(data: Any) -> list[Row]:
     folder = (Path(data.path).expanduser().absolute() if data.path else builtin_folder()) / data.split
     if Path(data.path).is_file():
         raise DataError(
@@ -33,12 +39,20 @@ def rows(data: Any) -> list[dict[str, Any]]:
         for kind in {"image", "video"} & row.keys():
             row[kind] = str(folder / row[kind])
     found.sort(key=lambda row: row["id"])
-    if data.subset not in (None, "mislabelled"):
-        raise DataError(f"data.subset ({data.subset!r}): the built-in task has only 'mislabelled'")
-    return mislabelled(found) if data.subset else found
+    if data.subset and data.subset not in SUBSETS:
+        raise DataError(f"data.subset ({data.subset!r}): the built-in task has only {' and '.join(map(repr, SUBSETS))}")
+    return SUBSETS[data.subset](found) if data.subset else found
 
 
-def to_sample(row: dict[str, Any]) -> Sample:
+def to_sample(row: Row) -> Sample:
+    sample = plain_sample(row)
+    if "rejected" not in row:
+        return sample
+    return replace(sample, rejected=[*sample.messages[:-1], {"role": "assistant", "content": row["rejected"]}])
+
+
+def plain_sample(row: Row) -> Sample:
+    row = {key: value for key, value in row.items() if key != "rejected"}
     if "conversations" in row:
         return llava.to_sample(row)
     if "qa_pairs" in row:

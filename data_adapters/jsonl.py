@@ -6,6 +6,9 @@
 `image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
 be absent, and options may also be a list, which is lettered from A. Without `answer`, or with a blank one, a row can be asked,
 which is enough for GRPO with rewards that compare with none.
+
+A preference has `chosen` and `rejected`, a better and a worse answer, and may have `ref_chosen_logprob` and
+`ref_rejected_logprob`. Generated answers are compared with its `answer`, which without a `chosen` is the better one, too.
 """
 
 from __future__ import annotations
@@ -19,17 +22,34 @@ from dsreason.data.types import Message, Sample
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    answer = optional_text(row, "answer")
+    chosen, rejected = preference(row)
+    answer = optional_text(row, "answer") or chosen
     media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
     content = [*media, {"type": "text", "text": question}]
-    messages: list[Message] = [{"role": "user", "content": content}]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": answer})
+    prompt: list[Message] = [{"role": "user", "content": content}]
     if row.get("system"):
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    known = {"id", "image", "video", "question", "options", "answer", "system"}
-    meta = {key: value for key, value in row.items() if key not in known}
-    return Sample(id=str(row.get("id", "")), messages=messages, answer=answer, options=options, meta=meta)
+        prompt.insert(0, {"role": "system", "content": row["system"]})
+    known = {"id", "image", "video", "question", "options", "answer", "system", "chosen", "rejected"}
+    return Sample(
+        id=str(row.get("id", "")),
+        messages=prompt if answer is None else answered(prompt, chosen or answer),
+        answer=answer,
+        options=options,
+        meta={key: value for key, value in row.items() if key not in known},
+        rejected=None if rejected is None else answered(prompt, rejected),
+    )
+
+
+def preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
+    """The better and the worse answer, or none of them. KeyError where there is only a worse one."""
+    if row.get("rejected") is None:
+        return None, None
+    chosen = optional_text(row, "chosen") or optional_text(row, "answer") or text_field(row, "chosen")
+    return chosen, text_field(row, "rejected")
+
+
+def answered(prompt: list[Message], answer: str) -> list[Message]:
+    return [*prompt, {"role": "assistant", "content": answer}]
 
 
 def lettered(options: Any) -> Any:

@@ -361,14 +361,16 @@ def validate(
 
 
 def encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
-    """Training rows, encoded as the trainer does it, and held-out rows, encoded as whole conversations."""
+    """Training and held-out rows, encoded as the trainer does it."""
     with quick_imports():
         from dsreason.data.sources import open_datasets
         from dsreason.train.common.preflight import build_encoder, find_model
 
     encoder = build_encoder(run, find_model(run))
     training, validation = open_datasets(run.data)
-    return [("training", training, trainer.row_encoder(run, encoder)), ("validation", validation, encoder.encode)]
+    as_trained = trainer.row_encoder(run, encoder)
+    held_out = as_trained if run.held_out_as_trained else encoder.encode
+    return [("training", training, as_trained), ("validation", validation, held_out)]
 
 
 def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:

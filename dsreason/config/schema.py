@@ -388,6 +388,8 @@ class RunConfig(JobConfig):
     deciding_sections: ClassVar[tuple[str, ...]] = ("model", "data", "optim")
     rows_need_answers: ClassVar[bool] = True
     """Whether a row that has nothing to train on is an error."""
+    held_out_as_trained: ClassVar[bool] = False
+    """Whether held-out rows must be fit to be trained on; else they are read as whole conversations."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -428,6 +430,8 @@ class RunConfig(JobConfig):
     @model_validator(mode="after")
     def check_best_metric(self) -> Self:
         best = self.checkpoint.best_metric
+        if best == "val/preference_accuracy":
+            raise ValueError(f"checkpoint.best_metric ({best}) is measured by dpo only; set val/loss or val/accuracy")
         if best != "val/loss" and not self.validation.generate:
             raise ValueError(f"checkpoint.best_metric ({best}) needs validation.generate = true")
         return self

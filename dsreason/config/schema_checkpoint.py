@@ -49,8 +49,8 @@ class CheckpointConfig(Section):
     """How many of the newest to keep; -1 keeps all."""
     keep_best: bool = True
     """Also keep the best by `best_metric`."""
-    best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean"] = "val/loss"
-    """Metric that says which checkpoint is the best; the reward is measured by grpo only."""
+    best_metric: Literal["val/accuracy", "val/loss", "val/reward/mean", "val/preference_accuracy"] = "val/loss"
+    """Metric that says which checkpoint is the best; the reward is measured by grpo only, the last one by dpo only."""
     export: Literal["all", "final", "none"] = "final"
     """Write a Hugging Face folder for every checkpoint, for the last step, or never."""
     export_keep: int = Field(-1, ge=-1)

@@ -103,9 +103,37 @@ class Encoder:
         encoded, loaded = self._encode(prompt, segments)
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
+    def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
+        """What the conversation says after the prompt that it begins with, as a sample that goes on where that ends."""
+        ids, mask = self._answer(prompt.prompt_ids, conversation)
+        positions = (
+            prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
+        )  # text goes on after the largest axis
+        return EncodedSample(
+            id=conversation.id,
+            input_ids=torch.tensor(ids, dtype=torch.int64),
+            loss_mask=torch.tensor(mask, dtype=torch.bool),
+            position_ids=positions.expand(3, -1),
+            mm_token_type_ids=torch.zeros(len(ids), dtype=torch.int64),
+            mm_kwargs={},
+            parent=prompt.encoded,
+        )
+
     def measure(self, sample: Sample) -> int:
         """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
         return self._count(sample, self._render(sample))
+
+    def _answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
+        """Ids and loss mask of what follows the prompt, up to the last trained token."""
+        segments = render_training(self.processor, self.family.tokens, conversation)
+        ids = [token for segment in segments for token in segment.ids]
+        mask = [trained for segment in segments for trained in segment.mask]
+        start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
+        if ids[:start] != prompt_ids or end <= start:
+            raise DataError(
+                f"sample {conversation.id!r}: the chat template does not begin the conversation with its prompt; change it"
+            )
+        return ids[start:end], mask[start:end]
 
     def _render(self, sample: Sample) -> list[Segment]:
         has_reply = any(message["role"] == "assistant" for message in sample.messages)

@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
+from dsreason.config.schema import DataConfig, RunConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
-from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
 from dsreason.errors import DataError, DsReasonError
@@ -71,14 +70,24 @@ def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
+class Steps(Protocol):
+    """Which rows each step sees."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def indices(self, step: int) -> list[int]:
+        """Row numbers of the global batch of 0-based `step`."""
+
+
 @dataclass
 class StepLoader:
     """Iterates over the steps from `start_step` to the last one; the result depends on nothing but seed and step."""
 
     dataset: SampleDataset
     encoder: Encoder
-    order: StepOrder
-    config: SFTConfig
+    order: Steps
+    config: RunConfig
     exchange: Exchange
     rank: int = 0
     world_size: int = 1
@@ -91,13 +100,16 @@ class StepLoader:
     """Of the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
-        work = partial(encode_share, self.dataset, self.encoder, self.config)
-        shares = decode_ahead(work, self._assignments(), self.config.data)
+        shares = decode_ahead(self._encode_share(), self._assignments(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
             share = next(shares)
             waited = time.perf_counter() - started - self.exchange_seconds
             yield self._step_batches(step, share, waited)
+
+    def _encode_share(self) -> Callable[[Sequence[int]], Share]:
+        """What workers do with a rank's rows of a step; picklable."""
+        return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:
         """Collectives are timed apart: in them a rank waits for the others, not for its data."""
@@ -197,7 +209,7 @@ def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) 
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, found, strict=True)]
 
 
-def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, rows: Sequence[int]) -> Share:
+def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> Share:
     """The rows as micro-batches. An error is a value here, so that its text reaches the ranks whole."""
     found = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in found if isinstance(item, EncodedSample)]

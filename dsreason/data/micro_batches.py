@@ -14,6 +14,7 @@ from dsreason.errors import DataError
 from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)
+T = TypeVar("T")
 
 Exchange = Callable[[Any], list[Any]]
 """This rank's value in, every rank's value out, by rank. A collective."""
@@ -67,9 +68,9 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
     return first_fit(parts, budget)
 
 
-def first_fit(parts: Sequence[tuple[int, list[S]]], budget: int) -> list[list[S]]:
+def first_fit(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]]:
     """Parts `(size, samples)`, largest first, each into the first group that has room for it."""
-    groups: list[list[S]] = []
+    groups: list[list[T]] = []
     rooms: list[int] = []
     for size, samples in sorted(parts, key=lambda part: part[0], reverse=True):
         place = next((i for i, room in enumerate(rooms) if room >= size), None)

@@ -195,12 +195,21 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     given = list(sample.messages)
     if sample.answer and not any(message["role"] == "assistant" for message in given):
         given.append({"role": "assistant", "content": sample.answer})
+    messages = finish_messages(given, config, media_root)
+    rejected = None
+    if sample.rejected is not None:
+        check_messages(sample.rejected, "rejected")
+        rejected = finish_messages(sample.rejected, config, media_root)
+    return with_options(replace(sample, id=sample.id or first_path(given), messages=messages, rejected=rejected))
+
+
+def finish_messages(given: Sequence[Message], config: SourceConfig, media_root: Path | S3Address) -> list[Message]:
     messages = [finish_message(message, config.vision, media_root) for message in given]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if not absolute_paths_allowed(config):
         check_inside(messages, media_root, config.path)
-    return with_options(replace(sample, id=sample.id or first_path(given), messages=messages))
+    return messages
 
 
 def check_options(options: object) -> None:
@@ -217,18 +226,18 @@ def first_path(messages: Sequence[Message]) -> str:
     return paths[0] if paths and isinstance(paths[0], str) else ""
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
     if not messages:
-        raise DataError("messages: the list is empty")
+        raise DataError(f"{name}: the list is empty")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise DataError(f"messages[{i}]: role must be system, user or assistant, in {message!r:.200}")
+            raise DataError(f"{name}[{i}]: role must be system, user or assistant, in {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
             raise DataError(
-                f"messages[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
+                f"{name}[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
             )
         if message["role"] == "system" and i > 0:
-            raise DataError(f"messages[{i}]: a system message must be the first")
+            raise DataError(f"{name}[{i}]: a system message must be the first")
         for part in message["content"] if isinstance(message["content"], list) else ():
             check_part(part)
 

@@ -30,6 +30,8 @@ class Sample:
     answer: str | None = None
     options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    rejected: list[Message] | None = None
+    """In a row of preferences the whole conversation with a worse end; `messages` is the one with the better end."""
 
 
 @dataclass(frozen=True)

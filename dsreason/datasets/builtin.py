@@ -37,7 +37,7 @@ BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""`mislabelled` replaces an answer by the next one of its group."""
+"""`next_answer` is the next one of its group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
 """Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
 ONE_CORRECT_IN = 8
@@ -180,10 +180,9 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def relabel(question: str, answer: str) -> str:
         question = question.splitlines()[-1]  # without the tag of the medium
-        answers = next(known for known in ANSWERS if answer in known)
         count = seen[question, answer] = seen.get((question, answer), -1) + 1
         wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
-        return answers[(answers.index(answer) + 1) % len(answers)] if wrong else answer
+        return next_answer(answer) if wrong else answer
 
     changed = []
     for row in copy.deepcopy(rows):
@@ -196,6 +195,22 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             choice["answer"] = relabel(choice["question"], choice["answer"])
         changed.append(row)
     return changed
+
+
+def with_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with a wrong answer to their last question as `rejected`: the next of its group, as `mislabelled` has it."""
+
+    def last_answer(row: dict[str, Any]) -> str:
+        if "conversations" in row:
+            return str(row["conversations"][-1]["value"])
+        return str(row.get("qa_pairs", row)["answer"])
+
+    return [row | {"rejected": next_answer(last_answer(row))} for row in rows]
+
+
+def next_answer(answer: str) -> str:
+    answers = next(known for known in ANSWERS if answer in known)
+    return answers[(answers.index(answer) + 1) % len(answers)]
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:

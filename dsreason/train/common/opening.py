@@ -24,8 +24,7 @@ from dsreason.models.policy import Policy
 from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
-from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.job import JobRun, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
 from dsreason.train.common.validate import HeldOut, validate
@@ -78,7 +77,7 @@ class Run(JobRun[C], OpenedRun[C]):
     scorer: Scorer | None
     """None where there are no rewards."""
 
-    def measure(self) -> ValidationResult | None:
+    def measure(self) -> Measured | None:
         """The held-out rows, where there are any."""
         if len(self.validation) == 0:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -61,6 +61,14 @@ def validate(
     metrics = {} if loss is None else {"val/loss": loss}
     if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
+    found = answer_rows(sampler, held_out, version=version, progress=progress, scorer=scorer)
+    return replace(found, metrics=metrics | found.metrics)
+
+
+def answer_rows(
+    sampler: Sampler, held_out: HeldOut, *, version: int, progress: Progress, scorer: Scorer | None = None
+) -> ValidationResult:
+    """The part of `validate` that lets the policy answer. Collective."""
     with (
         sampler.awake(version) as engine,
         progress.phase("validation: answers", len(held_out.rows), "samples") as advance,
@@ -74,7 +82,7 @@ def validate(
         )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
     sheets = {row: sheet for _, part in by_rank for row, sheet in part.items()}
-    return ValidationResult(metrics | accuracies(answers) | mean_rewards(answers), answers, sheets)
+    return ValidationResult(accuracies(answers) | mean_rewards(answers), answers, sheets)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""The schema of a DPO run's configuration: what it has beside `RunConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dsreason.config.schema import RunConfig, TrainConfig, ValidationConfig
+from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.section import Section
+
+LossName = Literal["sigmoid", "hinge", "ipo", "robust", "bco"]
+
+MPO: dict[str, float] = {"sigmoid": 0.8, "bco": 0.2}
+"""Mixed preference optimization (2411.10442), beside an SFT term of weight 1."""
+
+
+class PreferenceConfig(Section):
+    """How pairs of a better and a worse answer become an update."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "bco", "mpo"] = "sigmoid"
+    """`sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT (formulas: `dsreason/losses/preference.py`)."""
+    loss_weights: dict[LossName, Annotated[float, Field(gt=0)]] = {}
+    """A sum of losses instead, such as `{sigmoid = 0.5, hinge = 0.5}`."""
+    beta: float = Field(0.1, gt=0)
+    """How much a difference of log-probabilities counts: small lets the policy go further from the reference."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs that are thought to be the wrong way round; for sigmoid (cDPO) and robust."""
+    sft_weight: float | None = Field(None, ge=0)
+    """Weight of the mean negative log-likelihood of the chosen answers; unset: 1 with mpo, else 0."""
+    reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
+    """`model` is the one that training begins with, measured once before the first step; `precomputed` takes its
+    log-probabilities from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or `reference_file`; `adapter_off` is the
+    model without its adapter; `none` does without."""
+    reference_file: str | None = None
+    """With `precomputed`: JSON lines of `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By loss, without the SFT term."""
+        if self.loss_weights:
+            return {str(name): weight for name, weight in self.loss_weights.items()}
+        return MPO if self.loss == "mpo" else {self.loss: 1.0}
+
+    @property
+    def sft(self) -> float:
+        """Weight of the SFT term."""
+        return float(self.loss == "mpo") if self.sft_weight is None else self.sft_weight
+
+    @model_validator(mode="after")
+    def check_losses(self) -> Self:
+        if self.loss_weights and "loss" in self.model_fields_set:
+            raise ValueError(f"loss ({self.loss}) and loss_weights exclude each other; remove one")
+        smoothed = {"sigmoid", "robust"} & self.weights.keys()
+        if self.label_smoothing and not smoothed:
+            raise ValueError(
+                f"label_smoothing ({self.label_smoothing}) is defined for sigmoid and robust, and the loss is "
+                f"{' + '.join(self.weights)}; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference(self) -> Self:
+        if self.reference_file is not None and self.reference != "precomputed":
+            raise ValueError(
+                f'reference_file ({self.reference_file}) is read with reference = "precomputed", which is {self.reference}; '
+                "change one of them"
+            )
+        if self.reference == "none" and "bco" in self.weights:
+            raise ValueError(
+                "bco compares rewards with their mean, and without a reference they are whole log-probabilities; choose "
+                "another loss, or a reference"
+            )
+        return self
+
+
+class DPOValidationConfig(ValidationConfig):
+    generate: bool = False
+    """Also let the model answer, and compare with the reference (`val/accuracy`): for rows with short answers."""
+
+
+class DPOCheckpointConfig(CheckpointConfig):
+    best_metric: Literal["val/preference_accuracy", "val/accuracy", "val/loss"] = "val/preference_accuracy"
+    """Metric that says which checkpoint is the best: the share of held-out pairs whose margin is positive, the share of right
+    answers, or the loss."""
+
+
+class DPOConfig(RunConfig):
+    """Everything of one `dsreason dpo` run."""
+
+    deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "dpo")
+    held_out_as_trained: ClassVar[bool] = True
+
+    train: TrainConfig = TrainConfig()
+    validation: DPOValidationConfig = DPOValidationConfig()
+    checkpoint: DPOCheckpointConfig = DPOCheckpointConfig()
+    dpo: PreferenceConfig = PreferenceConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.train.global_batch_size
+
+    @property
+    def batch_fact(self) -> str:
+        return f"train.global_batch_size is {self.samples_per_step}"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether both answers are in one row with their prompt; only our own attention can show it to both."""
+        return self.train.packing and self.model.attention == "auto"
+
+    @model_validator(mode="after")
+    def check_adapter(self) -> Self:
+        if self.dpo.reference == "adapter_off":
+            raise ValueError(
+                'dpo.reference ("adapter_off") is the model without its adapter, and there is no [lora]; set '
+                'dpo.reference = "model"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_best_metric(self) -> Self:
+        best = self.checkpoint.best_metric
+        if best == "val/accuracy" and not self.validation.generate:
+            raise ValueError(f"checkpoint.best_metric ({best}) needs validation.generate = true")
+        return self

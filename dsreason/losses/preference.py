@@ -1,0 +1,149 @@
+"""Preference losses: of a better and a worse answer to one prompt, one function a variant, each `[P]` for P pairs.
+
+Notation: c the chosen answer and r the rejected one, π the policy, ρ the reference, log-ratio = log π - log ρ of an answer,
+h = β (log-ratio of c - log-ratio of r), the margin. σ is the logistic function. Without a reference log ρ is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Log-probabilities of whole answers, `[P]` float64 each: sums over their trained tokens.
+
+    Example, of a chosen answer of 4 tokens and a rejected one of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
+    ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+
+    @property
+    def chosen_ratio(self) -> Tensor:
+        return self.chosen - self.ref_chosen
+
+    @property
+    def rejected_ratio(self) -> Tensor:
+        return self.rejected - self.ref_rejected
+
+    @property
+    def margin(self) -> Tensor:
+        """h / β."""
+        return self.chosen_ratio - self.rejected_ratio
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """What losses need beside the pairs.
+
+    `label_smoothing` is the share of pairs that are thought to be the wrong way round. `baseline` is the reward β · log-ratio
+    that BCO takes for neutral.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    baseline: float = 0.0
+
+
+def pairs_of(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
+    """The pairs of a flat micro-batch.
+
+    Args:
+        logprobs: `[N]` of the trained tokens, with gradient: each pair's chosen answer, then its rejected one.
+        lengths: `[P, 2]` int64, trained tokens of both.
+        ref: `[P, 2]` float64, their log-probabilities under the reference.
+
+    Example: logprobs [-1, -2, -4] with lengths [[2, 1]] → chosen [-3], rejected [-4].
+    """
+    answer = torch.arange(lengths.numel(), device=logprobs.device).repeat_interleave(lengths.flatten())
+    # In float64: a margin is the small difference of large sums.
+    sums = logprobs.new_zeros(lengths.numel(), dtype=torch.float64).index_add(0, answer, logprobs.double())
+    chosen, rejected = sums.view(-1, 2).unbind(1)
+    return Pairs(chosen, rejected, ref[:, 0], ref[:, 1], lengths[:, 0], lengths[:, 1])
+
+
+def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
+    """DPO (2305.18290): -log σ(h). With label smoothing ε, cDPO: -(1 - ε) log σ(h) - ε log σ(-h).
+
+    Example: h = 0.07 gives 0.6588.
+    """
+    h, smoothing = settings.beta * pairs.margin, settings.label_smoothing
+    return -(1 - smoothing) * logsigmoid(h) - smoothing * logsigmoid(-h)
+
+
+def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
+    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε), whose mean over flipped labels is DPO's.
+
+    Example: h = 0.07 with ε = 0.1 gives (0.9 · 0.6588 - 0.1 · 0.7288) / 0.8 = 0.6500.
+    """
+    h, smoothing = settings.beta * pairs.margin, settings.label_smoothing
+    return (-(1 - smoothing) * logsigmoid(h) + smoothing * logsigmoid(-h)) / (1 - 2 * smoothing)
+
+
+def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
+    """SLiC (2305.10425), of log-ratios as RSO has it (2309.06657): max(0, 1 - h).
+
+    Example: h = 0.07 gives 0.93.
+    """
+    return torch.relu(1 - settings.beta * pairs.margin)
+
+
+def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
+    """IPO (2310.12036): (d - 1 / 2β)², where d is the margin h / β of log-ratios per token, as TRL has it.
+
+    Example: log-ratios 0.5 of 4 tokens and -0.2 of 2 give d = 0.125 + 0.1; with β = 0.1 (0.225 - 5)² = 22.8006.
+    """
+    d = pairs.chosen_ratio / pairs.chosen_length - pairs.rejected_ratio / pairs.rejected_length
+    return (d - 1 / (2 * settings.beta)).square()
+
+
+def bco_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
+    """BCO (2404.04656): -log σ(reward of c - δ) - log σ(δ - reward of r); a reward is β · log-ratio, δ the baseline.
+
+    Example: rewards 0.05 and -0.02 with δ = 0.01 give -log σ(0.04) - log σ(0.03) = 1.3516.
+    """
+    chosen, rejected = settings.beta * pairs.chosen_ratio, settings.beta * pairs.rejected_ratio
+    return -logsigmoid(chosen - settings.baseline) - logsigmoid(settings.baseline - rejected)
+
+
+def chosen_nll(pairs: Pairs) -> Tensor:
+    """Mean negative log-likelihood of the chosen answer's tokens, the SFT term of MPO (2411.10442)."""
+    return -pairs.chosen / pairs.chosen_length
+
+
+LOSSES: dict[str, Callable[[Pairs, PairSettings], Tensor]] = {
+    "sigmoid": sigmoid_loss,
+    "hinge": hinge_loss,
+    "ipo": ipo_loss,
+    "robust": robust_loss,
+    "bco": bco_loss,
+}
+
+
+def preference_loss(
+    pairs: Pairs, settings: PairSettings, weights: Mapping[str, float], sft_weight: float, *, num_pairs: int
+) -> Tensor:
+    """The weighted losses of a micro-batch's pairs, as their share of the global batch's mean.
+
+    Args:
+        weights: by name in `LOSSES`.
+        sft_weight: of `chosen_nll`.
+        num_pairs: pairs of the whole global batch (all ranks, all micro-batches), so that the sum of this over every
+            micro-batch of every rank is the mean over the global batch, however it was cut.
+    """
+    # Without pairs it is 0 and still hangs on the graph: every rank must run backward.
+    total = sft_weight * chosen_nll(pairs)
+    for name, weight in weights.items():
+        total = total + weight * LOSSES[name](pairs, settings)
+    return total.sum() / num_pairs

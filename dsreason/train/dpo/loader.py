@@ -1,0 +1,135 @@
+"""From row numbers to the micro-batches of pairs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.data.loader import Share, StepBatches, StepLoader, first_fatal, read_rows
+from dsreason.data.micro_batches import make_batch, work_of
+from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Batch
+from dsreason.errors import DataError
+from dsreason.train.dpo.pairs import Pair, PairEncoder, cut_pairs
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """A pair without its tensors."""
+
+    row: int
+    """Of its data set."""
+    id: str
+    where: str
+    """File and row."""
+    fingerprint: str
+    lengths: tuple[int, int]
+    """Trained tokens of the chosen and the rejected answer."""
+    given: tuple[float, float] | None
+    """Log-probabilities of both under the reference, where the row has them."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Pairs that go through one forward. Its trained tokens are, pair by pair, those of the chosen and the rejected answer.
+
+    There are no pairs where the batch only keeps the ranks in step.
+    """
+
+    batch: Batch
+    pairs: tuple[PairFacts, ...]
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[P, 2]` int64."""
+        return torch.tensor([pair.lengths for pair in self.pairs], dtype=torch.int64).view(-1, 2)
+
+
+@dataclass(frozen=True)
+class StepPairs(StepBatches):
+    """One global batch of pairs as this rank runs it; `num_samples` counts pairs."""
+
+    pairs: list[tuple[PairFacts, ...]]
+    """Of each micro-batch."""
+
+    @property
+    def parts(self) -> list[MicroBatch]:
+        return [MicroBatch(batch, pairs) for batch, pairs in zip(self.micro_batches, self.pairs, strict=True)]
+
+
+@dataclass(frozen=True)
+class PairShare(Share):
+    pairs: list[tuple[PairFacts, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Rows in their order, `size` at a time, each once."""
+
+    rows: Sequence[int]
+    size: int
+
+    @property
+    def num_steps(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def indices(self, step: int) -> list[int]:
+        return list(self.rows[step * self.size : (step + 1) * self.size])
+
+
+@dataclass
+class PairLoader(StepLoader):
+    """Iterates as `StepLoader` does; the answers of a pair are always in one micro-batch."""
+
+    encoder: PairEncoder
+    config: DPOConfig
+
+    def __iter__(self) -> Iterator[StepPairs]:
+        return cast("Iterator[StepPairs]", super().__iter__())
+
+    def _encode_share(self) -> Callable[[Sequence[int]], Share]:
+        return partial(encode_pairs, self.dataset, self.encoder, self.config)
+
+    def _step_batches(self, step: int, share: Share, waited: float) -> StepPairs:
+        assert isinstance(share, PairShare)
+        found = super()._step_batches(step, share, waited)
+        missing = len(found.micro_batches) - len(share.pairs)
+        return StepPairs(**vars(found), pairs=[*share.pairs, *[()] * missing])
+
+
+def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
+    """The rows as micro-batches of pairs. An error is a value here, so that its text reaches the ranks whole."""
+    found = read_rows(dataset, encoder.encode_pair, rows)
+    pairs = {row: item for row, item in zip(rows, found, strict=True) if isinstance(item, Pair)}
+    bad = [item for item in found if isinstance(item, DataError)]
+    refused = first_fatal(bad, config)
+    if refused is not None:
+        return PairShare([], error=refused)
+    try:
+        groups = cut_pairs(list(pairs.values()), config)
+    except DataError as error:
+        return PairShare([], error=str(error))
+    row_of = {id(pair): row for row, pair in pairs.items()}
+    samples = [
+        [sample for pair in group for sample in pair.samples(share_prompt=config.shares_prompts)] for group in groups
+    ]
+    work = work_of(samples, packing=config.train.packing)
+    return PairShare(
+        work=work,
+        batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in samples],
+        num_tokens=work.trained_tokens,
+        num_input_tokens=work.tokens,
+        num_samples=len(pairs),
+        skipped=tuple(map(str, bad)),
+        pairs=[tuple(facts_of(dataset, row_of[id(pair)], pair) for pair in group) for group in groups],
+    )
+
+
+def facts_of(dataset: SampleDataset, row: int, pair: Pair) -> PairFacts:
+    return PairFacts(row, pair.id, dataset.location(row), pair.fingerprint, pair.lengths, pair.given)

@@ -1,0 +1,83 @@
+"""What DPO can find wrong before a model is loaded, and the order of its rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.data.chat import Encoder
+from dsreason.data.labels import order_parts
+from dsreason.data.order import StepOrder
+from dsreason.data.sources import SampleDataset, open_datasets
+from dsreason.data.types import Sample
+from dsreason.engine.schedule import warmup_note
+from dsreason.errors import ConfigError, DataError
+from dsreason.train.common.preflight import check_dataset, check_model
+from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
+from dsreason.train.dpo.reference import nothing_given, read_given
+
+log = logging.getLogger(__name__)
+
+
+def check(config: DPOConfig) -> None:
+    """Raise user-fixable errors: nothing is trained, and no weight is read.
+
+    Raises:
+        DsReasonError: unusable model folder or reference file, no data, too few rows for one step, a bad row.
+    """
+    if config.dpo.reference_file is not None:
+        read_given(config.dpo.reference_file)
+    encoder = pair_encoder(check_model(config))
+    training, validation = open_datasets(config.data)
+    check_best_metric(config, validation)
+    if note := warmup_note(step_order(training, config).num_steps, config.optim):
+        log.warning("%s", note)
+    given = partial(check_given, config)
+    check_dataset("training", training, encoder, config, given)
+    check_dataset("validation", validation, encoder, config, given)
+
+
+def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
+    """ConfigError where it is asked for, and nothing is held out."""
+    given = config.checkpoint.model_fields_set
+    if len(validation) == 0 and "best_metric" in given and config.checkpoint.keep_best:
+        raise ConfigError(
+            f"checkpoint.best_metric ({config.checkpoint.best_metric}) is measured on held-out rows, and there are none; set "
+            "data.validation, or remove it"
+        )
+
+
+def check_given(config: DPOConfig, sample: Sample) -> None:
+    """DataError where the row should say what the reference gives its answers, and does not."""
+    if config.dpo.reference != "precomputed" or config.dpo.reference_file is not None:
+        return
+    if given_logprobs(sample) is None:
+        raise DataError(f"sample {sample.id!r}: {nothing_given(None)}")
+
+
+def step_order(training: SampleDataset, config: DPOConfig) -> StepOrder:
+    train = config.train
+    return StepOrder(
+        order_parts(training, config.data),
+        batch_size=train.global_batch_size,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def pair_encoder(encoder: Encoder) -> PairEncoder:
+    return PairEncoder(**vars(encoder))
+
+
+def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
+    """What a row of training goes through; raises DataError for one that cannot be used."""
+    return partial(encode_row, config, pair_encoder(encoder))
+
+
+def encode_row(config: DPOConfig, encoder: PairEncoder, sample: Sample) -> object:
+    check_given(config, sample)
+    return encoder.encode_pair(sample)

@@ -1,0 +1,148 @@
+"""One optimizer step of DPO: pairs → log-probabilities → loss → gradients, and what is shown of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.config.schema_dpo import PreferenceConfig
+from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
+from dsreason.losses.preference import Pairs, PairSettings, pairs_of, preference_loss
+from dsreason.train.dpo.loader import MicroBatch, StepPairs
+from dsreason.train.dpo.reference import Reference
+
+WINDOW = 20
+"""Steps of which the later half is compared with the earlier one."""
+
+
+@dataclass
+class Baseline:
+    """The mean reward β · log-ratio of all answers of all steps before this one, which BCO takes for neutral.
+
+    Not of this step's: its gradient would depend on the order of its micro-batches.
+    """
+
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.count, 1)
+
+    def add(self, pairs: Pairs, beta: float) -> None:
+        """The pairs of a step, unless one of them has no finite reward."""
+        rewards = beta * torch.cat([pairs.chosen_ratio, pairs.rejected_ratio])
+        if bool(rewards.isfinite().all()):
+            self.total = math.fsum([self.total, *rewards.tolist()])
+            self.count += len(rewards)
+
+
+def settings_of(config: PreferenceConfig, baseline: Baseline) -> PairSettings:
+    return PairSettings(config.beta, config.label_smoothing, baseline.mean)
+
+
+def reference_logprobs(
+    engine: DeepSpeedEngine, reference: Reference, parts: Sequence[MicroBatch], name: str
+) -> list[Tensor]:
+    """By micro-batch, see `Reference.logprobs`. Collective; an error on one rank is raised on all."""
+    with errors_on_all_ranks(), torch.no_grad():
+        return [reference.logprobs(engine, one, name) for one in parts]
+
+
+def accumulate_gradients(
+    engine: DeepSpeedEngine,
+    batches: StepPairs,
+    reference: Reference,
+    config: PreferenceConfig,
+    world: World,
+    baseline: Baseline,
+) -> Pairs:
+    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut.
+
+    Returns the pairs of all ranks, on the CPU.
+    """
+    parts, settings = batches.parts, settings_of(config, baseline)
+    found = []
+    for i, (one, ref) in enumerate(
+        zip(parts, reference_logprobs(engine, reference, parts, "training"), strict=True)
+    ):  # every rank runs the same number: forwards are collectives
+        last = i == len(parts) - 1
+        pairs = pairs_of(engine(one.batch.to(engine.device)), one.lengths.to(engine.device), ref)
+        loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
+        engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
+        engine.backward(loss.float() * world.size, scale_wrt_gas=False)
+        if not last:
+            engine.step()
+        found.append(pairs)
+    return gather_pairs(found, world)
+
+
+def gather_pairs(found: Sequence[Pairs], world: World) -> Pairs:
+    """Those of all ranks as one, detached and on the CPU. Collective."""
+    own = [torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in found]).tolist() for name in NAMES]
+    ranks = world.of_groups(gather_objects(own))
+    columns = [torch.tensor(sum((rank[i] for rank in ranks), []), dtype=torch.float64) for i in range(len(NAMES))]
+    return Pairs(*columns)
+
+
+NAMES = [one.name for one in fields(Pairs)]
+
+
+def metrics_of(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
+    """Means over pairs, of which there must be one.
+
+    `accuracy` is the share whose margin is positive: the policy prefers the chosen answer more than the reference does.
+    `ranking` is the share whose chosen answer is the more probable one. `chosen` and `rejected` are log-ratios.
+    """
+    count = len(pairs.chosen)
+    total = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=count)
+    preference = preference_loss(pairs, settings, config.weights, 0.0, num_pairs=count)
+    return {
+        "total": float(total),
+        "loss": float(preference),
+        "margin": float((settings.beta * pairs.margin).mean()),
+        "accuracy": float((pairs.margin > 0).double().mean()),
+        "ranking": float((pairs.chosen > pairs.rejected).double().mean()),
+        "chosen": float(pairs.chosen_ratio.mean()),
+        "rejected": float(pairs.rejected_ratio.mean()),
+        "chosen_nll": float((-pairs.chosen / pairs.chosen_length).mean()),
+        "chosen_length": float(pairs.chosen_length.mean()),
+        "rejected_length": float(pairs.rejected_length.mean()),
+    }
+
+
+@dataclass
+class ChosenWatch:
+    """Looks for the known failure of preference losses: both answers become less probable, the rejected one faster."""
+
+    seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Of the newest steps, the mean log-ratio of the chosen answers, and the accuracy."""
+    told: bool = False
+
+    def look(self, chosen: float, accuracy: float) -> str | None:
+        """A warning, once, where over the window chosen answers fell while accuracy rose."""
+        if not math.isfinite(chosen):
+            return None
+        self.seen.append((chosen, accuracy))
+        if self.told or len(self.seen) < WINDOW:
+            return None
+        half = WINDOW // 2
+        earlier, later = (
+            [sum(values) / half for values in zip(*part, strict=True)]
+            for part in (list(self.seen)[:half], list(self.seen)[half:])
+        )
+        if not (later[0] < min(earlier[0], 0.0) and later[1] > earlier[1]):
+            return None
+        self.told = True
+        return (
+            f"dpo/chosen fell from {earlier[0]:.3f} to {later[0]:.3f} while dpo/accuracy rose from {earlier[1]:.1%} to "
+            f"{later[1]:.1%} (means of {half} steps): the chosen answers become less probable, too, and what takes their place "
+            "is in no row; raise dpo.sft_weight (such as 0.2 to 1), raise dpo.beta, or lower optim.lr"
+        )
