@@ -1,0 +1,172 @@
+"""The same pairs give the same loss and gradient however they are cut over ranks and rows, whether both answers share their
+prompt, and as a plain sum over single conversations gives them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.integration.rows import write_mixed_rows
+from tests.integration.test_gradient_invariance import Gradients, worst_difference
+
+pytestmark = pytest.mark.integration
+
+LOSS = {
+    "loss_weights": {"sigmoid": 0.5, "hinge": 0.3, "ipo": 0.01, "robust": 0.2, "bco": 0.3},
+    "beta": 0.3,
+    "label_smoothing": 0.1,
+    "sft_weight": 0.5,
+    "reference": "precomputed",
+}
+BASELINE = (0.4, 2)
+"""Sum and number of the rewards before."""
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank, a row": (1, {}),
+    "1 rank, a pair a row": (1, {"micro_batch_size": 1}),
+    "1 rank, rows of 120": (1, {"max_tokens_per_micro_batch": 120}),
+    "1 rank, padded rows": (1, {"packing": False, "micro_batch_size": 8}),
+    "1 rank, padded, by tokens": (1, {"packing": False, "max_tokens_per_micro_batch": 400}),
+    "1 rank, sdpa": (1, {"attention": "sdpa"}),
+    "1 rank, ZeRO-2": (1, {"max_tokens_per_micro_batch": 120, "deepspeed": "zero2.json"}),
+    "2 ranks, a row each": (2, {}),
+    "2 ranks, padded rows": (2, {"packing": False, "micro_batch_size": 2}),
+    "2 ranks, ZeRO-2": (2, {"micro_batch_size": 2, "deepspeed": "zero2.json"}),
+    "2 ranks compute each row": (2, {"sequence_parallel_size": 2}),
+    "4 ranks, rows of 120": (4, {"max_tokens_per_micro_batch": 120}),
+}
+BY_HAND = "by hand"
+
+
+def run_config(rows: str, model: str, settings: dict[str, Any]) -> Any:
+    from dsreason.config.schema_dpo import DPOConfig
+
+    train = {"precision": "fp32", "global_batch_size": 8, **settings}
+    model_section = {"path": model, "gradient_checkpointing": False, "attention": train.pop("attention", "auto")}
+    return DPOConfig.model_validate(
+        {
+            "model": model_section,
+            "deepspeed": train.pop("deepspeed", "zero3.json"),
+            "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
+            "train": train,
+            "dpo": LOSS,
+        }
+    )
+
+
+def write_pairs(folder: Path, count: int = 8) -> Path:
+    """Text alone, an image, a video, two images, in turn; answers of one to many tokens, and made-up reference values."""
+    rows = write_mixed_rows(folder, count)
+    found = []
+    for i, line in enumerate(rows.read_text().splitlines()):
+        row = json.loads(line)
+        row |= {"chosen": row.pop("answer"), "rejected": " or ".join(["grey", "pink", "cyan"][: 1 + i % 3])}
+        found.append(row | {"ref_chosen_logprob": -10.0 - i, "ref_rejected_logprob": -12.5 + i / 2})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return rows
+
+
+def results_on_rank(cases: list[tuple[str, str, dict[str, Any] | None]]) -> list[tuple[float, Gradients]] | None:
+    """Loss and full gradients of the first step of each case, on rank 0; without settings by hand."""
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.data.sources import open_datasets
+    from dsreason.job.ranks import gather_objects, init_world, with_row_groups
+    from dsreason.train.common.opening import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.dpo.loader import PairLoader
+    from dsreason.train.dpo.preflight import pair_encoder, step_order
+    from dsreason.train.dpo.reference import GivenReference
+    from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
+    from tests.engines import full_gradients
+
+    job, found = init_world(), []
+    for rows, model, settings in cases:
+        config = run_config(rows, model, settings or {})
+        world = with_row_groups(job, config.train.sequence_parallel_size)
+        training, _ = open_datasets(config.data)
+        encoder = build_encoder(config, Path(model))
+        deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+        engine = build_policy_engine(config, deepspeed, Path(model), world.group)
+        if settings is None:
+            loss = backward_by_hand(engine, encoder, training)
+        else:
+            loader = PairLoader(
+                training,
+                pair_encoder(encoder),
+                step_order(training, config),
+                config,
+                exchange=gather_objects,
+                rank=world.rank,
+                world_size=world.size,
+                ranks_per_row=world.ranks_per_row,
+            )
+            reference, baseline = GivenReference(None, None), Baseline(*BASELINE)
+            batches = next(iter(loader))
+            assert batches.num_samples == 8
+            pairs = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)
+            loss = metrics_of(pairs, config.dpo, settings_of(config.dpo, baseline))["total"]
+        found.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+        engine.destroy()
+    return found if job.is_main else None
+
+
+def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
+    """One conversation a forward, as SFT reads it, and the formulas of the losses."""
+    from dataclasses import replace
+
+    import torch
+
+    from dsreason.data.collate import collate
+
+    def log_sigma(x: torch.Tensor) -> torch.Tensor:
+        return torch.log(torch.sigmoid(x))
+
+    total, beta, smoothing, baseline = 0.0, 0.3, 0.1, 0.2
+    for sample in training:
+        answers = []
+        for messages in (sample.messages, sample.rejected):
+            encoded = encoder.encode(replace(sample, messages=messages))
+            answers.append(engine(collate([encoded], pad_id=encoder.pad_id)))
+        c = answers[0].sum() - sample.meta["ref_chosen_logprob"]
+        r = answers[1].sum() - sample.meta["ref_rejected_logprob"]
+        h = beta * (c - r)
+        keep, flip = -(1 - smoothing) * log_sigma(h), -smoothing * log_sigma(-h)
+        losses = {
+            0.5: keep + flip,
+            0.3: torch.relu(1 - h) - log_sigma(beta * c - baseline) - log_sigma(baseline - beta * r),  # hinge and bco
+            0.01: (c / len(answers[0]) - r / len(answers[1]) - 1 / (2 * beta)) ** 2,
+            0.2: (keep - flip) / (1 - 2 * smoothing),
+        }
+        total = total + sum(weight * loss for weight, loss in losses.items()) - 0.5 * answers[0].mean()
+    loss = total / len(training)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss, scale_wrt_gas=False)
+    return float(loss.detach())
+
+
+@pytest.fixture(scope="module")
+def results(
+    tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
+) -> dict[tuple[str, str], tuple[float, Gradients]]:
+    """By cut and family. Cases on as many ranks share their processes."""
+    rows = str(write_pairs(tmp_path_factory.mktemp("pairs")))
+    models = {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
+    wanted: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
+    found: dict[tuple[str, str], tuple[float, Gradients]] = {}
+    for ranks in (1, 2, 4):
+        keys = [(cut, family) for cut in wanted if wanted[cut][0] == ranks for family in models]
+        cases = [(rows, models[family], wanted[cut][1]) for cut, family in keys]
+        found |= dict(zip(keys, run_on_ranks(results_on_rank, ranks, cases)[0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_loss_and_gradient_are_those_of_single_conversations(results, cut, family):
+    loss, gradients = results[cut, family]
+    expected_loss, expected = results[BY_HAND, family]
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst_difference(gradients, expected) <= 1e-5

@@ -1,0 +1,61 @@
+"""What a DPO configuration means, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_dpo import DPOConfig
+
+
+def dpo(**section: Any) -> DPOConfig:
+    return DPOConfig.model_validate({"dpo": section})
+
+
+@pytest.mark.parametrize(
+    ("section", "weights", "sft"),
+    [
+        ({}, {"sigmoid": 1.0}, 0.0),
+        ({"loss": "ipo", "sft_weight": 0.5}, {"ipo": 1.0}, 0.5),
+        ({"loss": "mpo"}, {"sigmoid": 0.8, "bco": 0.2}, 1.0),
+        ({"loss": "mpo", "sft_weight": 0.3}, {"sigmoid": 0.8, "bco": 0.2}, 0.3),
+        ({"loss_weights": {"hinge": 2.0, "bco": 0.5}}, {"hinge": 2.0, "bco": 0.5}, 0.0),
+    ],
+)
+def test_a_loss_is_a_mixture(section: dict[str, Any], weights: dict[str, float], sft: float) -> None:
+    config = dpo(**section).dpo
+    assert (config.weights, config.sft) == (weights, sft)
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, "is defined for sigmoid and robust, and the loss is ipo"),
+        ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
+        ({"dpo": {"loss": "ipo", "loss_weights": {"ipo": 1.0}}}, "exclude each other"),
+        ({"dpo": {"loss": "mpo", "reference": "none"}}, "bco compares rewards with their mean"),
+        ({"dpo": {"reference": "adapter_off"}}, r"there is no \[lora\]"),
+        ({"dpo": {"reference_file": "a.jsonl"}}, 'is read with reference = "precomputed", which is model'),
+        ({"checkpoint": {"best_metric": "val/accuracy"}}, "needs validation.generate = true"),
+        ({"checkpoint": {"best_metric": "val/reward/mean"}}, "val/preference_accuracy"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(sections: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        DPOConfig.model_validate(sections)
+
+
+def test_other_trainers_do_not_measure_preferences() -> None:
+    with pytest.raises(ValidationError, match="val/preference_accuracy. is measured by dpo only"):
+        SFTConfig.model_validate({"checkpoint": {"best_metric": "val/preference_accuracy"}})
+
+
+@pytest.mark.parametrize(
+    ("packing", "attention", "shares"), [(True, "auto", True), (True, "sdpa", False), (False, "auto", False)]
+)
+def test_answers_share_their_prompt_where_our_attention_packs(packing: bool, attention: str, shares: bool) -> None:
+    config = DPOConfig.model_validate({"train": {"packing": packing}, "model": {"attention": attention}})
+    assert config.shares_prompts is shares

@@ -1,0 +1,176 @@
+"""Rows of preferences as data sets have them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from data_adapters import builtin, jsonl, preferences
+from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.data.sources import open_datasets, open_source
+from dsreason.errors import DataError
+
+
+def says(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+ASKED = [says("user", "Which way?")]
+LEFT, RIGHT = [says("assistant", "left")], [says("assistant", "right")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Which way?", "chosen": "left", "rejected": "right"},
+        {"question": "Which way?", "chosen": "left", "rejected": "right"},
+        {"prompt": ASKED, "chosen": LEFT, "rejected": RIGHT},
+        {"prompt": "Which way?", "chosen": LEFT, "rejected": "right"},
+        {"chosen": ASKED + LEFT, "rejected": ASKED + RIGHT},
+        {"prompt": "Which way?", "chosen": ASKED + LEFT, "rejected": ASKED + RIGHT},
+        {"prompt": json.dumps(ASKED), "chosen": json.dumps(LEFT), "rejected": json.dumps(RIGHT)},
+    ],
+)
+def test_text_messages_and_whole_conversations_are_one_sample(row: dict[str, Any]) -> None:
+    sample = preferences.to_sample(row)
+    assert sample.messages == ASKED + LEFT
+    assert sample.rejected == ASKED + RIGHT
+    assert sample.answer == "left"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "content"),
+    [
+        ("Same?", [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}, text("Same?")]),
+        (
+            [says("user", [{"type": "image"}, text("and"), {"type": "image"}, text("Same?")])],
+            [{"type": "image", "image": "a.png"}, text("and"), {"type": "image", "image": "b.png"}, text("Same?")],
+        ),
+        (  # Arrow gives all parts the same keys
+            [says("user", [{"type": "text", "text": "Same?", "image": None}])],
+            [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}, text("Same?")],
+        ),
+    ],
+)
+def test_media_beside_are_shown_in_the_prompt(prompt: Any, content: list[dict[str, Any]]) -> None:
+    row = {"prompt": prompt, "chosen": "yes", "rejected": "no", "images": ["a.png", "b.png"]}
+    sample = preferences.to_sample(row)
+    assert sample.messages[0]["content"] == content
+    assert sample.rejected is not None
+    assert sample.rejected[0] == sample.messages[0]
+
+
+def test_system_text_and_reference_values_stand_beside() -> None:
+    row = {"prompt": "Which way?", "system": "Be short.", "chosen": "left", "rejected": "right", "answer": "L"}
+    sample = preferences.to_sample(row | {"ref_chosen_logprob": -1.5, "ref_rejected_logprob": -2.0, "video": "a.mp4"})
+    assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
+    assert sample.meta == {"ref_chosen_logprob": -1.5, "ref_rejected_logprob": -2.0}
+    assert sample.answer == "L"
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"chosen": "left", "rejected": "right"}, "field 'chosen' has an answer only, and the row has no prompt"),
+        ({"prompt": "Which?", "chosen": "left"}, "field 'rejected' is missing"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": None}, "field 'rejected' is null"),
+        ({"prompt": "Which?", "chosen": "left", "rejected": 3}, "field 'rejected': must be a list of messages"),
+        ({"prompt": 7, "chosen": "left", "rejected": "right"}, "field 'prompt': must be a list of messages"),
+        ({"prompt": "Which?", "chosen": [], "rejected": "right"}, "field 'chosen': the list is empty"),
+        (
+            {"prompt": [says("user", [{"type": "image"}])], "chosen": "a", "rejected": "b", "images": ["1", "2"]},
+            "field 'chosen': 1 of the row's images are not shown",
+        ),
+        (
+            {"prompt": "Which?", "chosen": "left", "rejected": [says("assistant", [{"type": "sound"}])]},
+            r"a part of type 'sound'",
+        ),
+        ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, r"rejected\[0\]: role must be"),
+    ],
+)
+def test_a_bad_row_is_told_with_file_row_and_field(tmp_path: Path, row: dict[str, Any], error: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row))
+    source = open_source(SourceConfig(adapter="preferences", path=str(file)))
+    assert source.sample(0).rejected == [says("user", "a"), says("assistant", "c")]
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2.*{error}"):
+        source.sample(1)
+
+
+def test_media_of_both_conversations_are_found_and_the_system_prompt_is_in_both(tmp_path: Path) -> None:
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"id": "1", "question": "Red?", "image": "a.png", "chosen": "no", "rejected": "yes"}))
+    sample = open_source(SourceConfig(path=str(file), system_prompt="Be short.")).sample(0)
+    for messages, answer in ((sample.messages, "no"), (sample.rejected or [], "yes")):
+        assert messages[0] == says("system", "Be short.")
+        assert messages[1]["content"][0] == {"type": "image", "image": str(tmp_path / "a.png")}
+        assert messages[2] == says("assistant", answer)
+
+
+def test_images_inside_a_table_are_read(tmp_path: Path) -> None:
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "a.png")
+    row = {
+        "prompt": "Red?",
+        "chosen": "yes",
+        "rejected": "no",
+        "images": [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}],
+    }
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in ("prompt", "chosen", "rejected")}
+        | {"images": datasets.List(datasets.Image())}
+    )
+    datasets.Dataset.from_list([row], features=features).to_parquet(tmp_path / "rows.parquet")
+    training, _ = open_datasets(DataConfig(adapter="preferences", path=str(tmp_path / "rows.parquet")))
+    sample = training[0]
+    assert sample.messages[0]["content"][0]["type"] == "image"
+    assert (sample.rejected or [])[0] == sample.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen"),
+    [
+        ({"question": "Which?", "chosen": "left", "rejected": "right"}, "left"),
+        ({"question": "Which?", "answer": "left", "rejected": "right"}, "left"),
+        ({"question": "Which?", "answer": "A", "chosen": "left, I think", "rejected": "right"}, "left, I think"),
+    ],
+)
+def test_a_plain_row_has_a_better_and_a_worse_answer(row: dict[str, Any], chosen: str) -> None:
+    sample = jsonl.to_sample(row)
+    assert sample.messages[-1] == says("assistant", chosen)
+    assert sample.rejected == [*sample.messages[:-1], says("assistant", "right")]
+    assert sample.answer == row.get("answer", chosen)
+
+
+def test_a_plain_row_without_a_worse_answer_is_none() -> None:
+    assert jsonl.to_sample({"question": "Which?", "answer": "left"}).rejected is None
+
+
+@pytest.mark.parametrize(
+    ("row", "rejected"),
+    [
+        (
+            {"id": "1", "kind": "count", "image": "a.png", "question": "How many shapes are there?", "answer": "two"},
+            "three",
+        ),
+        (
+            {"id": "1", "kind": "collide", "video": "a.mp4", "question": "Will the balls collide?", "answer": "no"},
+            "yes",
+        ),
+    ],
+)
+def test_the_built_in_task_rejects_the_next_answer(row: dict[str, Any], rejected: str) -> None:
+    (changed,) = builtin.SUBSETS["preferences"]([row])
+    sample = builtin.to_sample(changed)
+    assert sample.rejected == [*sample.messages[:-1], says("assistant", rejected)]
+    assert sample.messages[-1] == says("assistant", row["answer"])
+    assert "rejected" not in sample.meta
