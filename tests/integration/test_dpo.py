@@ -1,0 +1,195 @@
+"""Runs of `dsreason dpo` on real ranks: resumed exactly, with a reference that is measured once and checked ever after."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.distributed import run_on_ranks
+from tests.integration.command import metrics
+from tests.integration.test_dpo_gradients import write_pairs
+
+pytestmark = pytest.mark.integration
+
+RUN = """
+deepspeed = "{deepspeed}"
+[model]
+path = "{model}"
+gradient_checkpointing = false
+[data]
+adapter = "jsonl"
+path = "{rows}"
+workers = 0
+validation = 2
+vision.fps = 4.0
+[optim]
+lr = 1e-3
+warmup = 0
+schedule = "constant"
+[train]
+epochs = 4
+global_batch_size = 4
+max_tokens_per_micro_batch = 120
+precision = "fp32"
+[dpo]
+loss = "mpo"
+[validation]
+every = 3
+[checkpoint]
+every = 3
+keep = -1
+"""
+
+
+def run_dpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
+    """What a rank of `dsreason dpo` does."""
+    from dsreason.cli.job import Job, load_job, trainers
+
+    trainer = trainers()["dpo"]
+    trainer.run(load_job(Job(trainer, Path(file), overrides=changes)), Path(output_dir), resume)
+
+
+def train(folder: Path, name: str, *changes: str, ranks: int = 2, resume: str | None = None) -> Path:
+    run_on_ranks(run_dpo, ranks, str(folder / "run.toml"), str(folder / name), resume and str(folder / resume), changes)
+    return folder / name
+
+
+def losses(run: Path, after: int = 0) -> list[float]:
+    return [line["train/loss"] for line in metrics(run) if line["step"] > after and "train/loss" in line]
+
+
+def stored(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "reference.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
+    """With `whole/`, six steps on two ranks, and `resumed/`, the last three of them again."""
+    return whole_and_resumed(tmp_path_factory.mktemp("dpo"), tiny_qwen2_5_vl, "zero3.json")
+
+
+def whole_and_resumed(folder: Path, model: Path, deepspeed: str) -> Path:
+    rows = write_pairs(folder / "data")
+    shutil.copytree(model, folder / "model")
+    (folder / "run.toml").write_text(RUN.format(model=folder / "model", rows=rows, deepspeed=deepspeed))
+    train(folder, "whole")
+    train(folder, "resumed", resume="whole/checkpoints/step_3")
+    return folder
+
+
+def test_three_and_three_steps_equal_six_bit_for_bit(folder: Path) -> None:
+    check_resumed(folder)
+
+
+@pytest.mark.long
+def test_so_they_do_under_zero_2_in_the_other_family(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
+    check_resumed(whole_and_resumed(tmp_path, tiny_qwen3_vl, "zero2.json"))
+
+
+def check_resumed(folder: Path) -> None:
+    assert len(losses(folder / "whole")) == 6
+    assert losses(folder / "resumed", after=3) == losses(folder / "whole", after=3)
+    whole, resumed = (load_file(folder / name / "export/final/model.safetensors") for name in ("whole", "resumed"))
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+
+
+def test_the_baseline_goes_on_where_the_checkpoint_left_it(folder: Path) -> None:
+    whole, resumed = (
+        {line["step"]: line["dpo/baseline"] for line in metrics(folder / name) if "dpo/baseline" in line}
+        for name in ("whole", "resumed")
+    )
+    assert whole[1] == 0
+    assert len({whole[step] for step in (2, 3, 4, 5, 6)}) == 5
+    assert [resumed[step] for step in (4, 5, 6)] == [whole[step] for step in (4, 5, 6)]
+
+
+def test_the_reference_is_measured_once_for_each_row(folder: Path) -> None:
+    header, *rows = stored(folder / "whole")
+    assert header.keys() == {"model"}
+    assert sorted((row["part"], row["row"]) for row in rows) == [
+        *(("training", i) for i in range(6)),
+        *(("validation", i) for i in range(2)),
+    ]
+    assert stored(folder / "resumed") == stored(folder / "whole")
+
+
+def test_at_the_start_the_policy_is_the_reference(folder: Path) -> None:
+    first, *_ = metrics(folder / "whole")
+    assert first["step"] == 0
+    assert first["val/margin"] == pytest.approx(0, abs=1e-5)
+    assert {"val/loss", "val/preference_accuracy", "val/ranking_accuracy"} <= first.keys()
+
+
+def test_steps_show_margins_lengths_and_both_answers(folder: Path) -> None:
+    line = next(line for line in metrics(folder / "whole") if line["step"] == 6)
+    names = ("loss", "margin", "accuracy", "ranking", "chosen", "rejected", "chosen_length", "rejected_length")
+    assert {f"dpo/{name}" for name in names} <= line.keys()
+    assert line["dpo/margin"] == pytest.approx(0.1 * (line["dpo/chosen"] - line["dpo/rejected"]))
+
+
+def test_another_run_takes_its_reference_from_the_file_of_this_one(folder: Path) -> None:
+    given = f'dpo.reference_file="{folder / "whole/reference.jsonl"}"'
+    run = train(folder, "given", 'dpo.reference="precomputed"', given, "train.max_steps=3")
+    assert losses(run) == pytest.approx(losses(folder / "whole")[:3], rel=1e-6)
+    assert not (run / "reference.jsonl").exists()
+
+
+def test_without_a_reference_log_ratios_are_log_probabilities(folder: Path) -> None:
+    run = train(folder, "free", 'dpo.reference="none"', 'dpo.loss="sigmoid"', "train.max_steps=1", ranks=1)
+    line = next(line for line in metrics(run) if line["step"] == 1)
+    assert line["dpo/chosen"] < -5
+    assert not (run / "reference.jsonl").exists()
+
+
+def test_a_row_that_changed_since_is_named(folder: Path) -> None:
+    rows = folder / "data/rows.jsonl"
+    text = rows.read_text()
+    try:
+        rows.write_text(text.replace('"rejected": "grey"', '"rejected": "gray"'))
+        with pytest.raises(AssertionError, match=r"rows\.jsonl, row \d \(sample '\d'\): the row is not as it was when"):
+            train(folder, "changed_row", resume="whole/checkpoints/step_3")
+    finally:
+        rows.write_text(text)
+
+
+def test_a_model_that_changed_since_is_refused_to_a_resumed_run(folder: Path) -> None:
+    weights = folder / "model/model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        tensors = load_file(weights)
+        save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+        with pytest.raises(AssertionError, match="is another model than the reference of this run was measured with"):
+            train(folder, "changed_model", resume="whole/checkpoints/step_3")
+    finally:
+        weights.write_bytes(kept)
+
+
+def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None:
+    lines = (folder / "whole/reference.jsonl").read_text().splitlines(keepends=True)
+    (folder / "killed").mkdir()
+    (folder / "killed/reference.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
+    run = train(folder, "killed", "train.max_steps=3", "validation.before_training=false")
+    assert losses(run) == pytest.approx(losses(folder / "whole")[:3], rel=1e-6)
+    assert (run / "reference.jsonl").read_text().startswith("".join(lines[:4]))
+    assert len(stored(run)) == 9
+
+
+def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsreason.cli.data import choose_trainer, encoded_parts, load_run
+    from dsreason.datasets.rendering import render_rows
+
+    monkeypatch.chdir(folder)
+    trainer = choose_trainer(folder / "run.toml", None, None)
+    assert trainer.name == "dpo"
+    parts = encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
+    render = partial(render_rows, limit=None, workers=0)
+    assert {name: render(name, dataset, encode) for name, dataset, encode in parts} == {
+        "training": (6, []),
+        "validation": (2, []),
+    }
