@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
+from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
@@ -26,13 +27,14 @@ errors, and name the nearest known key. "unset" as a default means that the key 
 line unsets a key.
 """
 PARTS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
-    "`dsreason sft` and `dsreason grpo`": (RunConfig, None),
+    "`dsreason sft`, `dsreason grpo` and `dsreason dpo`": (RunConfig, None),
     "`dsreason sft` only": (SFTConfig, RunConfig),
     "`dsreason grpo` only": (GRPOConfig, RunConfig),
+    "`dsreason dpo` only": (DPOConfig, RunConfig),
     "`dsreason world`, beside what all training commands have": (WorldConfig, JobConfig),
     "`dsreason eval`": (EvalConfig, None),
 }
-"""Title: the schema, and the one whose keys are left out because they stand in another part."""
+"""Title: the schema, and the one whose keys are left out because they stand in another part, as long as they are the same."""
 BOUNDS = {"minimum": "≥", "ge": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "object": "table"}
 
@@ -144,7 +146,8 @@ def reference() -> str:
         elsewhere = {section.path: section.keys for section in sections_of(other)} if other else {}
         lines.append(f"## {title}\n")
         for section in sections_of(schema):
-            lines += section.lines(elsewhere.get(section.path, ()))
+            other_keys = elsewhere.get(section.path, {})
+            lines += section.lines([name for name, key in section.keys.items() if key == other_keys.get(name)])
     return "\n".join(lines).rstrip() + "\n"
 
 

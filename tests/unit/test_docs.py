@@ -21,6 +21,7 @@ from dsreason.cli.main import app
 from dsreason.config.keys import all_keys, dotted
 from dsreason.config.load import load_config
 from dsreason.config.schema import DataConfig, SFTConfig
+from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
@@ -35,11 +36,18 @@ from dsreason.world.rewards.functions import find_clip_reward
 from tests.docs import PAGES, ROOT, Block, blocks, commands, write_files
 
 LANGUAGES = {"sh", "toml", "yaml", "python", "json", "mermaid"}
-RECIPES = {"sft": "builtin_sft.toml", "grpo": "builtin_grpo.toml", "eval": "eval.toml", "world": "builtin_world.toml"}
-SCHEMAS: dict[str, Any] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig, "world": WorldConfig}
+RECIPES = {name: f"builtin_{name}.toml" for name in ("sft", "grpo", "dpo", "world")} | {"eval": "eval.toml"}
+SCHEMAS: dict[str, Any] = {
+    "sft": SFTConfig,
+    "grpo": GRPOConfig,
+    "dpo": DPOConfig,
+    "eval": EvalConfig,
+    "world": WorldConfig,
+}
 NEEDED = {
     "sft": [],
     "grpo": ["reward.functions={format = 1.0}"],
+    "dpo": [],
     "eval": ["datasets=['robovqa']", "model.path=tiny:qwen3_vl"],
     "world": [],
 }
@@ -256,7 +264,9 @@ def check_adapter(block: Block, folder: Path) -> None:
 def test_a_row_is_one_of_the_adapter_jsonl(block: Block) -> None:
     for line in block.text.splitlines():
         row = json.loads(line)
-        assert jsonl.to_sample(row).answer == row["answer"]
+        sample = jsonl.to_sample(row)
+        assert sample.answer == row.get("answer", row.get("chosen"))
+        assert (sample.rejected is None) == ("rejected" not in row)
 
 
 # ---------------------------------------------------------------- tables

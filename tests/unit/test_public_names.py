@@ -20,6 +20,7 @@ NAMES = {
     "dsreason.data.types": ["Sample", "Message"],
     "dsreason.data.rows": ["option_lines", "options_field", "only_train", "own_letter", "read_rows", "text_field"],
     "dsreason.config.schema": ["SourceConfig", "SFTConfig"],
+    "dsreason.config.schema_dpo": ["DPOConfig"],
     "dsreason.config.schema_grpo": ["GRPOConfig"],
     "dsreason.errors": ["ConfigError", "DataError"],
     "dsreason.evaluation": ["Parsed", "parse"],
@@ -36,7 +37,7 @@ NAMES = {
     ],
 }
 ADAPTERS = ["builtin", "conversations", "cosmos_reason1", "cosmos_reason1_rl", "jsonl", "llava", "local_labels"]
-COMMANDS = ["sft", "grpo", "export", "eval", "infer", "score", "push", "data", "demo"]
+COMMANDS = ["sft", "grpo", "dpo", "export", "eval", "infer", "score", "push", "data", "demo"]
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
@@ -46,7 +47,7 @@ def test_a_name_that_people_import_is_there(module: str, name: str) -> None:
 
 def test_the_fields_of_a_sample_and_their_order() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(Sample)}
-    assert list(fields) == ["id", "messages", "answer", "options", "meta"]
+    assert list(fields) == ["id", "messages", "answer", "options", "meta", "rejected"]
     assert (fields["answer"], fields["options"]) == (None, None)
     assert Sample("1", []).meta == {}
 

@@ -14,6 +14,7 @@ from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import load_config
 from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
 from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.data.adapters import find_adapter
@@ -37,6 +38,8 @@ PERSONAL = {
 
 def load(recipe: Path) -> JobConfig:
     schema: type[JobConfig] = GRPOConfig if recipe.stem.endswith("grpo") else SFTConfig
+    if recipe.stem.endswith("dpo"):
+        schema = DPOConfig
     if "world" in recipe.stem:
         schema = WorldConfig
     return load_config(schema, recipe, default_recipe="builtin_sft.toml")

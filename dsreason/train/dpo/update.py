@@ -113,8 +113,8 @@ def metrics_of(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -
         "chosen": float(pairs.chosen_ratio.mean()),
         "rejected": float(pairs.rejected_ratio.mean()),
         "chosen_nll": float((-pairs.chosen / pairs.chosen_length).mean()),
-        "chosen_length": float(pairs.chosen_length.mean()),
-        "rejected_length": float(pairs.rejected_length.mean()),
+        "chosen_length": float(pairs.chosen_length.double().mean()),
+        "rejected_length": float(pairs.rejected_length.double().mean()),
     }
 
 

@@ -1,0 +1,197 @@
+"""Preferences as the model reads them, what is refused of them, and how they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.data.chat import SampleTooLong
+from dsreason.data.types import EncodedSample, Sample
+from dsreason.errors import DataError
+from dsreason.train.common.preflight import build_encoder
+from dsreason.train.dpo.pairs import Pair, PairEncoder, check_differ, cut_pairs
+from dsreason.train.dpo.preflight import encode_row, pair_encoder
+from tests.unit.media.videos import write_video
+
+
+def says(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+ASKED = [says("user", "Which way?")]
+LEFT, RIGHT = says("assistant", "left"), says("assistant", "right, of course")
+
+
+def preference(*chosen: dict[str, Any], rejected: list[dict[str, Any]], **meta: Any) -> Sample:
+    return Sample("7", [*ASKED, *chosen], rejected=[*ASKED, *rejected], meta=meta)
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny: Path) -> PairEncoder:
+    return pair_encoder(build_encoder(DPOConfig(), tiny))
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("media")
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "a.png")
+    write_video(folder / "b.mp4", 8)
+    return [{"type": "image", "image": str(folder / "a.png")}, {"type": "video", "video": str(folder / "b.mp4")}]
+
+
+def check_same(encoder: PairEncoder, sample: Sample, pair: Pair) -> None:
+    """The prompt and each answer are what a conversation of its own is, as far as anything of it is trained."""
+    for answer, messages in ((pair.chosen, sample.messages), (pair.rejected, sample.rejected or [])):
+        whole = encoder.encode(replace(sample, messages=messages))
+        assert answer.parent is pair.chosen.parent
+        assert answer.parent is not None
+        end = len(answer.parent) + len(answer)
+        for name in ("input_ids", "position_ids", "mm_token_type_ids"):
+            joined = torch.cat([vars(answer.parent)[name], vars(answer)[name]], dim=-1)
+            assert joined.equal(vars(whole)[name][..., :end]), name
+        assert answer.loss_mask.equal(whole.loss_mask[len(answer.parent) : end])
+        assert not whole.loss_mask[end:].any()
+        assert answer.loss_mask[-1]
+
+
+def test_both_answers_go_on_after_one_prompt_with_its_media(encoder: PairEncoder, media: list[dict[str, Any]]) -> None:
+    prompt = [says("system", "Be short."), says("user", [*media, {"type": "text", "text": "Which way?"}])]
+    sample = Sample("7", [*prompt, LEFT], rejected=[*prompt, RIGHT])
+    pair = encoder.encode_pair(sample)
+    check_same(encoder, sample, pair)
+    assert pair.chosen.parent is not None
+    assert {"pixel_values", "pixel_values_videos"} <= pair.chosen.parent.mm_kwargs.keys()
+    assert encoder.measure(sample) == len(pair.chosen.parent) + len(pair.chosen) + len(pair.rejected)
+    assert pair.lengths == (len(pair.chosen), len(pair.rejected))
+
+
+def test_a_conversation_may_go_on_after_the_answer_that_differs(encoder: PairEncoder) -> None:
+    sample = preference(LEFT, says("user", "Sure?"), says("assistant", "yes"), rejected=[RIGHT])
+    pair = encoder.encode_pair(sample)
+    check_same(encoder, sample, pair)
+    assert pair.lengths[0] < len(pair.chosen)  # the user's words between are not trained
+
+
+def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
+    again = says("user", "And now?")
+    sample = preference(LEFT, again, LEFT, rejected=[LEFT, again, RIGHT])
+    pair = encoder.encode_pair(sample)
+    assert pair.chosen.parent is not None
+    assert not pair.chosen.parent.loss_mask.any()
+    assert encoder.processor.tokenizer.decode(pair.chosen.input_ids) == "left<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("sample", "error"),
+    [
+        (Sample("7", [*ASKED, LEFT]), "field 'rejected' is missing"),
+        (preference(LEFT, rejected=[LEFT]), "field 'chosen' has nothing that the other"),
+        (preference(LEFT, rejected=[]), "field 'rejected' has nothing that the other"),
+        (
+            Sample("7", [*ASKED, LEFT], rejected=[says("user", "Which colour?"), RIGHT]),
+            "field 'chosen', message 0: here chosen and rejected begin to differ",
+        ),
+        (preference(LEFT, LEFT, rejected=[LEFT, RIGHT]), "field 'chosen', message 2: here chosen and rejected begin"),
+        (
+            preference(LEFT, says("user", [{"type": "image", "image": "a.png"}]), LEFT, rejected=[RIGHT]),
+            "field 'chosen': images and videos must stand before",
+        ),
+        (preference(LEFT, rejected=[says("assistant", " ")]), "the assistant's text is empty"),
+    ],
+)
+def test_what_is_no_preference_is_refused(encoder: PairEncoder, sample: Sample, error: str) -> None:
+    for use in (encoder.encode_pair, encoder.measure):
+        with pytest.raises(DataError, match=f"sample '7'.*{error}"):
+            use(sample)
+
+
+def test_answers_that_differ_in_what_the_template_takes_off_are_the_same() -> None:
+    with pytest.raises(DataError, match="sample '7': fields 'chosen' and 'rejected' are the same answer"):
+        check_differ(preference(LEFT, rejected=[RIGHT]), [1, 2], [1, 2])
+
+
+def test_a_pair_is_as_long_as_its_prompt_and_both_answers(encoder: PairEncoder) -> None:
+    sample = preference(LEFT, rejected=[RIGHT])
+    size = encoder.measure(sample)
+    replace(encoder, max_length=size).encode_pair(sample)
+    with pytest.raises(
+        SampleTooLong, match=rf"sample '7' has {size} tokens, more than model.max_length \({size - 1}\)"
+    ):
+        replace(encoder, max_length=size - 1).encode_pair(sample)
+
+
+@pytest.mark.parametrize(
+    ("meta", "error"),
+    [
+        ({}, "no fields ref_chosen_logprob and ref_rejected_logprob"),
+        ({"ref_chosen_logprob": -1.0}, "field 'ref_rejected_logprob' is None"),
+        ({"ref_chosen_logprob": 0.5, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is 0.5"),
+        ({"ref_chosen_logprob": "-1", "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is '-1'"),
+        ({"ref_chosen_logprob": float("nan"), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is nan"),
+    ],
+)
+def test_precomputed_values_must_be_log_probabilities(encoder: PairEncoder, meta: dict[str, Any], error: str) -> None:
+    config = DPOConfig.model_validate({"dpo": {"reference": "precomputed"}})
+    with pytest.raises(DataError, match=error):
+        encode_row(config, encoder, preference(LEFT, rejected=[RIGHT], **meta))
+
+
+def test_a_fingerprint_tells_texts_and_pixels_apart(encoder: PairEncoder, tmp_path: Path) -> None:
+    def of(colour: str, question: str, answer: str) -> str:
+        Image.new("RGB", (60, 60), colour).save(tmp_path / "a.png")
+        shown = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": question}]
+        prompt = [says("user", shown)]
+        sample = Sample("7", [*prompt, says("assistant", answer)], rejected=[*prompt, RIGHT])
+        return encoder.encode_pair(sample).fingerprint
+
+    assert of("red", "Which?", "left") == of("red", "Which?", "left")
+    found = [of("red", "Which?", "left"), of("blue", "Which?", "left"), of("red", "What?", "left")]
+    found.append(of("red", "Which?", "up"))
+    assert len(set(found)) == 4
+
+
+def make_pair(name: str, prompt: int, chosen: int, rejected: int) -> Pair:
+    def tokens(length: int, parent: EncodedSample | None = None) -> EncodedSample:
+        ids = torch.zeros(length, dtype=torch.int64)
+        return EncodedSample(name, ids, ids == 0, ids.repeat(3, 1), ids, {}, parent=parent)
+
+    parent = tokens(prompt)
+    return Pair(name, tokens(chosen, parent), tokens(rejected, parent), "")
+
+
+PAIRS = [make_pair("a", 10, 2, 3), make_pair("b", 20, 5, 5), make_pair("c", 4, 1, 2), make_pair("d", 6, 6, 1)]
+"""Of 15, 30, 7 and 13 tokens with a shared prompt, 26, 50, 12 and 24 padded, 25, 50, 11 and 19 each behind its own."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"train": {"max_tokens_per_micro_batch": 30}}, ["b", "ad", "c"]),
+        ({"train": {"max_tokens_per_micro_batch": 65}}, ["badc"]),
+        ({"train": {"micro_batch_size": 3}}, ["bad", "c"]),
+        ({"train": {"max_tokens_per_micro_batch": 70}, "model": {"attention": "sdpa"}}, ["bd", "ac"]),
+        ({"train": {"packing": False, "max_tokens_per_micro_batch": 52}}, ["b", "ad", "c"]),
+        ({"train": {"packing": False, "max_tokens_per_micro_batch": 1000}}, ["badc"]),
+        ({"train": {"packing": False}}, ["b", "a", "d", "c"]),
+        ({"model": {"max_length": 46}}, ["ba", "dc"]),
+    ],
+)
+def test_pairs_are_cut_by_what_a_forward_takes_and_never_apart(settings: dict[str, Any], expected: list[str]) -> None:
+    groups = cut_pairs(PAIRS, DPOConfig.model_validate(settings))
+    assert ["".join(pair.id for pair in group) for group in groups] == expected
+
+
+def test_a_pair_that_fits_no_forward_is_named() -> None:
+    config = DPOConfig.model_validate({"train": {"max_tokens_per_micro_batch": 29}})
+    with pytest.raises(
+        DataError, match=r"sample 'b': its pair has 30 tokens, more than train.max_tokens_per_micro_batch \(29"
+    ):
+        cut_pairs(PAIRS, config)

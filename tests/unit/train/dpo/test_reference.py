@@ -1,0 +1,115 @@
+"""The files of reference log-probabilities: read, continued, and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from dsreason.errors import ConfigError, DataError
+from dsreason.train.dpo.loader import PairFacts
+from dsreason.train.dpo.reference import GivenReference, Measured, StoredReference, append, open_stored, read_given
+
+ROWS = [Measured("training", 3, "7", "ab", -10.5, -9.25), Measured("validation", 3, "8", "cd", -1.0, -2.0)]
+
+
+def facts(row: int = 3, name: str = "7", fingerprint: str = "ab") -> PairFacts:
+    return PairFacts(row, name, f"rows.jsonl, row {row + 1}", fingerprint, (1, 1), None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with both rows measured."""
+    append(open_stored(tmp_path, None, "model-1").file, ROWS)
+    return tmp_path
+
+
+def test_what_was_measured_is_found_by_part_and_row(run: Path) -> None:
+    stored = open_stored(run, None, "model-1")
+    assert stored.of(facts(), "training") == (-10.5, -9.25)
+    assert stored.of(facts(fingerprint="cd"), "validation") == (-1.0, -2.0)
+    assert stored.missing("training", [5, 3, 4, 5]) == [4, 5]
+
+
+@pytest.mark.parametrize("pair", [facts(fingerprint="xx"), facts(row=4)])
+def test_a_row_that_is_not_as_it_was_is_refused(run: Path, pair: PairFacts) -> None:
+    with pytest.raises(DataError, match=rf"{pair.where} \(sample '7'\): the row is not as it was .*reference\.jsonl"):
+        open_stored(run, None, "model-1").of(pair, "training")
+
+
+def test_another_model_begins_anew_or_is_refused_to_a_resumed_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = run / "checkpoints" / "step_3"
+    with pytest.raises(ConfigError, match=r"\(fingerprint model-2, in .*reference\.jsonl model-1\)"):
+        open_stored(run, checkpoint, "model-2")
+    with caplog.at_level(logging.WARNING):
+        assert open_stored(run, None, "model-2").rows == {}
+    assert "it is made anew" in caplog.text
+    assert (run / "reference.jsonl").read_text() == '{"model": "model-2"}\n'
+
+
+def test_a_run_in_another_folder_takes_the_file_of_the_one_it_continues(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    assert open_stored(other, run / "checkpoints" / "step_3", "model-1").rows.keys() == {
+        ("training", 3),
+        ("validation", 3),
+    }
+    assert (other / "reference.jsonl").read_text() == (run / "reference.jsonl").read_text()
+
+
+def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
+    with (run / "reference.jsonl").open("a") as file:
+        file.write('{"part": "training", "row": 9')
+    assert open_stored(run, None, "model-1") == StoredReference(
+        run / "reference.jsonl", {(one.part, one.row): one for one in ROWS}
+    )
+    append(run / "reference.jsonl", ROWS[:1])
+    assert [json.loads(line) for line in (run / "reference.jsonl").read_text().splitlines()][1:] == [
+        *map(vars, ROWS),
+        vars(ROWS[0]),
+    ]
+
+
+def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: Path) -> None:
+    assert read_given(str(run / "reference.jsonl")) == {"7": (-10.5, -9.25), "8": (-1.0, -2.0)}
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n')
+    reference = GivenReference(read_given(str(plain)), str(plain))
+    assert reference.of(facts()) == (-1.0, -2.5)
+    with pytest.raises(
+        DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line of this id; add it"
+    ):
+        reference.of(facts(name="9"))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"id": "7", "chosen": -1}\n', "line 1: must have id, chosen and rejected"),
+        ('{"id": "7", "chosen": "-1", "rejected": -2}\n', "line 1: must have id, chosen and rejected"),
+        ('{"id": "7", "chosen": NaN, "rejected": -2}\n', "line 1: must have id, chosen and rejected"),
+        ("[1]\n", "line 1: not an object"),
+        ("{}\n{\n", "line 2: not JSON"),
+        (
+            '{"id": "7", "chosen": -1, "rejected": -2}\n{"id": 7, "chosen": -1, "rejected": -3}\n',
+            "line 2: the id '7' is there twice with other values",
+        ),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, error: str) -> None:
+    (tmp_path / "given.jsonl").write_text(text)
+    with pytest.raises(DataError, match=rf"given\.jsonl, {error}"):
+        read_given(str(tmp_path / "given.jsonl"))
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigError, match="dpo.reference_file: no such file"):
+        read_given("nowhere.jsonl")
+
+
+def test_a_file_that_holds_other_lines_is_no_reference_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "reference.jsonl").write_text('{"model": "model-1"}\n{"id": "7", "chosen": -1.0}\n')
+    with pytest.raises(DataError, match="is no measured row; correct or delete the file"):
+        open_stored(tmp_path, None, "model-1")
