@@ -45,7 +45,8 @@ def gradients(folder: Path, *, checkpointing: bool, frozen: tuple[str, ...] = ()
     from deepspeed.utils import safe_get_full_grad
 
     from dsreason.models.freeze import freeze
-    from dsreason.models.load import enable_gradient_checkpointing, load_model
+    from dsreason.models.load import load_model
+    from dsreason.models.recomputation import enable_gradient_checkpointing
 
     model = load_model(folder, dtype=torch.float32, deepspeed=DS_CONFIG)
     freeze(model, frozen)

@@ -24,6 +24,7 @@ from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
+from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.grpo.check_rewards import row_check
@@ -45,6 +46,7 @@ class GRPORun(Run[GRPOConfig]):
     reference: ReferencePolicy | None
     """None where no KL is asked for."""
     objective: Objective
+    arithmetic: Arithmetic
     banned_ids: Tensor
     """Media tokens, which no completion has."""
     batches_per_epoch: float
@@ -87,6 +89,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             exchange=gather_objects,
             rank=world.rank,
             world_size=world.size,
+            ranks_per_row=world.ranks_per_row,
             start=next_batch,
             check=row_check(config),
         )
@@ -96,6 +99,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             prompts=iter(prompts),
             reference=reference,
             objective=objective_of(config.grpo),
+            arithmetic=arithmetic_of(engine, world),
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device),
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             next_batch=next_batch,
@@ -111,7 +115,7 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
             f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
         )
-    engine = build_policy_engine(config, opened.deepspeed, model_path)
+    engine = build_policy_engine(config, opened.deepspeed, model_path, opened.world.group)
     # Before a checkpoint is loaded.
     reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
     state = start_state(engine, opened.checkpoint, config, model_path, opened.world)
