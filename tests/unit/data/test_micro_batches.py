@@ -9,7 +9,7 @@ import torch
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.collate import append_dummies, collate, pack
-from dsreason.data.micro_batches import cut_into_rows, cut_samples, whole_length
+from dsreason.data.micro_batches import cut_into_rows, cut_samples, forward_size, whole_length
 from dsreason.data.types import EncodedSample, Segment
 from dsreason.errors import DataError
 
@@ -135,3 +135,16 @@ def test_dummies_make_a_packed_row_longer_by_their_own_tokens_which_see_no_sampl
 
 def test_a_completion_is_as_long_as_what_it_reads() -> None:
     assert whole_length(sample(2, sample(7))) == 9
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, "one row of up to 8 tokens (model.max_length)"),
+        ({"max_tokens_per_micro_batch": 6}, "one row of up to 6 tokens (train.max_tokens_per_micro_batch)"),
+        ({"micro_batch_size": 4}, "one row of up to 4 samples (train.micro_batch_size)"),
+        ({"packing": False, "micro_batch_size": 4}, "padded rows of up to 4 samples (train.micro_batch_size)"),
+    ],
+)
+def test_the_log_says_what_a_forward_takes(train: dict[str, object], expected: str) -> None:
+    assert forward_size(config_of(**train)) == expected
