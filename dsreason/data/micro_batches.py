@@ -33,6 +33,14 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
+def forward_size(config: RunConfig) -> str:
+    """What one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
+    rows = "one row" if config.train.packing else "padded rows"
+    budget, key = config.token_budget
+    size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
+    return f"{rows} of up to {size} ({key})"
+
+
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
     """Groups of at most `size`, like lengths together (less padding)."""
     ordered = sorted(samples, key=whole_length, reverse=True)

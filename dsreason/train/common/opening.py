@@ -15,6 +15,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.export import export_engine
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
 from dsreason.job.ranks import first_rank_first, with_row_groups
@@ -114,6 +115,7 @@ def build_policy_engine(
         deepspeed=deepspeed_config,
         trust_remote_code=config.model.trust_remote_code,
     )
+    log.info("a forward takes %s", forward_size(config))
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
