@@ -162,7 +162,9 @@ def align_batches(
     aligned = []
     for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
         batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
-        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
+        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
+        if encoder.sees:
+            wanted = wanted or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
         batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)
