@@ -21,7 +21,7 @@ from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Batch, EncodedSample, Sample
+from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
 from dsreason.errors import DataError, DsReasonError
 from dsreason.monitor.flops import Work
 
@@ -82,6 +82,8 @@ class StepLoader:
     exchange: Exchange
     rank: int = 0
     world_size: int = 1
+    ranks_per_row: int = 1
+    """So many ranks, one behind the other, have the same rows, of which each computes a part."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
     """Token count of every row met so far; equal on all ranks."""
@@ -114,10 +116,10 @@ class StepLoader:
             rows = self.order.indices(step)
             shares = assign(
                 [self.lengths[row] for row in rows],
-                self.world_size,
+                self.world_size // self.ranks_per_row,
                 same_count=self.config.token_budget[0] is None,
             )
-            yield [rows[i] for i in shares[self.rank]]
+            yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
     def _unmeasured(self) -> Iterator[list[int]]:
         """This rank's share of the rows of each step whose length no earlier step has asked for."""
@@ -130,16 +132,21 @@ class StepLoader:
     def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
         kinds = [media_kinds(batch) for batch in share.batches]
         ranks = self._exchange((replace(share, batches=[]), kinds, waited))
-        shares = [other for other, _, _ in ranks]
-        for other in shares:  # every rank raises, so that none is left waiting
+        for other, _, _ in ranks:  # every rank raises, so that none is left waiting
             if other.error is not None:
                 raise DataError(other.error)
+        shares = [other for other, _, _ in ranks]
+        shares = of_groups(shares, [other.skipped for other in shares], self.ranks_per_row)
         # Where all rows of a step are left out it has no trained token, and a gradient of zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
             micro_batches=align_batches(
-                share.batches, [kinds for _, kinds, _ in ranks], self.encoder, packing=self.config.train.packing
+                share.batches,
+                [kinds for _, kinds, _ in ranks],
+                self.encoder,
+                packing=self.config.train.packing,
+                part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
             work=share.work,
             num_tokens=num_tokens,
@@ -161,6 +168,27 @@ class Share:
     num_samples: int = 0
     skipped: tuple[str, ...] = ()
     error: str | None = None
+
+
+def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
+    """Of the ranks' values, by rank, one for each group of ranks that read the same rows.
+
+    Args:
+        skipped: what each rank leaves out of its rows.
+
+    Raises:
+        DataError: the ranks of a group did not get the same from them.
+    """
+    for rank, value in enumerate(values):
+        first = rank - rank % ranks_per_row
+        if value != values[first]:
+            own, others = ("; ".join(skipped[one]) or "nothing" for one in (first, rank))
+            raise DataError(
+                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) and did not "
+                f"read the same: rank {first} leaves out {own}, rank {rank} {others}; look whether the files are being changed, "
+                "or cannot always be read"
+            )
+    return list(values[::ranks_per_row])
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, collate, pack
-from dsreason.data.types import Batch, EncodedSample, MediaKind
+from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_sample
+from dsreason.data.row_parts import take_part
+from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
 from dsreason.errors import DataError
 from dsreason.monitor.flops import Work
 
@@ -125,11 +124,20 @@ def make_batch(samples: Sequence[EncodedSample], *, packing: bool, pad_id: int) 
 
 
 def align_micro_batches(
-    groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange, *, packing: bool
+    groups: Sequence[Sequence[EncodedSample]],
+    encoder: Encoder,
+    exchange: Exchange,
+    *,
+    packing: bool,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place."""
+    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place.
+
+    `part`: what this rank computes of each row; the ranks that compute one together have the same `groups`.
+    """
     batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
-    return align_batches(batches, exchange([media_kinds(batch) for batch in batches]), encoder, packing=packing)
+    kinds = exchange([media_kinds(batch) for batch in batches])
+    return align_batches(batches, kinds, encoder, packing=packing, part=part)
 
 
 def media_kinds(batch: Batch) -> list[MediaKind]:
@@ -137,7 +145,12 @@ def media_kinds(batch: Batch) -> list[MediaKind]:
 
 
 def align_batches(
-    batches: Sequence[Batch], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder, *, packing: bool
+    batches: Sequence[Batch],
+    kinds_by_rank: Sequence[Sequence[Sequence[str]]],
+    encoder: Encoder,
+    *,
+    packing: bool,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
     """This rank's micro-batches, given which media each micro-batch of each rank has.
 
@@ -152,21 +165,10 @@ def align_batches(
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
-        aligned.append(append_dummies(batch, dummies, pad_id=encoder.pad_id))
+        batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)
+        aligned.append(take_part(batch, part, encoder.pad_id))
     return aligned
 
 
 def empty_batch(pad_id: int, *, packing: bool) -> Batch:
     return make_batch([padding_sample(pad_id)], packing=packing, pad_id=pad_id)
-
-
-def padding_sample(pad_id: int) -> EncodedSample:
-    """Two tokens that are not trained, for a rank that has fewer micro-batches than another."""
-    return EncodedSample(
-        id="",
-        input_ids=torch.full((2,), pad_id),
-        loss_mask=torch.zeros(2, dtype=torch.bool),
-        position_ids=torch.arange(2).repeat(3, 1),
-        mm_token_type_ids=torch.zeros(2, dtype=torch.int64),
-        mm_kwargs={},
-    )

@@ -20,6 +20,8 @@ class Arithmetic:
     flops: ModelFlops
     peak: float | None
     """FLOP/s of all devices together; None where the device's peak is not known."""
+    ranks_per_row: int = 1
+    """So many ranks do the same work together, and all of them count it."""
 
     def metrics(self, work: Work, batches: Sequence[Batch], seconds: float) -> dict[str, float]:
         """Of one step on all ranks, for this rank's part of it. Collective.
@@ -31,13 +33,13 @@ class Arithmetic:
         computed = all_sum(sum(batch.input_ids.numel() for batch in batches))
         found = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}
         if self.peak is not None:
-            found["perf/mfu"] = all_sum(self.flops.step(work)) / seconds / self.peak
+            found["perf/mfu"] = all_sum(self.flops.step(work)) / self.ranks_per_row / seconds / self.peak
         return found
 
 
 def arithmetic_of(engine: DeepSpeedEngine, world: World) -> Arithmetic:
     """Every rank calls it, and gets one answer: counting is a collective."""
-    return Arithmetic(model_flops(engine.module.model), broadcast_object(job_peak_flops(world)))
+    return Arithmetic(model_flops(engine.module.model), broadcast_object(job_peak_flops(world)), world.ranks_per_row)
 
 
 def job_peak_flops(world: World) -> float | None:

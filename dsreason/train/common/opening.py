@@ -18,7 +18,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
-from dsreason.job.ranks import first_rank_first
+from dsreason.job.ranks import first_rank_first, with_row_groups
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
@@ -61,6 +61,7 @@ def open_run(
         check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
     """
     opened = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
+    opened.world = with_row_groups(opened.world, config.train.sequence_parallel_size)
     with opened.watchdog.phase("open_data"), first_rank_first(opened.world):
         training, validation = open_datasets(opened.config.data)
     encoder = build_encoder(opened.config, opened.model_path)
@@ -99,8 +100,13 @@ class Run(JobRun[C], OpenedRun[C]):
         )
 
 
-def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
-    """The model in its partitions, frozen where asked, with its optimizer."""
+def build_policy_engine(
+    config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
+) -> DeepSpeedEngine:
+    """The model in its partitions, frozen where asked, with its optimizer.
+
+    `group`: of the ranks that compute rows together, `World.group`.
+    """
     log.info("loading %s", model_path)
     model = load_model(
         model_path,
@@ -114,7 +120,7 @@ def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], mod
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    return build_engine(Policy(model), config.optim, deepspeed_config)
+    return build_engine(Policy(model, group), config.optim, deepspeed_config)
 
 
 def start_run(

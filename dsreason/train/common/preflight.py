@@ -26,7 +26,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import open_encoder, parameter_names, resolve_model
+from dsreason.models.load import model_config, open_encoder, parameter_names, resolve_model
 from dsreason.monitor.metrics import check_wandb
 from dsreason.problems import config_error, listed, nearest
 from dsreason.storage.storage import check_target
@@ -45,7 +45,20 @@ def check_model(config: RunConfig) -> Encoder:
     check_deepspeed(config)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
+    check_heads(config, model_path)
     return build_encoder(config, model_path)
+
+
+def check_heads(config: RunConfig, model_path: Path) -> None:
+    """ConfigError where the ranks that compute a row together cannot share the attention heads."""
+    size = config.ranks_per_row
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    heads = model.get_text_config().num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
+            f"to a divisor of {heads}"
+        )
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:

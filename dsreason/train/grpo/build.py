@@ -89,6 +89,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             exchange=gather_objects,
             rank=world.rank,
             world_size=world.size,
+            ranks_per_row=world.ranks_per_row,
             start=next_batch,
             check=row_check(config),
         )
@@ -114,7 +115,7 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
             f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
         )
-    engine = build_policy_engine(config, opened.deepspeed, model_path)
+    engine = build_policy_engine(config, opened.deepspeed, model_path, opened.world.group)
     # Before a checkpoint is loaded.
     reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
     state = start_state(engine, opened.checkpoint, config, model_path, opened.world)

@@ -39,7 +39,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
         order = step_order(opened.training, config)
         with opened.watchdog.phase("load_model"):
-            engine = build_policy_engine(config, opened.deepspeed, model_path)
+            engine = build_policy_engine(config, opened.deepspeed, model_path, world.group)
             state = start_state(engine, opened.checkpoint, config, model_path, world)
         settings = TransformersSettings(
             attention=config.model.attention,
@@ -61,6 +61,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             config,
             rank=world.rank,
             world_size=world.size,
+            ranks_per_row=world.ranks_per_row,
             exchange=gather_objects,
             start_step=state.step,
         )

@@ -70,7 +70,7 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
         if not last:
             engine.step()
         total += loss.item()
-    return all_sum(total)
+    return all_sum(total) / world.ranks_per_row  # those that compute a row together all have its loss
 
 
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
