@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_sample
+from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
 from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
 from dsreason.errors import DataError
@@ -42,8 +42,8 @@ def forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Groups of at most `size`, like lengths together (less padding)."""
-    ordered = sorted(samples, key=whole_length, reverse=True)
+    """Groups of at most `size`, those of one parent and like lengths together (less to compute twice, and less padding)."""
+    ordered = by_parent(sorted(samples, key=whole_length, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
@@ -64,11 +64,11 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
 
     Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
     """
-    by_parent: dict[int, list[S]] = {}
+    families: dict[int, list[S]] = {}
     for sample in samples:
-        by_parent.setdefault(id(sample.parent or sample), []).append(sample)
+        families.setdefault(id(sample.parent or sample), []).append(sample)
     parts: list[tuple[int, list[S]]] = []
-    for family in by_parent.values():
+    for family in families.values():
         shared = len(family[0].parent or ())
         cut = first_fit([(len(sample), [sample]) for sample in family], budget - shared)
         parts += [(shared + sum(map(len, part)), part) for part in cut]
