@@ -116,7 +116,10 @@ def adapter_weights(
             f"{found} instead of {adapter.fingerprint}); put the base model back"
         )
     trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
-    trained = {name: tensor.to(trained_in) for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=False)}
+    trained = {
+        name: tensor.detach().to(trained_in)
+        for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=False)
+    }
     names = [name for name in map(hf_name, saved.parameters) if not is_adapter(name)]
     weights = find_weights(source, family_of(model_config(source).model_type).rename)
     lacking = [name for name in map(base_name, names) if name not in weights.places]
