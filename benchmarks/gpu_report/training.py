@@ -112,8 +112,7 @@ def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tu
 
 
 def padding(batches: StepBatches) -> float:
-    masks = [batch.attention_mask for batch in batches.micro_batches]
-    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    return 1 - batches.work.tokens / sum(batch.input_ids.numel() for batch in batches.micro_batches)
 
 
 def count_parameters(engine: DeepSpeedEngine) -> int:

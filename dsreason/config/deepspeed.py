@@ -91,7 +91,8 @@ def micro_batch_size(config: JobConfig) -> int:
 
 def accumulation_steps(config: JobConfig, world_size: int) -> int:
     """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
-    return max(1, math.ceil(config.samples_per_step / (micro_batch_size(config) * world_size)))
+    samples = config.samples_per_step * config.ranks_per_row  # each is computed by so many ranks
+    return max(1, math.ceil(samples / (micro_batch_size(config) * world_size)))
 
 
 def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
@@ -101,9 +102,16 @@ def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
         *_precision_keys(config),
         *_optimizer_keys(config),
         *_checkpoint_keys(config),
-        Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False),
+        _sequence_parallel_key(config),
         Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False),
     ]
+
+
+def _sequence_parallel_key(config: JobConfig) -> Owned:
+    size = config.ranks_per_row
+    if size == 1:
+        return Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
+    return Owned(("sequence_parallel_size",), (size,), f"train.sequence_parallel_size is {size}")
 
 
 def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
@@ -279,8 +287,9 @@ def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
 
 def _finished(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _without_auto(document)
-    # The trainer builds its own; bfloat16 is an old name of bf16, and even null asks for datastates_ckpt.
-    for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16"):
+    # The trainer builds its own; bfloat16 is an old name of bf16, and even null asks for datastates_ckpt. With sequences
+    # shared among ranks DeepSpeed would expect a smaller product below.
+    for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
     result |= {

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.config.section import Section, check_regex
+from dsreason.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -214,11 +215,26 @@ class UpdateConfig(JobTrainConfig):
     where neither that nor micro_batch_size is set; completions of one prompt share it. Else they are padded rows, one of
     them where neither is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts."""
+    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts. Where several ranks compute a row
+    together, the tokens of the whole row."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks of one host that compute each row together, for samples that are too long for one GPU; 1: each its own rows."""
+    activation_offload: bool = False
+    """What waits for the backward pass, the input of each layer, lies in the host's memory: for rows so long that it does not
+    fit the GPU. Needs model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
         self.check_exclusive("micro_batch_size", "max_tokens_per_micro_batch")
+        return self
+
+    @model_validator(mode="after")
+    def check_packed(self) -> Self:
+        if self.sequence_parallel_size > 1 and not self.packing:
+            raise ValueError(
+                f"sequence_parallel_size ({self.sequence_parallel_size}) needs packed rows, and packing is false; set "
+                "packing = true, or sequence_parallel_size = 1"
+            )
         return self
 
 
@@ -327,6 +343,11 @@ class JobConfig(Section):
         """Samples of one optimizer step, over all ranks."""
 
     @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same samples together."""
+        return 1
+
+    @property
     @abstractmethod
     def batch_fact(self) -> str:
         """Which setting makes `samples_per_step`, for messages."""
@@ -340,11 +361,18 @@ class JobConfig(Section):
         Raises:
             ConfigError: the trainer cannot run on so many.
         """
-        idle = num_ranks - self.samples_per_step
+        if num_ranks % self.ranks_per_row:
+            raise ConfigError(
+                f"train.sequence_parallel_size ({self.ranks_per_row}) does not divide the number of ranks ({num_ranks}); lower "
+                "it, or start another number"
+            )
+        num_groups = num_ranks // self.ranks_per_row
+        idle = num_groups - self.samples_per_step
         if idle <= 0:
             return []
+        groups = "ranks" if self.ranks_per_row == 1 else f"groups of {self.ranks_per_row} ranks"
         return [
-            f"{self.batch_fact}, less than the number of ranks ({num_ranks}): "
+            f"{self.batch_fact}, less than the number of {groups} ({num_groups}): "
             f"{idle} of them train on nothing in every step; raise it, or start fewer ranks"
         ]
 
@@ -372,6 +400,28 @@ class RunConfig(JobConfig):
         if self.train.packing and self.train.micro_batch_size is None:
             return self.model.max_length, "model.max_length"
         return None, "train.micro_batch_size"
+
+    @property
+    def ranks_per_row(self) -> int:
+        return self.train.sequence_parallel_size
+
+    @model_validator(mode="after")
+    def check_attention(self) -> Self:
+        if self.ranks_per_row > 1 and self.model.attention != "auto":
+            raise ValueError(
+                f"train.sequence_parallel_size ({self.ranks_per_row}) works with our own attention only, and model.attention is "
+                f'"{self.model.attention}"; set model.attention = "auto", or train.sequence_parallel_size = 1'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_offload(self) -> Self:
+        if self.train.activation_offload and not self.model.gradient_checkpointing:
+            raise ValueError(
+                "train.activation_offload moves the inputs of layers that are computed again; set "
+                "model.gradient_checkpointing = true"
+            )
+        return self
 
     @model_validator(mode="after")
     def fit_optim_to_adapters(self) -> Self:

@@ -126,10 +126,11 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
     for kind, own in batch.media_numbers.items():
         numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
     batch = replace(batch, mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]), media_numbers=numbers)
-    return _append_segments(batch, dummies) if batch.segments else _append_to_last_row(batch, dummies, pad_id)
+    return append_segments(batch, dummies) if batch.segments else _append_to_last_row(batch, dummies, pad_id)
 
 
-def _append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
+def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
+    """A packed row with further samples without media, of which no token is trained."""
     segments = list(batch.segments)
     for sample in samples:
         segments.append(Segment(segments[-1].end, len(sample)))
@@ -141,6 +142,18 @@ def _append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
             [batch.mm_token_type_ids, *[one.mm_token_type_ids[None] for one in samples]], dim=1
         ),
         segments=tuple(segments),
+    )
+
+
+def padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
+    """Tokens that are not trained: a batch for a rank that has fewer than another, or the end of a row."""
+    return EncodedSample(
+        id="",
+        input_ids=torch.full((length,), pad_id),
+        loss_mask=torch.zeros(length, dtype=torch.bool),
+        position_ids=torch.arange(length).repeat(3, 1),
+        mm_token_type_ids=torch.zeros(length, dtype=torch.int64),
+        mm_kwargs={},
     )
 
 

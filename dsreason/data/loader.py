@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Batch, EncodedSample, Sample
+from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
 from dsreason.errors import DataError, DsReasonError
+from dsreason.monitor.flops import Work
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ class StepBatches:
     step: int
     micro_batches: list[Batch]
     """The same number on every rank."""
+    work: Work
+    """In them, of this rank."""
     num_tokens: int
     """Trained tokens over all ranks and micro-batches (1 where there is none: it divides the loss)."""
     num_input_tokens: int
@@ -79,6 +82,8 @@ class StepLoader:
     exchange: Exchange
     rank: int = 0
     world_size: int = 1
+    ranks_per_row: int = 1
+    """So many ranks, one behind the other, have the same rows, of which each computes a part."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
     """Token count of every row met so far; equal on all ranks."""
@@ -111,10 +116,10 @@ class StepLoader:
             rows = self.order.indices(step)
             shares = assign(
                 [self.lengths[row] for row in rows],
-                self.world_size,
+                self.world_size // self.ranks_per_row,
                 same_count=self.config.token_budget[0] is None,
             )
-            yield [rows[i] for i in shares[self.rank]]
+            yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
     def _unmeasured(self) -> Iterator[list[int]]:
         """This rank's share of the rows of each step whose length no earlier step has asked for."""
@@ -127,17 +132,23 @@ class StepLoader:
     def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
         kinds = [media_kinds(batch) for batch in share.batches]
         ranks = self._exchange((replace(share, batches=[]), kinds, waited))
-        shares = [other for other, _, _ in ranks]
-        for other in shares:  # every rank raises, so that none is left waiting
+        for other, _, _ in ranks:  # every rank raises, so that none is left waiting
             if other.error is not None:
                 raise DataError(other.error)
+        shares = [other for other, _, _ in ranks]
+        shares = of_groups(shares, [other.skipped for other in shares], self.ranks_per_row)
         # Where all rows of a step are left out it has no trained token, and a gradient of zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
             micro_batches=align_batches(
-                share.batches, [kinds for _, kinds, _ in ranks], self.encoder, packing=self.config.train.packing
+                share.batches,
+                [kinds for _, kinds, _ in ranks],
+                self.encoder,
+                packing=self.config.train.packing,
+                part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),
             ),
+            work=share.work,
             num_tokens=num_tokens,
             num_input_tokens=sum(other.num_input_tokens for other in shares),
             num_samples=sum(other.num_samples for other in shares),
@@ -151,11 +162,33 @@ class Share:
     """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
 
     batches: list[Batch]
+    work: Work = field(default_factory=Work)
     num_tokens: int = 0
     num_input_tokens: int = 0
     num_samples: int = 0
     skipped: tuple[str, ...] = ()
     error: str | None = None
+
+
+def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
+    """Of the ranks' values, by rank, one for each group of ranks that read the same rows.
+
+    Args:
+        skipped: what each rank leaves out of its rows.
+
+    Raises:
+        DataError: the ranks of a group did not get the same from them.
+    """
+    for rank, value in enumerate(values):
+        first = rank - rank % ranks_per_row
+        if value != values[first]:
+            own, others = ("; ".join(skipped[one]) or "nothing" for one in (first, rank))
+            raise DataError(
+                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) and did not "
+                f"read the same: rank {first} leaves out {own}, rank {rank} {others}; look whether the files are being changed, "
+                "or cannot always be read"
+            )
+    return list(values[::ranks_per_row])
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -176,10 +209,12 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: SFTConfig, ro
         groups = cut_samples(samples, config)
     except DataError as error:
         return Share([], error=str(error))
+    work = work_of(groups, packing=config.train.packing)
     return Share(
+        work=work,
         batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in groups],
-        num_tokens=sum(int(sample.loss_mask[1:].sum()) for sample in samples),
-        num_input_tokens=sum(map(len, samples)),
+        num_tokens=work.trained_tokens,
+        num_input_tokens=work.tokens,
         num_samples=len(samples),
         skipped=tuple(map(str, bad)),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, collate, pack
-from dsreason.data.types import Batch, EncodedSample, MediaKind
+from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_sample
+from dsreason.data.row_parts import take_part
+from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
 from dsreason.errors import DataError
+from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)
 
@@ -31,6 +31,14 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
                 "raise that, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
+
+
+def forward_size(config: RunConfig) -> str:
+    """What one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
+    rows = "one row" if config.train.packing else "padded rows"
+    budget, key = config.token_budget
+    size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
+    return f"{rows} of up to {size} ({key})"
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
@@ -87,16 +95,49 @@ def whole_length(sample: EncodedSample) -> int:
     return len(sample) + len(sample.parent or ())
 
 
+def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
+    """Of micro-batches of these samples. A medium that a micro-batch shows several times is encoded once in it.
+
+    Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
+    (110, 0), (120, 0).
+    """
+    found = Work()
+    for group in groups:
+        parents = {id(sample.parent): sample.parent for sample in group if sample.parent is not None}
+        shown = {id(sample): sample for sample in group if sample.parent is None} | parents
+        if packing:
+            found.spans += [(len(parent), 0) for parent in parents.values()]
+        for sample in group:
+            before = 0 if sample.parent is None else len(sample.parent)
+            found.spans.append((len(sample), before) if packing else (before + len(sample), 0))
+            # Nothing predicts the first token of a sample that follows none.
+            found.trained_tokens += int(sample.loss_mask[int(sample.parent is None) :].sum())
+        for sample in shown.values():
+            for key in GRIDS.values():
+                if key in sample.mm_kwargs:
+                    found.grids += [(t, h, w) for t, h, w in sample.mm_kwargs[key].tolist()]
+    return found
+
+
 def make_batch(samples: Sequence[EncodedSample], *, packing: bool, pad_id: int) -> Batch:
     return pack(samples) if packing else collate(samples, pad_id=pad_id)
 
 
 def align_micro_batches(
-    groups: Sequence[Sequence[EncodedSample]], encoder: Encoder, exchange: Exchange, *, packing: bool
+    groups: Sequence[Sequence[EncodedSample]],
+    encoder: Encoder,
+    exchange: Exchange,
+    *,
+    packing: bool,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place."""
+    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place.
+
+    `part`: what this rank computes of each row; the ranks that compute one together have the same `groups`.
+    """
     batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
-    return align_batches(batches, exchange([media_kinds(batch) for batch in batches]), encoder, packing=packing)
+    kinds = exchange([media_kinds(batch) for batch in batches])
+    return align_batches(batches, kinds, encoder, packing=packing, part=part)
 
 
 def media_kinds(batch: Batch) -> list[MediaKind]:
@@ -104,7 +145,12 @@ def media_kinds(batch: Batch) -> list[MediaKind]:
 
 
 def align_batches(
-    batches: Sequence[Batch], kinds_by_rank: Sequence[Sequence[Sequence[str]]], encoder: Encoder, *, packing: bool
+    batches: Sequence[Batch],
+    kinds_by_rank: Sequence[Sequence[Sequence[str]]],
+    encoder: Encoder,
+    *,
+    packing: bool,
+    part: PartOf = WHOLE,
 ) -> list[Batch]:
     """This rank's micro-batches, given which media each micro-batch of each rank has.
 
@@ -119,21 +165,10 @@ def align_batches(
         wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
-        aligned.append(append_dummies(batch, dummies, pad_id=encoder.pad_id))
+        batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)
+        aligned.append(take_part(batch, part, encoder.pad_id))
     return aligned
 
 
 def empty_batch(pad_id: int, *, packing: bool) -> Batch:
     return make_batch([padding_sample(pad_id)], packing=packing, pad_id=pad_id)
-
-
-def padding_sample(pad_id: int) -> EncodedSample:
-    """Two tokens that are not trained, for a rank that has fewer micro-batches than another."""
-    return EncodedSample(
-        id="",
-        input_ids=torch.full((2,), pad_id),
-        loss_mask=torch.zeros(2, dtype=torch.bool),
-        position_ids=torch.arange(2).repeat(3, 1),
-        mm_token_type_ids=torch.zeros(2, dtype=torch.int64),
-        mm_kwargs={},
-    )

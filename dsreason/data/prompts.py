@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import decode_ahead, first_fatal, read_rows
+from dsreason.data.loader import decode_ahead, first_fatal, of_groups, read_rows
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Sample
+from dsreason.data.types import PartOf, Sample
 from dsreason.errors import DataError
 
 Check = Callable[[Sample], None]
@@ -22,7 +22,7 @@ Check = Callable[[Sample], None]
 
 @dataclass(frozen=True)
 class Prompts:
-    """This rank's prompts of one batch of the order.
+    """This rank's prompts of one batch of the order; those of the ranks that compute rows together are the same.
 
     Example, rank 1 of 2 in batches of 6, where the second of its rows is left out:
     `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
@@ -35,6 +35,11 @@ class Prompts:
     """The prompts' places in the batch of all ranks, whatever was left out."""
     skipped: list[str]
     """Rows left out on any rank, with the reason."""
+
+    def part(self, part: PartOf) -> Prompts:
+        """Those that one of the ranks asks that have all of them: the second of two has every second one."""
+        own = slice(part.number, None, part.total)
+        return replace(self, prompts=self.prompts[own], numbers=self.numbers[own])
 
 
 @dataclass
@@ -52,15 +57,22 @@ class PromptLoader:
     exchange: Exchange
     rank: int = 0
     world_size: int = 1
+    ranks_per_row: int = 1
+    """So many ranks, one behind the other, have the same prompts."""
     start: int = 0
     check: Check | None = None
 
     def __iter__(self) -> Iterator[Prompts]:
         read = partial(read_rows, self.dataset, partial(ask, self.encoder, self.check))
-        shares = (self.order.indices(batch)[self.rank :: self.world_size] for batch in itertools.count(self.start))
+        shares = (self.order.indices(batch)[self._places] for batch in itertools.count(self.start))
         found = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
             yield self._prompts(batch, next(found))
+
+    @property
+    def _places(self) -> slice:
+        """Of this rank's prompts in a batch."""
+        return slice(self.rank // self.ranks_per_row, None, self.world_size // self.ranks_per_row)
 
     def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
         bad = [item for item in items if isinstance(item, DataError)]
@@ -68,13 +80,15 @@ class PromptLoader:
         for error, _ in ranks:  # every rank raises, so that none is left waiting
             if error is not None:
                 raise DataError(error)
-        places = range(self.rank, self.order.batch_size, self.world_size)
+        skipped = [texts for _, texts in ranks]
+        groups = of_groups(skipped, skipped, self.ranks_per_row)
+        places = range(self.order.batch_size)[self._places]
         usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(
             batch=batch,
             prompts=[prompt for _, prompt in usable],
             numbers=[place for place, _ in usable],
-            skipped=[text for _, texts in ranks for text in texts],
+            skipped=[text for texts in groups for text in texts],
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -74,6 +75,43 @@ class Segment(NamedTuple):
         return self.start + self.length
 
 
+class PartOf(NamedTuple):
+    """`PartOf(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
+
+    number: int
+    total: int
+
+
+WHOLE = PartOf(0, 1)
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """The media of one kind that one rank encodes of a row that several compute, and which rank shows their features.
+
+    Media are cut between frames, which no vision tower lets see each other. Features are counted in tokens.
+    """
+
+    grid: torch.Tensor  # [pieces, 3] int64, of the pixels that this rank has
+    sent: torch.Tensor  # [S] int64: numbers of this rank's features, those that the first rank shows before the others'
+    sent_counts: tuple[int, ...]
+    """To each rank."""
+    received_counts: tuple[int, ...]
+    """From each rank."""
+    order: torch.Tensor  # [R] int64: puts the received features in the order of the row
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What one rank computes of a packed row that the ranks of its group share: the tokens from `start` to `end`."""
+
+    start: int
+    end: int
+    targets: torch.Tensor  # [M] int64: which of the batch's N targets are predicted here
+    predictors: torch.Tensor  # [M] int64: what predicts them, counted from `start`
+    media: dict[MediaKind, MediaPart]
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch: samples in one packed row (`B` = 1) or in `B` right-padded rows, of `T` tokens.
@@ -90,6 +128,8 @@ class Batch:
 
     Example: of three rows where the first and the last show one image, the second another:
     `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` `[3, 3]`, and `pixel_values` of two images.
+
+    With a `part` the ranks of a group compute the row together: all have the same, but of the pixels only what each encodes.
     """
 
     ids: tuple[str, ...]
@@ -102,6 +142,7 @@ class Batch:
     mm_kwargs: dict[str, torch.Tensor]
     media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
+    part: RowPart | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,4 +165,13 @@ class Batch:
             position_ids=move(self.position_ids),
             mm_token_type_ids=move(self.mm_token_type_ids),
             mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()},
+            part=None if self.part is None else moved_part(self.part, move),
         )
+
+
+def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> RowPart:
+    media = {
+        kind: replace(one, grid=move(one.grid), sent=move(one.sent), order=move(one.order))
+        for kind, one in part.media.items()
+    }
+    return replace(part, targets=move(part.targets), predictors=move(part.predictors), media=media)

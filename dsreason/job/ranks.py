@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dsreason.data.types import PartOf
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
 from dsreason.job.gpu import choose_device, gpu_errors
@@ -39,6 +40,19 @@ class World:
     device: torch.device
     folder_ranks: tuple[int, ...] = ()
     """The ranks that see the same output folder as this one, where hosts have folders of their own; else none are named."""
+    ranks_per_row: int = 1
+    """So many ranks, one behind the other, compute each row together."""
+    group: Any = None
+    """The process group of those that compute this rank's rows; None: each rank has rows of its own."""
+
+    @property
+    def row_part(self) -> PartOf:
+        """Which part of its group's rows this rank computes."""
+        return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
+
+    def of_groups(self, values: Sequence[T]) -> list[T]:
+        """Of the ranks' values, by rank, those of the first rank of each group: those of a group are the same."""
+        return list(values[:: self.ranks_per_row])
 
     @property
     def is_main(self) -> bool:
@@ -100,6 +114,35 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def with_row_groups(world: World, ranks_per_row: int) -> World:
+    """The world where so many ranks of one host compute each row together. Collective.
+
+    Raises:
+        ConfigError: on every rank, where the ranks of a host do not divide into such groups.
+    """
+    if ranks_per_row == 1:
+        return world
+    with errors_on_all_ranks():
+        if hosts.local_size() % ranks_per_row:
+            raise ConfigError(
+                f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
+                f"({hosts.local_size()}), and those that compute a row together must be on one host; lower it, or start "
+                "another number there"
+            )
+    firsts = range(0, world.size, ranks_per_row)
+    groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in firsts]
+    return replace(world, ranks_per_row=ranks_per_row, group=groups[world.rank // ranks_per_row])
+
+
+def gather_in_group(value: T, world: World) -> list[T]:
+    """The values of the ranks that compute this rank's rows, by rank. For objects without large tensors."""
+    if world.group is None:
+        return [value]
+    values: list[Any] = [None] * world.ranks_per_row
+    dist.all_gather_object(values, value, group=world.group)
+    return values
 
 
 def set_threads(local_size: int) -> None:

@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dsreason.data.types import Batch, Segment
 from dsreason.errors import CheckpointError
+from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,18 +61,20 @@ class RowLayout:
     """For the kernel; empty where there is none."""
     order: Tensor | None = None
     """`[T]`: puts the results of several calls, one behind the other, in the order of the row."""
+    group: Group = None
+    """The ranks that compute the row together, each with a part of its tokens; None: this one has all of them."""
 
 
-def row_layout(segments: Sequence[Segment], device: torch.device) -> RowLayout:
+def row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
     """The layout of a row whose tensors are on `device`."""
     if device.type != "cuda":
-        return RowLayout(tuple(segments))
+        return RowLayout(tuple(segments), group=group)
     calls = kernel_calls(segments)
     order = None
     if len(calls) > 1:
         asked = [call.queries for call in calls if call.queries is not None]
         order = moved(torch.cat(asked).argsort(), device)
-    return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order)
+    return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order, group)
 
 
 def kernel_calls(segments: Sequence[Segment]) -> list[Call]:
@@ -125,16 +128,21 @@ def text_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of a packed row by its `layout`; without one, of padded rows by the mask, as transformers does it.
 
-    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`.
+    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`. Where several ranks compute the row, `T`
+    counts this one's tokens.
     """
     if layout is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return found
+    if layout.group is not None:
+        query, key, value = to_heads(query, key, value, layout.group)
     if layout.calls and has_kernel(query):
-        return by_kernel(query, key, value, layout, scaling), None
-    return by_segment(query, key, value, layout.segments, scaling), None
+        attended = by_kernel(query, key, value, layout, scaling)
+    else:
+        attended = by_segment(query, key, value, layout.segments, scaling)
+    return (attended if layout.group is None else to_tokens(attended, layout.group)), None
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None) -> Tensor:
@@ -250,11 +258,14 @@ def knows_segments(model: PreTrainedModel) -> bool:
     return bool(model.config.text_config._attn_implementation == TEXT)
 
 
-def attention_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
     """What a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
 
     Without our attention transformers finds the samples of a packed row where the first of four rows of positions starts
     again, and only where there is no mask.
+
+    Args:
+        group: the ranks that compute a row together, where the batch has a part for each.
 
     Raises:
         ValueError: transformers would let the samples see each other without a word, or could not show a completion its
@@ -272,7 +283,7 @@ def attention_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
             f"a packed row with {batch.position_ids.shape[0]} rows of positions instead of 3 (temporal, height, width)"
         )
     if knows_segments(model):
-        layout = row_layout(batch.segments, batch.input_ids.device)
+        layout = row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
         return {"attention_mask": None, "position_ids": batch.position_ids, "layout": layout}
     if any(one.parent is not None for one in batch.segments):
         raise ValueError(

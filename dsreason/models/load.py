@@ -339,13 +339,3 @@ def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> 
             model._init_weights(module)
         if unfilled := [name for name in names if module.get_buffer(name).isnan().any()]:
             raise TypeError(f"transformers does not initialise {', '.join(unfilled)} of {type(module).__name__}")
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer and vision block in the backward pass.
-
-    transformers also makes the embeddings' outputs require gradients, which only reentrant checkpointing needs; with a
-    frozen vision tower it would run a backward pass through it for nothing.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.disable_input_require_grads()

@@ -10,6 +10,7 @@ from dsreason.data.types import Batch
 from dsreason.families import family_of
 from dsreason.models.attention import attention_inputs
 from dsreason.models.logprobs import LogprobHead
+from dsreason.models.sequence_parallel import Group, gather_values, media_inputs, shared_out
 from dsreason.models.shared_media import shared_media
 
 if TYPE_CHECKING:
@@ -31,12 +32,30 @@ def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> Bas
     return output
 
 
-class Policy(nn.Module):
-    """Wraps a Hugging Face vision-language model (`.model`)."""
+def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
+    """The same of this rank's part of a row, which it computes together with the others of `group`."""
+    part = batch.part
+    assert part is not None
+    own = slice(part.start, part.end)
+    inputs = attention_inputs(model, batch, group)
+    inputs |= {"input_ids": batch.input_ids[:, own], "position_ids": inputs["position_ids"][..., own]}
+    inputs |= {"mm_token_type_ids": batch.mm_token_type_ids[:, own], **media_inputs(model, batch)}
+    with shared_out(model, batch, group):
+        output: BaseModelOutputWithPast = model.model(use_cache=False, **inputs)
+    return output
 
-    def __init__(self, model: PreTrainedModel) -> None:
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face vision-language model (`.model`).
+
+    Args:
+        group: the ranks that compute rows with a `part` together.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: Group = None) -> None:
         super().__init__()
         self.model = model
+        self.group = group
         self.head = family_of(model.config.model_type).modules.head
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
@@ -52,11 +71,22 @@ class Policy(nn.Module):
         probability 0: those that the rollout engine never draws, so that both mean one distribution.
         A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
         must run the same layers forward and backward, whatever its data holds.
+
+        Of a row that several ranks compute, each has all values, and the gradient of those that it computed.
         """
-        hidden = base_output(self.model, batch, use_cache=False).last_hidden_state.flatten(0, 1)  # [B * T, H]
-        count = batch.targets.shape[0]
-        selected, targets = hidden[batch.predictors], batch.input_ids.flatten()[batch.targets]
+        part, predictors, places = batch.part, batch.predictors, batch.targets
+        if part is None:
+            output = base_output(self.model, batch, use_cache=False)
+        else:
+            output = part_output(self.model, batch, self.group)
+            predictors, places = part.predictors, places[part.targets]
+        hidden = output.last_hidden_state.flatten(0, 1)  # [B * T, H]
+        count = predictors.shape[0]
+        selected, targets = hidden[predictors], batch.input_ids.flatten()[places]
         if count == 0:
             selected, targets = hidden[:1], batch.input_ids[0, :1]
         found = self.model.get_submodule(self.head)(selected, targets, temperature, banned_ids, with_entropy)
-        return (found[0][:count], found[1][:count]) if with_entropy else found[:count]
+        values = [one[:count] for one in (found if with_entropy else (found,))]
+        if part is not None:
+            values = gather_values(values, part.targets, batch.targets.shape[0], self.group)
+        return (values[0], values[1]) if with_entropy else values[0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -57,6 +56,21 @@ def peak_flops(device_name: str) -> float | None:
     return None
 
 
+@dataclass
+class Work:
+    """What samples ask of the model, without padding and without the media that only keep ranks in step."""
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Of each run of tokens that attends causally: how many they are, and how many others they all see before them."""
+    trained_tokens: int = 0
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each medium that goes through the vision tower: frames, height and width in patches."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for length, _ in self.spans)
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of a forward and backward pass, per unit of work.
@@ -77,21 +91,19 @@ class ModelFlops:
     merge_size: int
     window: int | None  # merged tokens along one side
 
-    def step(
-        self, *, lengths: Sequence[int], trained_tokens: int, grids: Sequence[Sequence[int]], causal: bool = True
-    ) -> float:
-        """FLOPs for samples of `lengths` tokens whose media are `grids`: (frames, height, width) in patches.
+    def step(self, work: Work, *, causal: bool = True) -> float:
+        """FLOPs of the work.
 
         `causal=False` counts the masked half of text attention too, as an unfused kernel computes it.
         """
-        text_pairs = sum(n * (n + 1) / 2 if causal else n * n for n in lengths)
-        patches = sum(t * h * w for t, h, w in grids)
-        full_pairs = sum(t * (h * w) ** 2 for t, h, w in grids)  # frames do not see each other
-        windowed_pairs = sum(t * self.window_pairs(h) * self.window_pairs(w) for t, h, w in grids)
+        text_pairs = sum(n * before + (n * (n + 1) / 2 if causal else n * n) for n, before in work.spans)
+        patches = sum(t * h * w for t, h, w in work.grids)
+        full_pairs = sum(t * (h * w) ** 2 for t, h, w in work.grids)  # frames do not see each other
+        windowed_pairs = sum(t * self.window_pairs(h) * self.window_pairs(w) for t, h, w in work.grids)
         return (
-            self.text_token * sum(lengths)
+            self.text_token * work.tokens
             + self.text_pair * text_pairs
-            + self.head_token * trained_tokens
+            + self.head_token * work.trained_tokens
             + self.vision_patch * patches
             + self.vision_merged_token * patches / self.merge_size**2
             + self.vision_pair_full * full_pairs

@@ -88,14 +88,19 @@ def overall_difference(a: Gradients, b: Gradients) -> float:
     return float(np.sqrt(sum(np.sum((a[n] - b[n]) ** 2) for n in b) / sum(np.sum(b[n] ** 2) for n in b)))
 
 
-# Ranks x settings: 1x8x1, 2x2x2 and 4x1x2 (ranks x accumulation x micro-batch), and a cut by tokens.
+# Ranks x settings: 1x8x1, 2x2x2 and 4x1x2 (ranks x accumulation x micro-batch), and rows of so many tokens.
 CUTS = {
     "1x8x1": (1, {"micro_batch_size": 1}),
+    "1 row": (1, {}),
+    "1 rank, rows of 70": (1, {"max_tokens_per_micro_batch": 70}),
     "2x2x2": (2, {"micro_batch_size": 2}),
+    "2 ranks, a row each": (2, {}),
+    "2 ranks, rows of 70": (2, {"max_tokens_per_micro_batch": 70}),
+    "2 ranks, padded rows": (2, {"packing": False, "max_tokens_per_micro_batch": 256}),
     "4x1x2": (4, {"micro_batch_size": 2}),
-    "2 ranks by tokens": (2, {"max_tokens_per_micro_batch": 256}),
+    "4 ranks, rows of 75": (4, {"max_tokens_per_micro_batch": 75}),
 }
-WHOLE = {"micro_batch_size": 8}
+WHOLE = {"packing": False, "micro_batch_size": 8}
 TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", False), "qwen3_vl": ("qwen3_vl", False), "adapters": ("qwen3_vl", True)}
 """Family, and whether adapters are trained."""
 

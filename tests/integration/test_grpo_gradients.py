@@ -1,9 +1,13 @@
-"""The same rollouts give the same policy gradient however they are cut over ranks and micro-batches."""
+"""The same rollouts give the same policy gradient however they are cut over ranks and rows, and whether the completions of
+a prompt share it or each stands behind its own."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from tests.distributed import run_on_ranks
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import Gradients, worst_difference
+from tests.unit.media.videos import write_video
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +33,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl_bias_corrected": {"preset": "dapo", "kl_coef": 0.5, "kl_estimator": "bias_corrected_k3"},
     "entropy": {"preset": "grpo", "kl_coef": 0.0, "entropy_coef": 0.5},
 }
-LENGTHS = (3, 7, 1, 5, 8, 2, 6, 4)
+LENGTHS = ((3, 7, 1), (5, 8, 2), (6, 4, 1), (2, 2, 8), (7, 1, 2))
+"""Of the completions of each prompt: text alone, an image, a video, two images, and a video of 20 seconds."""
+UNSHARED = {"packing": False, "micro_batch_size": 8}
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [UNSHARED, {}, {"micro_batch_size": 4}, {"max_tokens_per_micro_batch": 277}, {"packing": False}],
+    2: [{}, {"max_tokens_per_micro_batch": 277}, {"packing": False, "micro_batch_size": 3}],
+    4: [{}],
+}
+"""By number of ranks. A row of 277 tokens does not hold the three completions of the long video, which has 269."""
 
 
 def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> Any:
@@ -37,7 +50,7 @@ def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> An
     return GRPOConfig.model_validate(
         {
             "model": {"path": model, "gradient_checkpointing": False},
-            "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
+            "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 2.0}},
             "train": {"precision": "fp32", **train},
             "grpo": {"num_generations": 2, "prompts_per_step": 4, **VARIANTS[variant]},
             "rollout": {"max_completion_length": 8, "temperature": 0.9},
@@ -46,20 +59,35 @@ def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> An
     )
 
 
+def write_rows(folder: Path) -> str:
+    rows = write_mixed_rows(folder, 4)
+    frames = np.zeros((80, 64, 64, 3), np.uint8)
+    for i, frame in enumerate(frames):
+        frame[20:40, i // 2 : i // 2 + 20] = (220, 30, 30)
+    write_video(folder / "long.mp4", range(0, 20_000, 250), frames=frames)
+    row = {"id": "long", "video": "long.mp4", "question": "What colour?", "answer": "red"}
+    with rows.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return str(rows)
+
+
 def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
-    """One completion for each of the eight rows, of made-up ids, log-probabilities and advantages."""
+    """Completions of made-up ids, log-probabilities and advantages; a rank has every `size`-th prompt's."""
     from dsreason.data.sources import open_datasets
     from dsreason.rollout.protocol import Completion
     from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
     random, found = np.random.default_rng(0), []
-    for i, length in enumerate(LENGTHS):
-        ids = tuple(random.integers(5, 60, length).tolist())
-        logprobs = tuple(random.normal(-5, 1.0, length).tolist())
-        completion = Completion(ids, "", logprobs, "stop", 0)
-        found.append(Rollout(encoder.encode_prompt(rows[i]), completion, 0.0, {}, float(random.normal())))
-    return found[rank::size]
+    for number, lengths in enumerate(LENGTHS):
+        prompt = encoder.encode_prompt(rows[number])
+        for length in lengths:
+            ids = tuple(random.integers(5, 60, length).tolist())
+            logprobs = tuple(random.normal(-5, 1.0, length).tolist())
+            rollout = Rollout(prompt, Completion(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
+            if number % size == rank:
+                found.append(rollout)
+    return found
 
 
 def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
@@ -89,7 +117,8 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
                 engine = build_policy_engine(config, deepspeed, Path(model))
                 set_learning_rate(engine, 0.0)
-            micro_batches = cut(made_up_rollouts(config, encoder, world.rank, world.size), config, encoder)
+                rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
+            micro_batches = cut(rollouts, config, encoder)
             micro_batches = [replace(one, old_logprobs=other_logprobs(one, 0.1)) for one in micro_batches]
             if variant.startswith("kl"):
                 micro_batches = [replace(one, ref_logprobs=other_logprobs(one, 0.5)) for one in micro_batches]
@@ -100,29 +129,38 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     return found if world.is_main else None
 
 
+ByVariant = dict[str, list[Gradients]]
+"""The gradients of each cut."""
+
+
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> dict[str, list[Gradients]]:
-    """By variant: 1 rank with micro-batches of 8, 1 and 3, 2 ranks with 2 and 3."""
-    rows = str(write_mixed_rows(tmp_path_factory.mktemp("rows")))
-    cuts = {1: [8, 1, 3], 2: [2, 3]}
-    found: dict[str, list[Gradients]] = {variant: [] for variant in VARIANTS}
-    for ranks, sizes in cuts.items():
-        settings = [{"micro_batch_size": size} for size in sizes]
-        measured = run_on_ranks(policy_gradients, ranks, rows, str(tiny_qwen3_vl), settings)[0]
-        for (variant, _), grads in measured.items():
-            found[variant].append(grads)
-    return found
+def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], ByVariant]:
+    """Of a number of ranks."""
+    rows = write_rows(tmp_path_factory.mktemp("rows"))
+
+    @cache
+    def on_ranks(ranks: int) -> ByVariant:
+        found: ByVariant = {variant: [] for variant in VARIANTS}
+        by_cut = run_on_ranks(policy_gradients, ranks, rows, str(tiny_qwen3_vl), CUTS[ranks])[0]
+        for (variant, _), gradients in by_cut.items():
+            found[variant].append(gradients)
+        return found
+
+    return on_ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_policy_gradient_does_not_depend_on_the_cut(gradients: dict[str, list[Gradients]], variant: str) -> None:
-    whole, *others = gradients[variant]
-    assert len(others) == 4
-    assert np.sqrt(sum(np.sum(grad**2) for grad in whole.values())) > 1e-3
-    for other in others:
-        assert worst_difference(other, whole) <= 1e-5
+def test_the_policy_gradient_does_not_depend_on_the_cut(
+    measured: Callable[[int], ByVariant], variant: str, ranks: int
+) -> None:
+    unshared = measured(1)[variant][0]
+    assert np.sqrt(sum(np.sum(grad**2) for grad in unshared.values())) > 1e-3
+    differences = [worst_difference(other, unshared) for other in measured(ranks)[variant]]
+    assert len(differences) == len(CUTS[ranks])
+    assert max(differences) <= 1e-5, differences
 
 
-def test_variants_have_gradients_of_their_own(gradients: dict[str, list[Gradients]]) -> None:
+def test_variants_have_gradients_of_their_own(measured: Callable[[int], ByVariant]) -> None:
     for one, other in itertools.combinations(VARIANTS, 2):
-        assert worst_difference(gradients[one][0], gradients[other][0]) > 1e-3, (one, other)
+        assert worst_difference(measured(1)[one][0], measured(1)[other][0]) > 1e-3, (one, other)

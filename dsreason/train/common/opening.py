@@ -16,14 +16,16 @@ from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
-from dsreason.job.ranks import first_rank_first, on_rank_zero
+from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
 from dsreason.models.folder import model_fingerprint
 from dsreason.models.freeze import freeze
-from dsreason.models.load import enable_gradient_checkpointing, load_model
+from dsreason.models.load import load_model
 from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters, check_alike, trained_share
 from dsreason.models.policy import Policy
+from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.train.common.answers import ValidationResult
@@ -63,6 +65,7 @@ def open_run(
         check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
     """
     opened = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
+    opened.world = with_row_groups(opened.world, config.train.sequence_parallel_size)
     with opened.watchdog.phase("open_data"), first_rank_first(opened.world):
         training, validation = open_datasets(opened.config.data)
     encoder = build_encoder(opened.config, opened.model_path)
@@ -102,8 +105,13 @@ class Run(JobRun[C], OpenedRun[C]):
         )
 
 
-def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path) -> DeepSpeedEngine:
-    """The model in its partitions, frozen where asked or with adapters, with its optimizer."""
+def build_policy_engine(
+    config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
+) -> DeepSpeedEngine:
+    """The model in its partitions, frozen where asked or with adapters, with its optimizer.
+
+    `group`: of the ranks that compute rows together, `World.group`.
+    """
     log.info("loading %s", model_path)
     model = load_model(
         model_path,
@@ -112,11 +120,12 @@ def build_policy_engine(config: RunConfig, deepspeed_config: dict[str, Any], mod
         deepspeed=deepspeed_config,
         trust_remote_code=config.model.trust_remote_code,
     )
+    log.info("a forward takes %s", forward_size(config))
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    policy = Policy(model)  # looks for the plain output layer, so before adapters
+        enable_gradient_checkpointing(model, offload=config.train.activation_offload)
+    policy = Policy(model, group)  # looks for the plain output layer, so before adapters
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)

@@ -49,7 +49,20 @@ def check_model(config: RunConfig) -> Encoder:
     check_freeze(parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
+    check_heads(config, model_path)
     return build_encoder(config, model_path)
+
+
+def check_heads(config: RunConfig, model_path: Path) -> None:
+    """ConfigError where the ranks that compute a row together cannot share the attention heads."""
+    size = config.ranks_per_row
+    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    heads = model.get_text_config().num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
+            f"to a divisor of {heads}"
+        )
 
 
 def check_adapters(config: RunConfig, model_path: Path) -> None:

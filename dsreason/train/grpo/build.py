@@ -24,6 +24,7 @@ from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
+from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
@@ -44,6 +45,7 @@ class GRPORun(Run[GRPOConfig]):
     reference: Reference | None
     """None where no KL is asked for."""
     objective: Objective
+    arithmetic: Arithmetic
     banned_ids: Tensor
     """Media tokens, which no completion has."""
     batches_per_epoch: float
@@ -86,6 +88,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             exchange=gather_objects,
             rank=world.rank,
             world_size=world.size,
+            ranks_per_row=world.ranks_per_row,
             start=next_batch,
             check=row_check(config),
         )
@@ -95,6 +98,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             prompts=iter(prompts),
             reference=reference,
             objective=objective_of(config.grpo),
+            arithmetic=arithmetic_of(engine, world),
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device),
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             next_batch=next_batch,
@@ -110,7 +114,7 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
             f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
         )
-    engine = build_policy_engine(config, opened.deepspeed, model_path)
+    engine = build_policy_engine(config, opened.deepspeed, model_path, opened.world.group)
     reference: Reference | None = None
     if objective_of(config.grpo).kl_coef:  # before a checkpoint is loaded
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)

@@ -7,20 +7,21 @@ import time
 from pathlib import Path
 
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.micro_batches import work_of
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
-from dsreason.job.ranks import all_sum, gather_objects
+from dsreason.job.ranks import gather_in_group, gather_objects
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPORun, build_grpo
 from dsreason.train.grpo.engine_check import check_engine
 from dsreason.train.grpo.reference import reset_reference
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, split_into_steps
+from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
 from dsreason.train.grpo.sampling import sample
 from dsreason.train.grpo.show import describe, show
-from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut, shares_prompts
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""
@@ -42,10 +43,11 @@ def train(grpo: GRPORun) -> None:
         poll_checkpoint(grpo)
         started, first = time.perf_counter(), grpo.state.step
         with grpo.watchdog.phase("rollout"):
-            rollouts = sample(grpo)
+            rollouts, prompts = sample(grpo)
         sampled = time.perf_counter()
         with grpo.watchdog.phase("prepare"):
             show(grpo, rollouts)
+            rollouts = join_group(rollouts, prompts, lambda own: gather_in_group(own, grpo.world))
             steps = optimizer_steps(grpo, rollouts)
         for micro_batches in steps:
             with grpo.watchdog.phase("step"):
@@ -65,7 +67,8 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     if grpo.objective.overlong_filter:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
     parts = split_into_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
-    steps = [cut(part, grpo.config, grpo.encoder) for part in parts if any(gather_objects(bool(part)))]
+    row_part = grpo.world.row_part
+    steps = [cut(part, grpo.config, grpo.encoder, row_part) for part in parts if any(gather_objects(bool(part)))]
     check_trained(grpo, steps)
     steps = steps[
         : grpo.total_steps - grpo.state.step
@@ -109,8 +112,14 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
     if isinstance(grpo.reference, ReferencePolicy):
         step, folder = grpo.state.step, grpo.output_dir
         reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
+    work = work_of(
+        [[training_sample(rollout) for rollout in one.rollouts] for one in micro_batches],
+        packing=shares_prompts(grpo.config),
+    )
+    metrics |= grpo.arithmetic.metrics(work, [one.batch for one in micro_batches], metrics["time/train"])
     rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
-    tokens = int(all_sum(sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)))
+    own = sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)
+    tokens = sum(grpo.world.of_groups(gather_objects(own)))
     shown = {name: grpo.rollout_metrics[key] for name, key in SHOWN.items() if key in grpo.rollout_metrics}
     show_step(
         grpo,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -128,6 +129,24 @@ def with_advantages(
         number, advantages = chosen.get(group[0].place) or (None, [0.0] * len(group))
         found += [replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)]
     return found
+
+
+def join_group(
+    rollouts: Sequence[Rollout], prompts: Mapping[PromptPlace, EncodedPrompt], exchange: Exchange
+) -> list[Rollout]:
+    """The trained rollouts of all ranks that compute this rank's rows, in the order of their prompts. Collective.
+
+    Args:
+        prompts: all of these ranks'. Each has them, so that only what belongs to the completions is exchanged.
+        exchange: among these ranks.
+    """
+    own = [
+        {name: value for name, value in vars(rollout).items() if name != "prompt"}
+        for rollout in rollouts
+        if rollout.group is not None
+    ]
+    joined = sorted((found for part in exchange(own) for found in part), key=itemgetter("place"))
+    return [Rollout(prompt=prompts[found["place"]], **found) for found in joined]
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:

@@ -6,31 +6,40 @@ import time
 
 import numpy as np
 
+from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
 from dsreason.train.common.steps import count_skipped
 from dsreason.train.grpo.build import GRPORun
-from dsreason.train.grpo.rollouts import Group, Rollout, informative, make_rollouts, with_advantages
+from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, informative, make_rollouts, with_advantages
 
 
-def sample(grpo: GRPORun) -> list[Rollout]:
-    """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after."""
+def sample(grpo: GRPORun) -> tuple[list[Rollout], dict[PromptPlace, EncodedPrompt]]:
+    """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after.
+
+    With them the prompts, by place, of all ranks that compute this rank's rows: each of these ranks samples some of them.
+    """
     config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
     grpo.rollout_metrics = dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     dynamic = grpo.objective.dynamic_sampling
     groups: list[Group] = []
+    found: dict[PromptPlace, EncodedPrompt] = {}
     with grpo.sampler.awake(version=grpo.state.step) as engine:
         for _ in range(1 + config.max_refills if dynamic else 1):
-            groups += sample_groups(grpo, engine, next_prompts(grpo))
+            prompts = next_prompts(grpo)
+            found |= {
+                (prompts.batch, number): one for number, one in zip(prompts.numbers, prompts.prompts, strict=True)
+            }
+            groups += sample_groups(grpo, engine, prompts.part(grpo.world.row_part))
             usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
             if all_sum(sum(usable)) >= wanted:
                 break
     metrics = grpo.rollout_metrics | grpo.sampler.times
     metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
     grpo.rollout_metrics = metrics
-    return with_advantages(groups, usable, wanted, grpo.objective.advantages, gather_objects)
+    return with_advantages(groups, usable, wanted, grpo.objective.advantages, gather_objects), found
 
 
 def next_prompts(grpo: GRPORun) -> Prompts:

@@ -13,6 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import by_parent, joined
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
+from dsreason.data.types import WHOLE, PartOf
 from dsreason.engine.reference import Reference
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
@@ -22,13 +23,16 @@ from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 
 
-def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder) -> list[MicroBatch]:
-    """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective."""
+def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE) -> list[MicroBatch]:
+    """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective.
+
+    `part`: what this rank computes of each row; those that compute rows together have the same rollouts.
+    """
     samples = [training_sample(rollout) for rollout in rollouts]
     if not shares_prompts(config):
         samples = [joined(sample) for sample in samples]
     groups = [by_parent(group) for group in cut_samples(samples, config)]
-    batches = align_micro_batches(groups, encoder, gather_objects, packing=config.train.packing)
+    batches = align_micro_batches(groups, encoder, gather_objects, packing=config.train.packing, part=part)
     cut_rollouts = [[sample.rollout for sample in group] for group in groups]
     cut_rollouts += [[]] * (len(batches) - len(groups))
     return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
@@ -81,8 +85,8 @@ def accumulate_gradients(
     objective = objective_of(config.grpo)
     lengths = [len(rollout.completion.ids) for one in micro_batches for rollout in one.rollouts]
     counts = GlobalCounts(
-        num_tokens=sum(gather_objects(sum(lengths))),
-        num_sequences=sum(gather_objects(len(lengths))),
+        num_tokens=sum(world.of_groups(gather_objects(sum(lengths)))),
+        num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
     sums = {"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0}
@@ -111,7 +115,7 @@ def accumulate_gradients(
         if one.ref_logprobs is not None:
             sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
         found += mismatches(one.rollouts, old)
-    everywhere = gather_objects((sums, with_few_texts(found)))
+    everywhere = world.of_groups(gather_objects((sums, with_few_texts(found))))
     totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
     found = [one for _, part in everywhere for one in part]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}

@@ -11,11 +11,11 @@ import torch
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepLoader
-from dsreason.job.ranks import World, broadcast_object, gather_objects
+from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import model_config
-from dsreason.monitor.flops import ModelFlops, model_flops, peak_flops
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
+from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.sft.preflight import check, step_order
@@ -26,9 +26,7 @@ class SFTRun(Run[SFTConfig]):
     """What SFT has beside the parts of every run."""
 
     loader: StepLoader
-    flops: ModelFlops
-    peak_flops: float | None
-    """Of all devices together; None where the device's peak is not known."""
+    arithmetic: Arithmetic
     steps_per_epoch: float
 
 
@@ -40,7 +38,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
         order = step_order(opened.training, config)
         with opened.watchdog.phase("load_model"):
-            engine = build_policy_engine(config, opened.deepspeed, model_path)
+            engine = build_policy_engine(config, opened.deepspeed, model_path, world.group)
             state = start_policy(opened, engine)
         settings = TransformersSettings(
             attention=config.model.attention,
@@ -62,14 +60,14 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             config,
             rank=world.rank,
             world_size=world.size,
+            ranks_per_row=world.ranks_per_row,
             exchange=gather_objects,
             start_step=state.step,
         )
         yield SFTRun(
             **vars(run),
             loader=loader,
-            flops=model_flops(engine.module.model),
-            peak_flops=broadcast_object(job_peak_flops(world)),  # one answer: counting FLOPs is a collective
+            arithmetic=arithmetic_of(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
         )
 
@@ -81,10 +79,3 @@ def validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
     memory = torch.cuda.get_device_properties(world.device).total_memory // 4
     model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
     return tokens_that_fit(model, DTYPES[config.train.precision], memory)
-
-
-def job_peak_flops(world: World) -> float | None:
-    if world.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(world.device))
-    return None if peak is None else peak * world.size

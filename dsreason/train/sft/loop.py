@@ -9,9 +9,7 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import SFTConfig
-from dsreason.data.collate import GRIDS
 from dsreason.data.loader import StepBatches
-from dsreason.data.types import Batch
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
@@ -72,7 +70,7 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
         if not last:
             engine.step()
         total += loss.item()
-    return all_sum(total)
+    return all_sum(total) / world.ranks_per_row  # those that compute a row together all have its loss
 
 
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
@@ -82,27 +80,5 @@ def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *,
     whole = seconds + batches.data_seconds
     shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
     metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
-    if sft.peak_flops is not None:
-        metrics["perf/mfu"] = step_flops(sft, batches) / whole / sft.peak_flops
+    metrics |= sft.arithmetic.metrics(batches.work, batches.micro_batches, whole)
     show_step(sft, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
-
-
-def sample_lengths(batch: Batch) -> list[int]:
-    if batch.attention_mask is None:
-        return [one.length for one in batch.segments]
-    lengths: list[int] = batch.attention_mask.sum(dim=1).tolist()
-    return lengths
-
-
-def step_flops(sft: SFTRun, batches: StepBatches) -> float:
-    """FLOPs of the step on all ranks. Collective."""
-    lengths = [n for batch in batches.micro_batches for n in sample_lengths(batch)]
-    grids = [
-        grid
-        for batch in batches.micro_batches
-        for key in GRIDS.values()
-        if key in batch.mm_kwargs
-        for grid in batch.mm_kwargs[key].tolist()
-    ]
-    trained = sum(len(batch.targets) for batch in batches.micro_batches)
-    return all_sum(sft.flops.step(lengths=lengths, trained_tokens=trained, grids=grids))

@@ -201,6 +201,20 @@ def test_what_deepspeed_takes_for_a_wish_is_not_passed_on() -> None:
     assert "datastates_ckpt" not in result  # for DeepSpeed null is a wish, too
 
 
+def test_ranks_that_compute_rows_together_take_fewer_steps_than_ranks_alone() -> None:
+    config = make(train={"global_batch_size": 8, "sequence_parallel_size": 2})
+    for document in (ZERO3, ZERO3 | {"sequence_parallel_size": 2}):
+        result = resolve(document, config, world_size=4)
+        assert (result["gradient_accumulation_steps"], result["train_batch_size"]) == (4, 16)
+        assert "sequence_parallel_size" not in result  # DeepSpeed would expect another product
+    assert errors(ZERO3 | {"sequence_parallel_size": 4}, config) == [
+        (
+            "ds.json: sequence_parallel_size (4) contradicts run.toml: train.sequence_parallel_size is 2; "
+            'set it to "auto" or remove it'
+        )
+    ]
+
+
 @pytest.mark.parametrize(
     ("train", "budget"),
     [

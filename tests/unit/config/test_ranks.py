@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from dsreason.config.schema import SFTConfig
+from dsreason.errors import ConfigError
 
 
 def make(global_batch_size: int) -> SFTConfig:
@@ -21,3 +23,33 @@ def test_ranks_without_a_sample_are_pointed_out() -> None:
             "raise it, or start fewer ranks"
         )
     ]
+
+
+def shared_rows(size: int, global_batch_size: int = 8, **train: object) -> SFTConfig:
+    settings = {"global_batch_size": global_batch_size, "sequence_parallel_size": size, **train}
+    return SFTConfig.model_validate({"train": settings})
+
+
+def test_groups_of_ranks_that_compute_a_row_together_are_what_needs_samples() -> None:
+    assert shared_rows(2, 4).check_ranks(8) == []
+    assert shared_rows(4, 1).check_ranks(8) == [
+        (
+            "train.global_batch_size is 1, less than the number of groups of 4 ranks (2): 1 of them train on nothing in every "
+            "step; raise it, or start fewer ranks"
+        )
+    ]
+
+
+def test_ranks_that_compute_a_row_together_must_divide_all_ranks() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.sequence_parallel_size \(4\) does not divide the number of ranks \(6\)"
+    ):
+        shared_rows(4).check_ranks(6)
+
+
+def test_rows_are_computed_together_only_where_they_are_packed_and_the_attention_is_ours() -> None:
+    with pytest.raises(ValidationError, match=r"sequence_parallel_size \(2\) needs packed rows.*packing = true"):
+        shared_rows(2, packing=False)
+    expected = r'our own attention only, and model\.attention is "sdpa"; set model\.attention = "auto"'
+    with pytest.raises(ValidationError, match=expected):
+        SFTConfig.model_validate({"train": {"sequence_parallel_size": 2}, "model": {"attention": "sdpa"}})

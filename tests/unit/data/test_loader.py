@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsreason.config.schema import SFTConfig
-from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers
+from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of_groups
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
@@ -50,14 +50,16 @@ def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
     return [lambda value, rank=rank: exchange(rank, value) for rank in range(world_size)]
 
 
-def all_steps(config: SFTConfig, world_size: int = 1, start_step: int = 0) -> list[list[StepBatches]]:
+def all_steps(
+    config: SFTConfig, world_size: int = 1, start_step: int = 0, ranks_per_row: int = 1
+) -> list[list[StepBatches]]:
     """By rank, then step."""
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, Path(config.model.path)), step_order(training, config)
 
     def one_rank(rank: int, exchange: Callable[[Any], list[Any]]) -> list[StepBatches]:
-        place = {"exchange": exchange, "rank": rank, "world_size": world_size, "start_step": start_step}
-        return list(StepLoader(training, encoder, order, config, **place))
+        place = {"exchange": exchange, "rank": rank, "world_size": world_size, "ranks_per_row": ranks_per_row}
+        return list(StepLoader(training, encoder, order, config, **place, start_step=start_step))
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one_rank, range(world_size), gathering(world_size)))
@@ -90,6 +92,30 @@ def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size,
         trained = sum(len(batch.targets) for step in steps for batch in step.micro_batches)
         assert {step.num_tokens for step in steps} == {trained}
         assert {step.num_samples for step in steps} == {8}
+
+
+def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, tiny_qwen2_5_vl):
+    settings = config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=400)
+    ranks, alone = all_steps(settings, 4, ranks_per_row=2), all_steps(settings, 2)
+    for rank, steps in enumerate(ranks):
+        for step, expected in zip(steps, alone[rank // 2], strict=True):
+            for name in ("num_tokens", "num_input_tokens", "num_samples", "skipped"):
+                assert getattr(step, name) == getattr(expected, name)
+            for batch, one in zip(step.micro_batches, expected.micro_batches, strict=True):
+                length = one.input_ids.shape[1]
+                assert batch.ids == one.ids and torch.equal(batch.input_ids[:, :length], one.input_ids)
+                half = (length + 1) // 2
+                assert (batch.part.start, batch.part.end) == (rank % 2 * half, (rank % 2 + 1) * half)
+
+
+def test_ranks_that_compute_rows_together_must_read_the_same():
+    skipped = [(), (), (), ("row 7: is empty",)]
+    assert of_groups([1, 1, 2, 2], skipped, 2) == [1, 2]
+    expected = (
+        r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; look"
+    )
+    with pytest.raises(DataError, match=expected):
+        of_groups([1, 1, 2, 3], skipped, 2)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -13,7 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import SampleTooLong
 from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
-from dsreason.data.types import Sample
+from dsreason.data.types import PartOf, Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.preflight import build_encoder, check_dataset
 from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
@@ -167,3 +167,12 @@ def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
     lenient = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"})
     left_out = check_dataset("training", training, encoder, lenient, check)
     assert sorted(text.split(", ")[1] for text in left_out) == ["row 3: not 2", "row 6: not 5"]
+
+
+def test_ranks_that_compute_rows_together_have_the_same_prompts(rows: Path, tiny_qwen3_vl: Path) -> None:
+    found = batches(config(rows, tiny_qwen3_vl), 2, world_size=4, ranks_per_row=2)
+    alone = batches(config(rows, tiny_qwen3_vl), 2, world_size=2)
+    for rank, (one, expected) in enumerate(zip(found, [alone[0], alone[0], alone[1], alone[1]], strict=True)):
+        assert [(part.numbers, ids(part)) for part in one] == [(part.numbers, ids(part)) for part in expected]
+        asked = [part.part(PartOf(rank % 2, 2)) for part in one]
+        assert [part.numbers for part in asked] == [part.numbers[rank % 2 :: 2] for part in expected]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
+from dsreason.errors import ConfigError
 from dsreason.job import ranks
 from dsreason.job.ranks import World, seed_everything
 
@@ -47,3 +48,18 @@ def test_the_first_rank_of_a_folder_does_what_is_done_once_in_it() -> None:
     apart = [World(rank, rank % 2, 4, device, folder_ranks=(0, 1) if rank < 2 else (2, 3)) for rank in range(4)]
     assert [world.is_first_of_folder for world in apart] == [True, False, True, False]
     assert [list(world.ranks_here) for world in apart] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_consecutive_ranks_compute_rows_together() -> None:
+    worlds = [World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2) for rank in range(4)]
+    assert [world.row_part for world in worlds] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert worlds[3].of_groups(["a", "a", "b", "b"]) == ["a", "b"]
+
+
+def test_ranks_of_a_host_that_do_not_divide_into_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "gather_objects", lambda value: [value])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel_size \(2\) does not divide the number of ranks on .* \(3\)"
+    ):
+        ranks.with_row_groups(World(0, 0, 6, torch.device("cpu")), 2)

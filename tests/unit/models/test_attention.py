@@ -106,12 +106,12 @@ def test_padded_rows_give_the_same_with_our_attention(
 def test_recomputation_sees_the_same_samples(
     model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    from dsreason.models.load import enable_gradient_checkpointing
+    from dsreason.models.recomputation import enable_gradient_checkpointing
 
     recomputing = policy(model_path)
     enable_gradient_checkpointing(recomputing.model)
     first = recomputing(pack(samples))
-    recomputing(pack(samples[:3]))  # another row before the backward pass of the first
+    recomputing(pack(samples[::-1]))  # another row, as long, before the backward pass of the first
     weights = torch.randn(len(first), generator=torch.Generator().manual_seed(1)) / len(first)
     (first * weights).sum().backward()
     found = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}

@@ -10,7 +10,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from dsreason.monitor.flops import model_flops, peak_flops
+from dsreason.monitor.flops import Work, model_flops, peak_flops
 
 VISION = {
     "depth": 3,
@@ -73,7 +73,7 @@ def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool
         parameter.requires_grad = not (frozen and frozen in name)
     grid = (1, 4, 10)  # the windows of Qwen2.5-VL are 4 patches wide: the last one is cut
     counted, length = counted_flops(model, grid)
-    ours = model_flops(model).step(lengths=[length], trained_tokens=length, grids=[grid], causal=False)
+    ours = model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
     assert ours == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
 
 
@@ -88,7 +88,15 @@ def test_a_text_config_that_says_nothing_of_tied_embeddings_is_counted_by_its_pa
 def test_causal_attention_counts_each_pair_once() -> None:
     flops = model_flops(tiny("qwen3_vl", tied=False))
     # 12 x 2 layers x 32 channels x (10 x 11 / 2 pairs); 6 per parameter: 2 x (32 x 32 x 2 + 32 x 16 x 2 + 3 x 32 x 48)
-    assert flops.step(lengths=[10], trained_tokens=0, grids=[]) == 12 * 2 * 32 * 55 + 10 * 6 * 2 * (2048 + 1024 + 4608)
+    assert flops.step(Work([(10, 0)])) == 12 * 2 * 32 * 55 + 10 * 6 * 2 * (2048 + 1024 + 4608)
+
+
+def test_a_completion_attends_to_its_whole_prompt_and_costs_only_its_own_tokens() -> None:
+    flops = model_flops(tiny("qwen3_vl", tied=False))
+    alone, behind = flops.step(Work([(4, 0)])), flops.step(Work([(4, 10)]))
+    assert behind - alone == 12 * 2 * 32 * 4 * 10
+    whole = flops.step(Work([(14, 0)]))
+    assert flops.step(Work([(10, 0), (4, 10)])) == whole
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def config(folder: Path, model: Path, rows: list[dict[str, Any]], **sections: An
 
 def test_rows_prompts_and_rewards_that_fit_pass(tmp_path, tiny_qwen3_vl):
     check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, data={"validation": 2}))
+
+
+@pytest.mark.parametrize(("size", "divides"), [(2, True), (4, True), (3, False), (8, False)])
+def test_ranks_that_compute_rows_together_must_divide_the_heads(tmp_path, tiny_qwen3_vl, size, divides):
+    settings = config(tmp_path, tiny_qwen3_vl, ROWS)
+    train = settings.train.model_copy(update={"sequence_parallel_size": size})
+    settings = settings.model_copy(update={"train": train})
+    expected = rf"train\.sequence_parallel_size \({size}\) does not divide the 4 attention heads of .*; set it to a divisor of 4"
+    with nullcontext() if divides else pytest.raises(ConfigError, match=expected):
+        preflight.check_model(settings)
 
 
 def test_a_long_reference_takes_no_room_from_the_prompt(tmp_path, tiny_qwen3_vl):

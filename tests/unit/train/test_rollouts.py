@@ -20,6 +20,7 @@ from dsreason.train.grpo.rollouts import (
     Rollout,
     flatten,
     informative,
+    join_group,
     make_rollouts,
     split_into_steps,
     training_sample,
@@ -142,3 +143,20 @@ def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
     assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
     alone = split_into_steps([replace(one, group=number) for number in range(10)], num_groups=10, num_steps=4)
     assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
+
+
+def test_rollouts_of_ranks_that_compute_rows_together_are_joined_without_their_prompts() -> None:
+    prompts = {(5, number): prompt([1, number], 0) for number in (0, 1, 2)}
+    trained = [replace(one, prompt=prompts[5, 0], group=0) for one in group((5, 0), [1.0, 2.0])]
+    mine = [*trained, *group((5, 2), [0.0])]
+    sent = []
+
+    def exchange(own: list[object]) -> list[list[object]]:
+        sent.extend(own)
+        other = vars(group((5, 1), [7.0])[0]) | {"group": 1}
+        return [own, [{name: value for name, value in other.items() if name != "prompt"}]]
+
+    joined = join_group(mine, prompts, exchange)
+    assert [(one.place, one.reward) for one in joined] == [((5, 0), 1.0), ((5, 0), 2.0), ((5, 1), 7.0)]
+    assert all(one.prompt is prompts[one.place] for one in joined)
+    assert len(sent) == 2 and not any("prompt" in one for one in sent)

@@ -16,6 +16,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
 from dsreason.data.types import EncodedSample, Sample
+from dsreason.job.ranks import World
 from dsreason.losses.objective import objective_of
 from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion, Sampling
@@ -72,6 +73,7 @@ def made_run(engine: Engine, batches: Sequence[Prompts], equal: set[str] = froze
         objective=objective_of(config.grpo),
         prompts=iter(batches),
         scorer=Scorer(equal),
+        world=World(0, 0, 1, torch.device("cpu")),
         sampler=SimpleNamespace(awake=lambda version: nullcontext(engine), times={}),
         state=SimpleNamespace(step=4),
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
@@ -116,7 +118,7 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
         Prompts(number, [prompt(name), prompt(f"{name}{name}")], [0, 1], []) for number, name in enumerate("abc")
     ]
     run = made_run(engine, batches, equal={"a", "bb"}, dynamic_sampling=True)
-    rollouts = sampling.sample(run)
+    rollouts, prompts = sampling.sample(run)
     assert [(one.place, one.group, one.advantage) for one in rollouts if one.group is not None] == [
         ((0, 1), 0, -0.5),
         ((0, 1), 0, 0.5),
@@ -124,14 +126,31 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
         ((1, 0), 1, 0.5),
     ]
     assert len(rollouts) == 8
+    assert {place: one.sample.id for place, one in prompts.items()} == {
+        (0, 0): "a",
+        (0, 1): "aa",
+        (1, 0): "b",
+        (1, 1): "bb",
+    }
     assert run.next_batch == 2
+
+
+def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() -> None:
+    for rank, asked in ((0, ["a", "a", "c", "c"]), (1, ["b", "b"])):
+        engine = Engine()
+        run = made_run(engine, [Prompts(0, [prompt(name) for name in "abc"], [0, 2, 4], [])])
+        run.world = World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2)
+        rollouts, prompts = sampling.sample(run)
+        assert [names for names, *_ in engine.asked] == [asked]
+        assert [one.prompt.sample.id for one in rollouts] == asked
+        assert list(prompts) == [(0, 0), (0, 2), (0, 4)]
 
 
 def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
     engine = Engine()
     batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
     run = made_run(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
-    assert {one.group for one in sampling.sample(run)} == {None}
+    assert {one.group for one in sampling.sample(run)[0]} == {None}
     assert (len(engine.asked), run.next_batch, run.skipped.total()) == (3, 3, 3)
 
 
@@ -142,7 +161,7 @@ def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
     run = made_run(Engine(), [], overlong_filter=overlong_filter)
     run.num_untrained, run.total_steps, run.encoder = 0, 9, None
     run.engine = run.reference = run.banned_ids = None
-    monkeypatch.setattr(loop, "cut", lambda rollouts, config, encoder: rollouts)
+    monkeypatch.setattr(loop, "cut", lambda rollouts, *_: rollouts)
     monkeypatch.setattr(loop, "add_fixed_logprobs", lambda steps, *_: steps)
     rollouts = [
         Rollout(prompt("a"), Completion((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""What each of several ranks computes of a packed row: hand-made rows, and media whose features are their own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dsreason.data.collate import pack
+from dsreason.data.row_parts import share_media, take_part
+from dsreason.data.types import EncodedSample, MediaPart, PartOf, Segment
+
+
+def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = None) -> EncodedSample:
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[trained] = True
+    positions = torch.arange(len(ids)).repeat(3, 1)
+    return EncodedSample(
+        "s", torch.tensor(ids), mask, positions, torch.zeros(len(ids), dtype=torch.int64), {}, parent=parent
+    )
+
+
+def test_a_row_is_padded_with_a_sample_of_its_own_and_cut_into_equal_parts() -> None:
+    row = pack([sample([5, 6, 7], [1, 2]), sample([8, 9], [1])])
+    parts = [take_part(row, PartOf(number, 2), pad_id=3) for number in (0, 1)]
+    for one in parts:
+        assert one.input_ids.tolist() == [[5, 6, 7, 8, 9, 3]]
+        assert one.segments == (Segment(0, 3), Segment(3, 2), Segment(5, 1))
+        assert one.targets.tolist() == [1, 2, 4]
+    found = [
+        (one.part.start, one.part.end, one.part.targets.tolist(), one.part.predictors.tolist())
+        for one in parts
+        if one.part
+    ]
+    assert found == [(0, 3, [0, 1], [0, 1]), (3, 6, [2], [0])]
+
+
+def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
+    """The first tokens of both completions are predicted by the prompt's last, on the first rank."""
+    prompt = sample([1, 2], [])
+    row = pack([sample([5], [0], prompt), sample([6, 7], [0, 1], prompt)])  # 1 2 5 6 7
+    first, second, third = (take_part(row, PartOf(number, 3), pad_id=0).part for number in range(3))
+    assert first is not None and second is not None and third is not None
+    assert (first.targets.tolist(), first.predictors.tolist()) == ([0, 1], [1, 1])
+    assert (second.targets.tolist(), second.predictors.tolist()) == ([2], [1])
+    assert (third.start, third.end, third.targets.tolist()) == (4, 6, [])
+
+
+def test_one_rank_has_the_row_as_it_is() -> None:
+    row = pack([sample([5, 6, 7], [1])])
+    assert take_part(row, PartOf(0, 1), pad_id=0) is row
+
+
+def shared_out(
+    grids: list[list[int]], numbers: Sequence[int], shown_by: Sequence[int], ranks: int, per_token: int
+) -> list[tuple[torch.Tensor, MediaPart]]:
+    """By rank. Of the media, `[patches, 1]`, every patch is its own number."""
+    distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
+    pixels = torch.arange(sum(t * h * w for t, h, w in distinct))[:, None]
+    given = pixels, torch.tensor(grids), numbers, torch.tensor(shown_by)
+    return [share_media(*given, PartOf(rank, ranks)) for rank in range(ranks)]
+
+
+def test_frames_of_one_video_are_shared_out() -> None:
+    """Three frames of 4 patches, which are 1 token each: two ranks of which the second shows all."""
+    (pixels, first), (others, second) = shared_out([[3, 2, 2]], [0], [1, 1, 1], ranks=2, per_token=4)
+    assert (first.grid.tolist(), len(pixels)) == ([[1, 2, 2]], 4)
+    assert (second.grid.tolist(), len(others)) == ([[2, 2, 2]], 8)
+    assert (first.sent.tolist(), first.sent_counts, first.received_counts) == ([0], (0, 1), (0, 0))
+    assert (second.sent.tolist(), second.sent_counts, second.received_counts) == ([0, 1], (0, 2), (1, 2))
+
+
+def test_a_rank_without_a_frame_encodes_one_that_nobody_takes() -> None:
+    parts = shared_out([[1, 2, 2]], [0], [0], ranks=3, per_token=4)
+    assert [one.grid.tolist() for _, one in parts] == [[[1, 2, 2]]] * 3
+    assert [one.sent_counts for _, one in parts] == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
+    assert [one.received_counts for _, one in parts] == [(0, 1, 0), (0, 0, 0), (0, 0, 0)]
+
+
+MEDIA: dict[str, tuple[list[list[int]], list[int]]] = {
+    "images and sizes": ([[1, 4, 4], [1, 2, 2], [1, 2, 6]], [0, 1, 2]),
+    "a long video": ([[7, 4, 2]], [0]),
+    "videos": ([[2, 2, 2], [5, 2, 4]], [0, 1]),
+    "one shown twice": ([[1, 2, 4], [2, 2, 2], [1, 2, 4], [2, 2, 2]], [0, 1, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(("grids", "numbers"), MEDIA.values(), ids=MEDIA)
+def test_every_token_gets_the_feature_that_it_shows(grids: list[list[int]], numbers: list[int], ranks: int) -> None:
+    distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
+    lengths = [t * h * w // 4 for t, h, w in distinct]
+    features = torch.arange(sum(lengths)).split(lengths)
+    shown = torch.cat([features[number] for number in numbers])
+    shown_by = (torch.arange(len(shown)) * ranks // len(shown)).tolist()
+    parts = shared_out(grids, numbers, shown_by, ranks, per_token=4)
+    encoded = [pixels[::4, 0] // 4 for pixels, _ in parts]  # a token's feature is its number
+    for pixels, part in parts:
+        assert len(pixels) == sum(t * h * w for t, h, w in part.grid.tolist()) > 0
+    sent = [own[part.sent].split(list(part.sent_counts)) for own, (_, part) in zip(encoded, parts, strict=True)]
+    for rank, (_, part) in enumerate(parts):
+        received = torch.cat([rows[rank] for rows in sent])
+        assert tuple(len(rows[rank]) for rows in sent) == part.received_counts
+        assert torch.equal(received[part.order], shown[torch.tensor(shown_by) == rank])
