@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
-from dsreason.checkpoints.export import DTYPES
+from dsreason.checkpoints.shards import DTYPES
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_paths

@@ -112,6 +112,10 @@ class Modules:
     """Parts of the names of weights that scale channels."""
     embeddings: tuple[str, ...]
     """Parts of the names of embedding weights, of tokens and positions."""
+    text_layers: str
+    """Regular expression, searched in names: the language model's linear layers, which get an adapter by default."""
+    vision_layers: str = ""
+    """The same of the vision tower and its mergers."""
     patch_embedding: str = ""
     """In the vision tower: its input needs no gradient."""
     merger: str = ""

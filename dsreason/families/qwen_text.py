@@ -10,7 +10,13 @@ from dsreason.families.qwen import TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MODULES = Modules(vision_tower=None, head="lm_head", norms=("norm",), embeddings=("embed_tokens",))
+MODULES = Modules(
+    vision_tower=None,
+    head="lm_head",
+    norms=("norm",),
+    embeddings=("embed_tokens",),
+    text_layers=r"\.layers\..*\.(q|k|v|o|gate|up|down)_proj$",
+)
 
 
 def qwen2_config(

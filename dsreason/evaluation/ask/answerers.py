@@ -22,9 +22,9 @@ from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
-from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
+from dsreason.models.folder import model_fingerprint
 from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
