@@ -9,18 +9,18 @@ of the ranks are shares: their **sum** is that of the row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from dsreason.data.collate import PIXELS
+from dsreason.data.collate import GRIDS, PIXELS
 from dsreason.data.types import Batch, MediaPart
-from dsreason.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,19 +73,37 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
     return torch.cat(list(found.split(tokens)), dim=1)[None]
 
 
-def shown_features(model: PreTrainedModel, batch: Batch, group: Group) -> dict[str, Any]:
-    """The vision tower's output by kind of media: of this rank's media in, of those that its tokens show out."""
+def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+    """For the model's forward inside `shared_out`: this rank's pixels, and one grid of as many tokens as it shows."""
     assert batch.part is not None
-    tower = model.get_submodule(family_of(model.config.model_type).modules.vision_tower)
-    found: dict[str, Any] = {}
+    merge = model.config.vision_config.spatial_merge_size
+    found: dict[str, Tensor] = {}
     for kind, part in batch.part.media.items():
-        output = tower(batch.mm_kwargs[PIXELS[kind]].type(tower.dtype), grid_thw=part.grid, return_dict=True)
+        grid = torch.tensor([[1, merge, merge * len(part.order)]])
+        found |= {PIXELS[kind]: batch.mm_kwargs[PIXELS[kind]], GRIDS[kind]: grid}
+    return found
+
+
+@contextmanager
+def shared_out(tower: nn.Module, media: Iterable[MediaPart], group: Group) -> Iterator[None]:
+    """Around a model's forward: its vision tower encodes this rank's media, and gives the features that its tokens show."""
+    plain, parts = tower.forward, iter(media)
+
+    def forward(hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        part = next(parts)
+        output = plain(hidden_states, grid_thw=part.grid, **kwargs)
         deepstack = output.get("deepstack_features") or []
         pooled, *deeper = exchange_features([output.pooler_output, *deepstack], part, group)
-        found[kind] = replace(output, last_hidden_state=None, pooler_output=(pooled,))
+        shown = replace(output, last_hidden_state=None, pooler_output=pooled)
         if deepstack:
-            found[kind].deepstack_features = [(features,) for features in deeper]
-    return found
+            shown.deepstack_features = deeper
+        return shown
+
+    tower.forward = forward
+    try:
+        yield
+    finally:
+        tower.forward = plain
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:
