@@ -9,8 +9,9 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
-from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
+from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
+from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)

@@ -24,11 +24,11 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
-from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
+from dsreason.evaluation.timestamps import TimestampEncoder, frame_times
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
