@@ -36,7 +36,10 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     Raises:
         ConfigError: every pattern that is empty, finds no linear layer, with names to choose from, or finds the output layer.
     """
-    modules = family_of(model.config.model_type).modules
+    family = family_of(model.config.model_type)
+    modules = family.modules
+    if lora.vision and family.vision is None:
+        raise ConfigError(f"lora.vision is true, and {family.name} has no vision tower; set it to false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen: set[str] = set()

@@ -202,7 +202,7 @@ def dtype_of(config: EvalConfig, path: Path, world: World) -> torch.dtype:
 def max_length(config: EvalConfig, path: Path) -> int:
     """Longest prompt and answer together: what is asked for, at most what the model can take."""
     model = model_config(path, trust_remote_code=config.model.trust_remote_code)
-    longest = int(model.text_config.max_position_embeddings)
+    longest = int(model.get_text_config().max_position_embeddings)
     return min(config.model.max_length or longest, longest)
 
 

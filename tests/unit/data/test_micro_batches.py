@@ -133,6 +133,18 @@ def test_dummies_make_a_packed_row_longer_by_their_own_tokens_which_see_no_sampl
     assert row.targets.tolist() == [3, 5]
 
 
+def test_completions_of_a_prompt_are_together_where_rows_have_a_number_of_samples() -> None:
+    long, short = sample(5), sample(3)
+    completions = [
+        sample(3, long),
+        sample(4, short),
+        sample(1, long),
+        sample(2, short),
+    ]  # 8, 7, 6 and 5 with their prompts
+    rows = cut_samples(completions, config_of(micro_batch_size=2))
+    assert [[len(one) for one in row] for row in rows] == [[3, 1], [4, 2]]
+
+
 def test_a_completion_is_as_long_as_what_it_reads() -> None:
     assert whole_length(sample(2, sample(7))) == 9
 
