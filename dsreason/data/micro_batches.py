@@ -9,8 +9,9 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
-from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
+from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
+from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)
@@ -162,7 +163,9 @@ def align_batches(
     aligned = []
     for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
         batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
-        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
+        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
+        if encoder.sees:
+            wanted = wanted or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
         batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)

@@ -7,9 +7,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
+from tests.integration.conftest import train_builtin
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -34,6 +36,30 @@ def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
     videos = [answer for answer in answers if any(str(path).endswith(".mp4") for path in answer["media"])]
     assert len(answers) >= 200
     assert len(videos) == len(answers) // 2
+
+
+@pytest.fixture(scope="module")
+def adapters(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of adapters on right rows, from the half-wrong model."""
+    learned = f'model.path="{warm_start / "export" / "final"}"'
+    changed = ("lora.rank=16", "optim.lr=3e-3", "optim.warmup=10", "train.epochs=2", learned)
+    return train_builtin(tmp_path_factory, *(option for change in changed for option in ("--set", change)))
+
+
+def test_adapters_make_the_answers_right(adapters):
+    first, last = metrics(adapters)[0], metrics(adapters)[-1]
+    assert 0.4 <= first["val/accuracy"] <= 0.65
+    assert last["val/accuracy"] >= 0.9
+
+
+def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(adapters):
+    final = adapters / "export" / "final"
+    sizes = [
+        sum(tensor.numel() for tensor in load_file(final / name).values())
+        for name in ("adapter/adapter_model.safetensors", "model.safetensors")
+    ]
+    assert sizes[0] <= 0.1 * sizes[1]
+    assert "LoRA of rank 16" in (final / "README.md").read_text()
 
 
 def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
