@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
-from tests.integration.conftest import train_builtin
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -38,22 +37,14 @@ def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
     assert len(videos) == len(answers) // 2
 
 
-@pytest.fixture(scope="module")
-def adapters(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of adapters on right rows, from the half-wrong model."""
-    learned = f'model.path="{warm_start / "export" / "final"}"'
-    changed = ("lora.rank=16", "optim.lr=3e-3", "optim.warmup=10", "train.epochs=2", learned)
-    return train_builtin(tmp_path_factory, *(option for change in changed for option in ("--set", change)))
-
-
-def test_adapters_make_the_answers_right(adapters):
-    first, last = metrics(adapters)[0], metrics(adapters)[-1]
+def test_adapters_make_the_answers_right(trained_adapters):
+    first, last = metrics(trained_adapters)[0], metrics(trained_adapters)[-1]
     assert 0.4 <= first["val/accuracy"] <= 0.65
     assert last["val/accuracy"] >= 0.9
 
 
-def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(adapters):
-    final = adapters / "export" / "final"
+def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(trained_adapters):
+    final = trained_adapters / "export" / "final"
     sizes = [
         sum(tensor.numel() for tensor in load_file(final / name).values())
         for name in ("adapter/adapter_model.safetensors", "model.safetensors")
