@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from grpo_vs_trl import REWARD, build_endless
-from sft_vs_trl import write_rows
+from sides import add_size, write_rows
 
 from dsreason.job import launch
 
@@ -156,7 +156,7 @@ def run_config(arguments: argparse.Namespace, folder: Path, model: Path, rows: P
         },
         "grpo": {"prompts_per_step": arguments.prompts, "num_generations": arguments.generations, "kl_coef": 0.0},
         "rollout": {"engine": arguments.engine, "max_completion_length": arguments.length},
-        "reward": {"functions": {f"{folder / 'rewards.py'}:vowels": 1.0}},
+        "reward": {"functions": {f"{folder / 'rewards.py'}:chance": 1.0}},
         "validation": {"before_training": False, "generate": False, "micro_batch_size": 64},
         "checkpoint": {"every": 0, "export": "none"},
     }
@@ -164,9 +164,8 @@ def run_config(arguments: argparse.Namespace, folder: Path, model: Path, rows: P
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
+    add_size(parser)
+    parser.set_defaults(hidden=512, vocabulary=512)
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--nproc", type=int, default=2)
@@ -190,9 +189,8 @@ def main() -> None:
     launch.prepare_environment()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
-        model = build_endless(arguments.family, folder / "model", sizes)
-        rows = write_rows(folder, 64, "even")
+        model = build_endless(arguments, folder / "model")
+        rows = write_rows(folder, [8 * (1 + i % 4) for i in range(64)], [4] * 64)
         (folder / "rewards.py").write_text(REWARD)
         (folder / "run.json").write_text(json.dumps(run_config(arguments, folder, model, rows)))
         command = [__file__, *sys.argv[1:], f"--folder={folder}"]

@@ -1,13 +1,15 @@
-"""Samples per second of `dsreason grpo` against TRL's GRPOTrainer: same tiny model, image prompts, lengths, and fp32.
+"""Samples per second of `dsreason grpo` against TRL's GRPOTrainer: same model, image prompts, lengths, and fp32.
 
-    python benchmarks/grpo_vs_trl.py [--family qwen2_5_vl] [--engines vllm transformers] [--rounds 3] [--threads 1]
+    python benchmarks/grpo_vs_trl.py [--engines transformers vllm] [--rounds 1] [--threads 1]
 
-Each side is the whole trainer, in one process of its own, in turn (A B C A B C …), pinned to as many cores as it has
-threads. dsreason samples with each of its engines; TRL with transformers' `generate`, as its vLLM does not run on a CPU.
-All take the same number of prompts, completions and micro-batches a step, one optimizer step a rollout, AdamW, no KL, and
-a reward that counts vowels. No completion ends early: what the folder calls its end token may not be drawn on either
-side. A side's speed is that of the wall clock from the end of the warm-up to the last step; beside it stands that of the
-process's CPU time, which on one core is the same where nothing else runs, and tells more where something does.
+Each side is the whole trainer, in one process of its own, in turn, pinned to as many cores as it has threads. dsreason
+samples with transformers, or with the engines that are named; TRL with transformers' `generate`, as its vLLM does not run on
+a CPU. All take the same prompts, completions and samples of a forward a step, one optimizer step a rollout, AdamW, no KL, and
+random rewards. No completion ends early: what the folder calls its end token may not be drawn on either side. TRL is told to
+take the logits of completions alone, as it does on a GPU; on a CPU it would take those of all tokens (`TRL as it comes`).
+
+By the clock from the end of the warm-up to the last step, and by the process's CPU time, which on one core is the same where
+nothing else runs, and tells more where something does.
 """
 
 from __future__ import annotations
@@ -15,40 +17,60 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from sft_vs_trl import run_side, seconds_per_step, write_rows
+from sides import (
+    Ends,
+    add_size,
+    build_model,
+    report,
+    run_side,
+    score_trained_tokens_only,
+    seconds_per_step,
+    time_calls,
+    time_steps,
+    trl_clock,
+    write_rows,
+)
 
-GOAL = 2.0
-TRL = "TRL"
-SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "workers", "ds_config")
-REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
+GOAL = 2.5
+TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
+SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_config")
+REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
+AROUND = 44
+"""Tokens of a prompt beside its question, on average: picture and chat format."""
 
 
-def build_endless(family: str, folder: Path, sizes: dict[str, int]) -> Path:
-    """A tiny model whose end token is one that neither side ever draws."""
+def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
+    """A model whose end token is one that neither side ever draws."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    from dsreason.models.tiny import build_tiny
-
-    build_tiny(family, folder, **sizes)
+    build_model(arguments, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids(NEVER_DRAWN)
     GenerationConfig(eos_token_id=[end], pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
     return folder
 
 
-def dsreason_config(engine: str, task: dict[str, Any]) -> dict[str, Any]:
-    return {
+def dsreason_side(task: dict[str, Any]) -> None:
+    """`dsreason grpo` as a job of one process; prints when each step ended."""
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.job.launch import prepare_environment
+
+    prepare_environment()
+    from dsreason.train.grpo import loop
+
+    ends, output = time_steps(loop), Path(task["output"])
+    config = {
         "deepspeed": task["ds_config"],
-        "model": {"path": task["model"], "gradient_checkpointing": False, "max_length": 512},
-        "data": {"adapter": "jsonl", "path": task["rows"], "workers": task["workers"]},
+        "model": {"path": task["model"], "gradient_checkpointing": False},
+        "data": {"adapter": "jsonl", "path": task["data"], "workers": 0},
         "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant", "weight_decay": 0.0},
         "train": {
             "precision": "fp32",
@@ -58,79 +80,44 @@ def dsreason_config(engine: str, task: dict[str, Any]) -> dict[str, Any]:
         },
         "grpo": {"prompts_per_step": task["prompts"], "num_generations": task["generations"], "kl_coef": 0.0},
         "rollout": {
-            "engine": engine,
+            "engine": task["side"].removeprefix(f"{OURS}, "),
             "max_completion_length": task["length"],
             "batch_size": task["prompts"] * task["generations"],  # all together, as TRL does
         },
-        "reward": {"functions": {f"{Path(task['rows']).parent / 'rewards.py'}:vowels": 1.0}},
+        "reward": {"functions": {f"{Path(task['data']).parent / 'rewards.py'}:chance": 1.0}},
         "validation": {"before_training": False, "generate": False},
         "checkpoint": {"every": 0, "export": "none"},
     }
-
-
-def run(side: str, task: dict[str, Any], output: Path, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of a step in a process of its own: by the clock, and of CPU time."""
-    task = task | {"side": side, "output": str(output)}
-    printed = run_side([sys.executable, __file__, "--side", json.dumps(task)], arguments)
-    result = json.loads(printed.splitlines()[-1])
-    if set(result["lengths"]) != {arguments.length}:
-        sys.exit(f"{side}: completions of {set(result['lengths'])} tokens instead of {arguments.length}")
-    ends = ({int(step): end[i] for step, end in result["ends"].items()} for i in range(2))
-    wall, cpu = (seconds_per_step(end, arguments.warmup) for end in ends)
-    return wall, cpu
-
-
-def dsreason_side(engine: str, task: dict[str, Any]) -> None:
-    """`dsreason grpo` as a job of one process; prints when each step ended."""
-    from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.job.launch import prepare_environment
-
-    prepare_environment()
-    from dsreason.train.grpo import loop as grpo
-
-    ends: dict[int, tuple[float, float]] = {}
-    finish_step = grpo.finish_step
-
-    def timed(run: Any, *rest: Any) -> None:
-        finish_step(run, *rest)
-        ends[run.state.step] = time.time(), time.process_time()
-
-    grpo.finish_step = timed
-    output = Path(task["output"])
-    grpo.run(GRPOConfig.model_validate(dsreason_config(engine, task)), output_dir=output)
-    lengths = [
-        json.loads(line).get("completion/length_mean") for line in (output / "metrics.jsonl").read_text().splitlines()
-    ]
-    print(json.dumps({"ends": ends, "lengths": [length for length in lengths if length]}))
+    sampling, updates = time_calls(loop, "sample"), time_calls(loop, "grpo_step")
+    loop.run(GRPOConfig.model_validate(config), output_dir=output)
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lengths = [line["completion/length_mean"] for line in metrics if "completion/length_mean" in line]
+    print(json.dumps({"ends": ends, "lengths": lengths, "sampling": sampling, "updates": updates}))
 
 
 def trl_side(task: dict[str, Any]) -> None:
     """TRL's own way of GRPO on image rows; prints when each step ended."""
+    import random
+
     import torch
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
     from dsreason.families import family_of
     from dsreason.rollout.protocol import media_token_ids
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    ends: dict[int, tuple[float, float]] = {}
-    lengths: list[float] = []
+    if task["side"] == TRL:
+        score_trained_tokens_only()
+    ends: Ends = {}
 
-    class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            ends[state.global_step] = time.time(), time.process_time()
+    def chance(completions: list[Any], **_: Any) -> list[float]:
+        return [random.random() for _ in completions]
 
-        def on_log(self, args, state, control, logs, **_):
-            lengths.extend([logs["completions/mean_length"]] if "completions/mean_length" in logs else [])
-
-    def vowels(completions: list[Any], **_: Any) -> list[float]:
-        return [float(sum(letter in "aeiou" for letter in one[0]["content"])) for one in completions]
-
-    folder = Path(task["rows"]).parent
-    rows = [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
+    folder = Path(task["data"]).parent
+    rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
     dataset = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["question"]}], "image": str(folder / row["image"])}
@@ -159,7 +146,7 @@ def trl_side(task: dict[str, Any]) -> None:
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
-        dataloader_num_workers=task["workers"],
+        dataloader_num_workers=0,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -167,34 +154,35 @@ def trl_side(task: dict[str, Any]) -> None:
     )
     trainer = GRPOTrainer(
         model=AutoModelForImageTextToText.from_pretrained(task["model"], dtype=torch.float32),
-        reward_funcs=vowels,
+        reward_funcs=chance,
         args=settings,
         train_dataset=dataset,
         processing_class=processor,
-        callbacks=[Clock()],
+        callbacks=[trl_clock(ends)],
     )
+    sampling = time_calls(trainer, "_generate")
     trainer.train()
-    print(json.dumps({"ends": ends, "lengths": lengths}))
+    lengths = [
+        line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line
+    ]
+    print(json.dumps({"ends": ends, "lengths": lengths, "sampling": sampling}))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the tiny model")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--engines", nargs="+", choices=("vllm", "transformers"), default=("vllm", "transformers"))
+    add_size(parser)
+    parser.add_argument("--engines", nargs="+", choices=("vllm", "transformers"), default=("transformers",))
+    parser.add_argument("--as-it-comes", action="store_true", help="also TRL that takes the logits of all tokens")
     parser.add_argument("--ds-config", default="zero2.json")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--lengths", choices=("spread", "even"), default="even", help="of the rows' questions")
-    parser.add_argument("--prompts", type=int, default=4, help="a step")
+    parser.add_argument("--prompts", type=int, default=2, help="a step")
+    parser.add_argument("--prompt-length", type=int, default=512, help="in tokens, picture and chat format included")
     parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=48, help="of the completions, in tokens")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=0, help="data workers on both sides")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128, help="of the completions, in tokens")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -202,43 +190,42 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.side:
-        side = arguments.side["side"]
-        trl_side(arguments.side) if side == TRL else dsreason_side(side.removeprefix("dsreason, "), arguments.side)
+        (dsreason_side if arguments.side["side"].startswith(OURS) else trl_side)(arguments.side)
         return
+    sides = [TRL, *[AS_IT_COMES] * arguments.as_it_comes, *(f"{OURS}, {engine}" for engine in arguments.engines)]
+    num_samples = arguments.prompts * arguments.generations
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
-        model = build_endless(arguments.family, folder / "model", sizes)
-        rows = write_rows(folder, arguments.rows, arguments.lengths)
+        task = {"model": str(build_endless(arguments, folder / "model"))}
+        num_rows = arguments.prompts * arguments.steps
+        task["data"] = str(write_rows(folder, [arguments.prompt_length - AROUND] * num_rows, [1] * num_rows))
         (folder / "rewards.py").write_text(REWARD)
-        task = {"model": str(model), "rows": str(rows)}
         task |= {name: vars(arguments)[name] for name in SETTINGS}
-        print(f"{arguments.threads} threads; {num_samples(arguments)} completions of {arguments.length} tokens a step")
-        seconds: dict[str, list[tuple[float, float]]] = {}
+        print(
+            f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; a step of {arguments.prompts} prompts of "
+            f"{arguments.prompt_length} tokens, {num_samples} completions of {arguments.length}, "
+            f"{arguments.micro_batch} a forward",
+            flush=True,
+        )
+        seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(arguments.rounds):
-            for side in (TRL, *(f"dsreason, {engine}" for engine in arguments.engines)):
-                wall, cpu = run(side, task, folder / f"{side.replace(', ', '_')}_{number}", arguments)
-                seconds.setdefault(side, []).append((wall, cpu))
-                print(f"{side:24}{wall:7.3f} s a step, {cpu:.3f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
-        report(seconds, arguments)
-
-
-def report(seconds: dict[str, list[tuple[float, float]]], arguments: argparse.Namespace) -> None:
-    """Medians of the rounds."""
-    print(f"{'samples/s':24}{'wall':>8}{'/ TRL':>7}{'CPU':>9}{'/ TRL':>7}")
-    speeds = {
-        side: [num_samples(arguments) / statistics.median(times) for times in zip(*found, strict=True)]
-        for side, found in seconds.items()
-    }
-    ratios = {side: [ours / theirs for ours, theirs in zip(speeds[side], speeds[TRL], strict=True)] for side in speeds}
-    for side, (wall, cpu) in speeds.items():
-        print(f"{side:24}{wall:8.1f}{ratios[side][0]:7.2f}{cpu:9.1f}{ratios[side][1]:7.2f}")
-    best = max((side for side in ratios if side != TRL), key=lambda side: ratios[side])
-    print(f"samples per second, {best} / TRL: {ratios[best][0]:.2f} (goal {GOAL}; {arguments.ds_config})")
-
-
-def num_samples(arguments: argparse.Namespace) -> int:
-    return arguments.prompts * arguments.generations
+            for side in sides:
+                own = task | {"side": side, "output": str(folder / f"{side.replace(', ', '_')}_{number}")}
+                result = run_side(__file__, own, arguments.threads)
+                if set(result["lengths"]) != {arguments.length}:
+                    sys.exit(f"{side}: completions of {set(result['lengths'])} tokens instead of {arguments.length}")
+                wall, cpu = seconds_per_step(result, arguments.warmup)
+                seconds[side].append((wall, cpu))
+                sampling = statistics.mean(cpu for _, cpu in result["sampling"][arguments.warmup :])
+                print(
+                    f"{side:24}{wall:8.2f} s a step, {cpu:.2f} of CPU, of it {sampling:.2f} sampling and {cpu - sampling:.2f} "
+                    f"the rest (load {os.getloadavg()[0]:.1f})",
+                    flush=True,
+                )
+        ratios = report(seconds, num_samples, "samples/s", TRL)
+        best = max(sides[1 + arguments.as_it_comes :], key=lambda side: ratios[side][0])
+        wall, cpu = ratios[best]
+        print(f"samples per second, {best} / TRL: {wall:.2f}, by CPU time {cpu:.2f} (goal {GOAL})")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""Tokens per second of `dsreason sft` against TRL's SFTTrainer: same tiny model, rows, global batch, and fp32.
+"""Tokens per second of `dsreason sft` against TRL's SFTTrainer: same model, image rows, global batch, and fp32.
 
-    python benchmarks/sft_vs_trl.py [--family qwen2_5_vl] [--ds-config zero2.json] [--rounds 3] [--threads 1]
+    python benchmarks/sft_vs_trl.py [--lengths spread|even] [--trained 0.1] [--rounds 1] [--threads 1]
 
-Each side runs in one process of its own, in turn (A B A B …), pinned to as many cores as it has threads. Both decode
-the images in that process unless `--workers` is given. Neither saves, validates or recomputes activations. A side's
-speed is that of the wall clock from the end of the warm-up to the last step; tokens are the rows' own, without padding,
-counted once for both. Both have `--micro-batch` rows in a forward, or with `--cut tokens` dsreason cuts by tokens, with no
-more padded tokens in a forward than TRL's largest has. First a video row is tried with TRL, and what became of its pixels
-is printed.
+Each side runs in one process of its own, in turn, pinned to as many cores as it has threads; both decode the images in that
+process. Neither saves, validates or recomputes activations. Every step has all rows, so each measured step of both has the
+same tokens: of `--lengths spread` from 50 to 1,500 with equal distances of their logarithms, of `even` all of the mean of
+those. Tokens are the rows' own, without padding.
+
+What is fair: dsreason fills rows up to `--budget` tokens. TRL's batch is the largest with no more padded tokens than that, if
+all its rows were as long as the longest: what somebody sets whose memory holds as much. TRL cuts its rows at random, which is
+its default, and refuses packing and padding-free for vision-language models (1.16). Both train the answers alone, `--trained`
+of each row's tokens. On a CPU TRL would take the logits of all tokens: `TRL` is here told to take those of trained ones, as it
+does on a GPU, and `TRL as it comes` is not.
+
+`--video` tries a video row with TRL instead, and prints what became of its pixels.
 """
 
 from __future__ import annotations
@@ -16,142 +22,104 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
+from sides import (
+    Ends,
+    add_size,
+    build_model,
+    log_uniform,
+    report,
+    run_side,
+    score_trained_tokens_only,
+    seconds_per_step,
+    time_steps,
+    trl_clock,
+    write_rows,
+)
 
-GOAL = 1.3
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
-
-
-def write_rows(folder: Path, count: int, lengths: str) -> Path:
-    """Image rows: one picture of 56 to 168 pixels a side, and a question of a number of sentences.
-
-    `even`: one to four of them. `spread`: log-normal, as instruction data are: mostly short, some 10 times as long.
-    """
-    random = np.random.default_rng(0)
-    rows = []
-    for i in range(count):
-        name = list(COLOURS)[i % len(COLOURS)]
-        height, width = (int(size) for size in random.integers(56, 169, 2))
-        pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
-        pixels[10:40, 10:40] = COLOURS[name]
-        Image.fromarray(pixels).save(folder / f"{i}.png")
-        sentences = random.integers(1, 5) if lengths == "even" else np.ceil(random.lognormal(1.0, 0.9)).clip(1, 40)
-        question = " ".join(["What is the colour of the square?"] * int(sentences))
-        rows.append({"id": str(i), "image": f"{i}.png", "question": question, "answer": f"The square is {name}."})
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+GOALS = {"spread": 1.8, "even": 1.1}
+SHORTEST, LONGEST = 50, 1500
+AROUND = 50
+"""Tokens of a prompt beside its question, on average: picture and chat format."""
+TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
-def row_lengths(model: Path, rows: Path) -> list[int]:
-    """Tokens of each row, vision tokens included."""
+def make_rows(folder: Path, arguments: argparse.Namespace) -> Path:
+    lengths = log_uniform(arguments.rows, SHORTEST, LONGEST)
+    if arguments.lengths == "even":
+        lengths = [round(sum(lengths) / len(lengths))] * len(lengths)
+    answers = [max(1, round(arguments.trained * length)) for length in lengths]
+    return write_rows(
+        folder, [max(1, length - AROUND - n) for length, n in zip(lengths, answers, strict=True)], answers
+    )
+
+
+def measure(model: Path, rows: Path) -> tuple[list[int], int]:
+    """Tokens of each row, vision tokens included, and how many of all are trained."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
     from dsreason.train.common.preflight import build_encoder
 
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows)}})
     encoder, (samples, _) = build_encoder(config, model), open_datasets(config.data)
-    return [encoder.measure(samples[i]) for i in range(len(samples))]
+    encoded = [encoder.encode(samples[i]) for i in range(len(samples))]
+    return [len(one) for one in encoded], sum(int(one.loss_mask.sum()) for one in encoded)
 
 
-def seconds_per_step(times: dict[int, float], warmup: int) -> float:
-    """Mean wall-clock seconds of the steps after the warm-up; `times` are the ends of (some) steps."""
-    first = min(step for step in times if step >= warmup)
-    last = max(times)
-    return (times[last] - times[first]) / (last - first)
+def largest_batch(longest: int, num_rows: int, budget: int) -> int:
+    """Rows of TRL's batches: as many as fit, and as divide the step."""
+    return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and size * longest <= budget)
 
 
-def run_dsreason(model: Path, rows: Path, budget: int, output: Path, arguments: argparse.Namespace) -> float:
-    cut = {"micro_batch_size": arguments.micro_batch}
-    if arguments.cut == "tokens":
-        cut = {"max_tokens_per_micro_batch": budget}
+def dsreason_side(task: dict[str, Any]) -> None:
+    """`dsreason sft` as a job of one process; prints when each step ended."""
+    from dsreason.config.schema import SFTConfig
+    from dsreason.job.launch import prepare_environment
+
+    prepare_environment()
+    from dsreason.train.sft import loop
+
+    ends = time_steps(loop)
     config = {
-        "deepspeed": arguments.ds_config,
-        "model": {"path": str(model), "gradient_checkpointing": False},
-        "data": {"adapter": "jsonl", "path": str(rows), "workers": arguments.workers},
+        "deepspeed": task["ds_config"],
+        "model": {"path": task["model"], "gradient_checkpointing": False},
+        "data": {"adapter": "jsonl", "path": task["data"], "workers": 0},
         "optim": {"lr": 1e-4, "warmup": 0, "schedule": "constant"},
         "train": {
             "precision": "fp32",
             "epochs": 1000,
-            "max_steps": arguments.steps,
-            "global_batch_size": arguments.global_batch,
-            **cut,
+            "max_steps": task["steps"],
+            "global_batch_size": task["rows"],
+            "packing": task.get("packing", True),
+            "max_tokens_per_micro_batch": task["budget"],
         },
         "checkpoint": {"every": 0, "export": "none"},
-        "monitor": {"log_every": arguments.log_every},
     }
-    output.mkdir(parents=True)
-    (output.parent / f"{output.name}.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "dsreason", "sft", f"--config={output.parent / output.name}.json", "--nproc=1"]
-    run_side([*command, f"--output-dir={output}"], arguments)
-    return seconds_per_step(board_times(output / "tensorboard"), arguments.warmup)
-
-
-def board_times(folder: Path) -> dict[int, float]:
-    """When each logged step ended, by TensorBoard's clock."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    board.Reload()
-    return {event.step: event.wall_time for event in board.Scalars("train/loss")}
-
-
-def run_trl(model: Path, rows: Path, output: Path, arguments: argparse.Namespace) -> float:
-    settings = {
-        name: vars(arguments)[name] for name in ("steps", "global_batch", "micro_batch", "workers", "log_every")
-    }
-    task = {"model": str(model), "rows": str(rows), "output": str(output), **settings}
-    printed = run_side([sys.executable, __file__, "--trl-side", json.dumps(task)], arguments)
-    times = {int(step): moment for step, moment in json.loads(printed.splitlines()[-1]).items()}
-    return seconds_per_step(times, arguments.warmup)
-
-
-def run_side(command: list[str], arguments: argparse.Namespace) -> str:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(arguments.threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    cores = sorted(os.sched_getaffinity(0))[-arguments.threads :]  # no side may use more, whatever its launcher sets
-    pin = partial(os.sched_setaffinity, 0, cores)
-    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
-    if found.returncode:
-        sys.exit(
-            f"{' '.join(command)}\nfailed with {found.returncode}:\n{found.stdout[-3000:]}\n{found.stderr[-6000:]}"
-        )
-    return found.stdout
+    loop.run(SFTConfig.model_validate(config), output_dir=Path(task["output"]))
+    print(json.dumps({"ends": ends}))
 
 
 def trl_side(task: dict[str, Any]) -> None:
-    """TRL's own way of training on image rows, in this process; prints the time at the end of each step."""
+    """TRL's own way of training on image rows; prints when each step ended."""
     import torch
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
     from datasets import List as ListFeature
-    from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+    from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import SFTConfig, SFTTrainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    times: dict[int, float] = {}
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            times[state.global_step] = time.time()
-
-    rows = [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
-    folder = Path(task["rows"]).parent
+    if task["side"] == TRL:
+        score_trained_tokens_only()
+    ends: Ends = {}
+    rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
+    folder = Path(task["data"]).parent
     message = [{"role": Value("string"), "content": Value("string")}]
     dataset = Dataset.from_list(
         [
@@ -167,8 +135,8 @@ def trl_side(task: dict[str, Any]) -> None:
     settings = SFTConfig(
         output_dir=task["output"],
         max_steps=task["steps"],
-        per_device_train_batch_size=task["micro_batch"],
-        gradient_accumulation_steps=task["global_batch"] // task["micro_batch"],
+        per_device_train_batch_size=task["batch"],
+        gradient_accumulation_steps=task["rows"] // task["batch"],
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
@@ -176,8 +144,8 @@ def trl_side(task: dict[str, Any]) -> None:
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
-        dataloader_num_workers=task["workers"],
-        logging_steps=task["log_every"],
+        dataloader_num_workers=0,
+        logging_steps=1,
         save_strategy="no",
         report_to="none",
         max_length=None,
@@ -188,10 +156,10 @@ def trl_side(task: dict[str, Any]) -> None:
         args=settings,
         train_dataset=dataset,
         processing_class=AutoProcessor.from_pretrained(task["model"]),
-        callbacks=[Clock()],
+        callbacks=[trl_clock(ends)],
     )
     trainer.train()
-    print(json.dumps(times))
+    print(json.dumps({"ends": ends}))
 
 
 def try_trl_video(task: dict[str, Any]) -> None:
@@ -223,71 +191,77 @@ def try_trl_video(task: dict[str, Any]) -> None:
     print(f"it trains, and the model {'got' if pixels else 'did not get'} the video's pixels")
 
 
-def describe_video_trial(model: Path, folder: Path, arguments: argparse.Namespace) -> str:
+def describe_video_trial(model: Path, folder: Path) -> str:
     """What TRL makes of a video row; the video is given as frames, so that no decoder is in the way."""
     frames = [folder / f"frame_{i}.png" for i in range(8)]
     for i, path in enumerate(frames):
         Image.new("RGB", (64, 64), (30 * i, 0, 0)).save(path)
     task = {"model": str(model), "video": [str(path) for path in frames], "output": str(folder / "video")}
-    command = [sys.executable, __file__, "--trl-video", json.dumps(task)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, "--side", json.dumps(task | {"side": "video"})]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True)
     if found.returncode:
         return f"refused: {found.stderr.strip().splitlines()[-1]}"
     return found.stdout.strip().splitlines()[-1]
 
 
+SIDES = {TRL: trl_side, AS_IT_COMES: trl_side, OURS: dsreason_side, "video": try_trl_video}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the tiny model")
-    parser.add_argument("--layers", type=int, default=2)
+    add_size(parser)
     parser.add_argument("--ds-config", default="zero2.json")
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--lengths", choices=("spread", "even"), default="spread", help="of the rows' questions")
-    parser.add_argument("--global-batch", type=int, default=32)
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--cut", choices=("tokens", "count"), default="count", help="of dsreason's micro-batches")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--log-every", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=0, help="data workers on both sides")
+    parser.add_argument("--sides", nargs="+", choices=(TRL, AS_IT_COMES, OURS), default=(TRL, OURS))
+    parser.add_argument("--lengths", choices=tuple(GOALS), default="spread", help="of the rows")
+    parser.add_argument("--trained", type=float, default=0.1, help="share of a row's tokens that are its answer")
+    parser.add_argument("--rows", type=int, default=16, help="a step")
+    parser.add_argument("--budget", type=int, default=6144, help="tokens of a forward")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trl-side", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--trl-video", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--video", action="store_true", help="try a video row with TRL instead")
+    parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.trl_side or arguments.trl_video:
-        (trl_side if arguments.trl_side else try_trl_video)(arguments.trl_side or arguments.trl_video)
+    if arguments.side:
+        SIDES[arguments.side["side"]](arguments.side)
         return
-    from dsreason.models.tiny import build_tiny
-
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers}
-        model = build_tiny(arguments.family, folder / "model", **sizes)
-        rows = write_rows(folder, arguments.rows, arguments.lengths)
-        lengths = row_lengths(model, rows)
-        tokens = statistics.mean(lengths) * arguments.global_batch
-        budget = arguments.micro_batch * max(lengths)  # padded tokens in TRL's largest forward
+        model = build_model(arguments, folder / "model")
+        if arguments.video:
+            print(f"TRL on video rows: {describe_video_trial(model, folder)}")
+            return
+        data = make_rows(folder, arguments)
+        lengths, num_trained = measure(model, data)
+        batch = largest_batch(max(lengths), arguments.rows, arguments.budget)
         print(
-            f"{platform.machine()}, {arguments.threads} threads; {tokens:.0f} tokens a step, {arguments.lengths} lengths"
+            f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; {len(lengths)} rows of {min(lengths)} "
+            f"to {max(lengths)} tokens, {sum(lengths)} a step, {num_trained} of them trained; dsreason fills rows of "
+            f"{arguments.budget}, TRL has batches of {batch}",
+            flush=True,
         )
-        print(f"TRL on video rows: {describe_video_trial(model, folder, arguments)}", flush=True)
-        sides = {"TRL": partial(run_trl, model, rows), "dsreason": partial(run_dsreason, model, rows, budget)}
-        speeds: dict[str, list[float]] = {name: [] for name in sides}
+        task = {"model": str(model), "data": str(data), "batch": batch}
+        task |= {name: vars(arguments)[name] for name in ("steps", "rows", "budget", "ds_config")}
+        seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in arguments.sides}
         for number in range(arguments.rounds):
-            for name, run in sides.items():
-                seconds = run(folder / f"{name}_{number}", arguments)
-                speeds[name].append(tokens / seconds)
-                print(f"{name:8} {seconds:.4f} s a step  {speeds[name][-1]:9.0f} tokens/s", flush=True)
-        medians = {name: statistics.median(values) for name, values in speeds.items()}
-        print(f"medians: TRL {medians['TRL']:.0f}, dsreason {medians['dsreason']:.0f} tokens/s ({arguments.ds_config})")
-        print(f"tokens per second, dsreason / TRL: {medians['dsreason'] / medians['TRL']:.2f} (goal {GOAL})")
+            for side in arguments.sides:
+                own = task | {"side": side, "output": str(folder / f"{side}_{number}")}
+                seconds[side].append(seconds_per_step(run_side(__file__, own, arguments.threads), arguments.warmup))
+                wall, cpu = seconds[side][-1]
+                print(f"{side:20}{wall:8.2f} s a step, {cpu:.2f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
+        ratios = report(seconds, sum(lengths), "tokens/s", arguments.sides[0])
+        if OURS in ratios:
+            wall, cpu = ratios[OURS]
+            goal = GOALS[arguments.lengths]
+            print(
+                f"tokens per second, dsreason / {arguments.sides[0]}: {wall:.2f}, by CPU time {cpu:.2f} (goal {goal})"
+            )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ def full_gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     }
 
 
-def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World) -> Path:
+def save_checkpoint(
+    engine: DeepSpeedEngine, folder: Path, step: int, state: TrainerState, world: World, *, with_frozen: bool = True
+) -> Path:
     """Write `<folder>/step_<step>`, and return it once it is complete."""
-    writer = CheckpointWriter(engine, folder, world, background=False)
+    writer = CheckpointWriter(engine, folder, world, background=False, with_frozen=with_frozen)
     writer.start(step, state)
     writer.wait()
     writer.close()

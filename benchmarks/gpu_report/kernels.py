@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.parts import Setting, Value
@@ -26,6 +27,7 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield from kernels_of("as dsreason sets it", setting)
     yield from decoding("as dsreason sets it", setting)
     yield from nonfinite_gradients("as dsreason sets it", setting)
+    yield from packed_rows(setting)
     if setting.cards:
         for allowed in (True, False):
             how = f"cuDNN {'allowed' if allowed else 'off'}"
@@ -59,6 +61,42 @@ def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         first = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
         again = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
         yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - again) / NEW_SHAPES
+
+
+def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """A row of samples, and one of a prompt with its completions, as dsreason attends and each part by itself."""
+    import torch
+
+    from dsreason.data.types import Segment
+    from dsreason.models.attention import by_segment, row_layout, text_attention
+
+    length, count = (32, 4) if setting.tiny else (1024, 8)
+    samples = [Segment(i * length, length) for i in range(count)]
+    shared = [Segment(0, length), *(Segment(length + i * length // 8, length // 8, parent=0) for i in range(count))]
+    for name, segments in (("samples", samples), ("shared prompt", shared)):
+        layout = row_layout(segments, torch.device(setting.device))
+        shapes = [(1, heads, segments[-1].end, 128) for heads in (16, 8, 8)]
+        inputs = [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
+
+        def ours(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
+            attended = partial(text_attention, torch.nn.Identity(), attention_mask=None, layout=layout)
+            return forward_and_backward(lambda *tensors: attended(*tensors)[0], inputs)
+
+        def by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
+            return forward_and_backward(lambda *tensors: by_segment(*tensors, segments, None), inputs)
+
+        pairs = [(one.float(), other.float()) for one, other in zip(ours(), by_parts(), strict=True)]
+        yield f"packed {name}: difference", max(float((one - other).norm() / other.norm()) for one, other in pairs)
+        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(ours)
+        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(by_parts)
+
+
+def forward_and_backward(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What it gives, and the gradients of the inputs."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    found = attend(*leaves)
+    found.backward(found.detach())
+    return [found.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
@@ -111,10 +149,9 @@ def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value
 
 
 def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Each tower on one clip: as transformers computes it, and two ways with fewer calls of a kernel."""
+    """Each tower on one clip: as transformers computes it, a call of a kernel for each window, and as dsreason does."""
     import torch
 
-    register()
     for family, names in (
         ("qwen2_5_vl", ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel")),
         ("qwen3_vl", ("Qwen3VLVisionConfig", "Qwen3VLVisionModel")),
@@ -129,21 +166,14 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 def towers_of(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
     """Differences are relative, the larger of output's and gradient's."""
+    from dsreason.models.attention import VISION
+
     plain = tower_run(tower, "sdpa", pixels, grid)()
-    for name, implementation in (
-        ("as it is", "sdpa"),
-        ("windows of one size together", "flash_windows_together"),
-        ("one call for all windows", "flash_one_call"),
-    ):
-        if implementation == "flash_one_call" and not pixels.is_cuda:
-            continue  # torch has that kernel on GPUs only
+    for name, implementation in (("by windows", "sdpa"), ("as dsreason computes it", VISION)):
         run = tower_run(tower, implementation, pixels, grid)
-        try:
-            pairs = zip(run(), plain, strict=True)
-            yield f"{family} {name}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
-            yield f"{family} {name}: forward and backward, s", seconds_of(run)
-        except Exception as error:  # noqa: BLE001 (an experiment, beside which the others are to be measured)
-            yield f"{family} {name}: failed", f"{type(error).__name__}: {error}"[:500]
+        pairs = zip(run(), plain, strict=True)
+        yield f"{family} {name}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        yield f"{family} {name}: forward and backward, s", seconds_of(run)
 
 
 def build_tower(family: str, config_name: str, model_name: str, setting: Setting) -> nn.Module:
@@ -175,55 +205,6 @@ def tower_run(
         return output.detach().float(), tower.blocks[0].attn.qkv.weight.grad.detach().float()
 
     return run
-
-
-def register() -> None:
-    """Two attention functions for transformers; by `flash` in their names the towers know to make one call a layer."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("flash_windows_together", windows_together)
-    AttentionInterface.register("flash_one_call", one_call)
-
-
-def windows_together(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    cu_seq_lens_q: Tensor,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """Windows of one size are the rows of one batch: a call for each size, not for each window. `[1, heads, T, D]` in."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    sizes = cu_seq_lens_q.diff()
-    of_token = sizes.repeat_interleave(sizes)
-    output = torch.empty_like(query)
-    for size in sizes.unique().tolist():
-        tokens = (of_token == size).nonzero().squeeze(1)
-        rows = [tensor[0][:, tokens].unflatten(1, (-1, size)).transpose(0, 1) for tensor in (query, key, value)]
-        found = scaled_dot_product_attention(*rows, scale=given["scaling"])
-        output = output.index_copy(2, tokens, found.transpose(0, 1).flatten(1, 2)[None])
-    return output.transpose(1, 2), None
-
-
-def one_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    cu_seq_lens_q: Tensor,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """torch's attention over sequences of any length, which scales by 1 / √D as the towers do. `[1, heads, T, D]` in."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    ends, longest = cu_seq_lens_q.int(), int(cu_seq_lens_q.diff().max())
-    return varlen_attn(*rows, ends, ends, longest, longest)[None], None
 
 
 def patch_embedding(family: str, tower: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:

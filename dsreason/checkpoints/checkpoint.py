@@ -176,7 +176,7 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
     found = [f"{what}: {listed(sorted(names), 3, separator=', ')}" for what, names in differences.items() if names]
     if found:
         raise CheckpointError(
-            f"{path}: parameters differ: {'; '.join(found)}; set model.path and model.freeze as they were"
+            f"{path}: parameters differ: {'; '.join(found)}; set model.path, model.freeze and lora as they were"
         )
     check_stage(path, saved, int(engine.zero_optimization_stage()))
 

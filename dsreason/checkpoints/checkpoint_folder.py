@@ -30,6 +30,21 @@ MAX_RANKS = 100_000
 """No run has more; the files of every rank are looked for one by one."""
 
 
+@dataclass(frozen=True)
+class SavedAdapter:
+    """What a checkpoint of adapters says of them, and of the model that they were trained on."""
+
+    base: str
+    """As `model.path` names it."""
+    revision: str | None
+    fingerprint: str
+    """Of the base model's folder."""
+    settings: dict[str, Any]
+    """peft's, as in adapter_config.json."""
+    scales: dict[str, float]
+    """Factor of each layer's adapter, by the name of the layer."""
+
+
 @dataclass
 class TrainerState:
     """Where a run stands, beside weights, optimizer and random numbers."""
@@ -46,6 +61,8 @@ class TrainerState:
     best_step: int | None = None
     model_path: str = ""
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
+    adapter: SavedAdapter | None = None
+    """Where adapters are trained. The checkpoint then has these alone, and an export takes the other weights from there, too."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What else the run wants back; JSON values only."""
 

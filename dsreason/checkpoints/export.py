@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint
+from dsreason.checkpoints.adapter import Merge, adapter_weights, write_adapter
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter, check_sizes, read_checkpoint
 from dsreason.checkpoints.model_card import CARD, Score, model_card
-from dsreason.checkpoints.shards import checkpoint_tensors
-from dsreason.engine.engine import full_parameters
+from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
+from dsreason.engine.merged import unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
@@ -45,7 +45,8 @@ def write_model_folder(
     *,
     dtype: str = "bf16",
     max_shard_size: str = "4GB",
-    card: str | None = None,
+    merge: Merge | None = None,
+    card: Callable[[], str] | None = None,
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
 
@@ -54,7 +55,8 @@ def write_model_folder(
 
     Args:
         dtype: "bf16" or "fp32".
-        card: text of a model card; that of `source` is another model's, and is left out.
+        merge: what `tensors` are of, where adapters are merged into them: these are written by themselves, too.
+        card: gives the text of a model card, after all else; that of `source` is another model's, and is left out.
 
     Raises:
         CheckpointError: `output` holds something, or `source` is no model folder.
@@ -64,9 +66,13 @@ def write_model_folder(
     check_target(source, output)
     with appearing_folder(output) as partial:
         copy_small_files(source, partial, dtype)
-        if card is not None:
-            (partial / CARD).write_text(card, encoding="utf-8")
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
+        if merge is not None:
+            write_adapter(merge, partial)
+        if card is not None:
+            (partial / CARD).write_text(card(), encoding="utf-8")
+    if merge is not None:
+        merge.report(output)
     return output
 
 
@@ -179,21 +185,30 @@ def export_engine(
     max_shard_size: str = "4GB",
     run: Path | None = None,
     step: int = 0,
+    adapter: SavedAdapter | None = None,
 ) -> Path:
     """Write the policy that is being trained (all ranks together; rank 0 writes).
 
     As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from. With the folder of the
-    `run` and its `step` there is a model card, too.
+    `run` and its `step` there is a model card, too, and with what is known of the `adapter` also a folder of it alone.
     """
-    tensors = full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
+    weights = unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     on_rank_zero(lambda: check_target(source, output))
     with errors_on_all_ranks():
         try:
             if world.is_main:
-                card = model_card(run, step, dtype=dtype) if run is not None else None
-                write_model_folder(tensors, source, output, dtype=dtype, max_shard_size=max_shard_size, card=card)
+                merge = Merge(dtype, adapter)
+                write_model_folder(
+                    merge.merged(weights),
+                    source,
+                    output,
+                    dtype=dtype,
+                    max_shard_size=max_shard_size,
+                    merge=merge if adapter else None,
+                    card=None if run is None else lambda: model_card(run, step, dtype=dtype, adapter=merge.summary),
+                )
         finally:
-            for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+            for _ in weights:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
                 pass
     return output
 
@@ -215,12 +230,19 @@ def export_checkpoint(
     saved = read_checkpoint(checkpoint)
     check_sizes(checkpoint)
     dtype = saved.precision if dtype == "auto" else dtype
-    run = checkpoint.absolute().parent.parent
+    run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
+    source, merge = Path(saved.state.model_path), Merge(dtype, adapter)
+    check_target(source, output)
+    if adapter is None:
+        tensors = checkpoint_tensors(checkpoint, saved)
+    else:
+        tensors = merge.merged(adapter_weights(checkpoint, saved, adapter, dtype))
     return write_model_folder(
-        checkpoint_tensors(checkpoint, saved),
-        Path(saved.state.model_path),
+        tensors,
+        source,
         output,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        card=model_card(run, saved.state.step, dtype=dtype, scores=scores),
+        merge=merge if adapter else None,
+        card=lambda: model_card(run, step, dtype=dtype, scores=scores, adapter=merge.summary),
     )

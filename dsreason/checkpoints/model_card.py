@@ -45,12 +45,13 @@ def model_card(
     library: str = "transformers",
     task: str = TASK,
     kind: str = "vision-language model",
+    adapter: str = "",
 ) -> str:
     """The text of the README.md of an export of the weights after `step`.
 
     It tells what `config.json` and `metrics.jsonl` in the folder `run` tell; of a checkpoint without a run that is little.
     A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
-    the card of that export.
+    the card of that export. `adapter` says which adapter was merged into the weights.
     """
     record = recorded(run)
     config = record.get("config", {})
@@ -75,6 +76,7 @@ def model_card(
         "command": f"`{shlex.join(['dsreason', *command])}`" if command else "unknown",
         "optimizer steps": str(step),
         "weights": dtype,
+        **({"adapter": adapter} if adapter else {}),
         "versions": ", ".join(f"{name} {text}" for name, text in record.get("versions", {}).items())
         or f"dsreason {dsreason.__version__}",
     }

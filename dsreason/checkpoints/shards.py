@@ -21,6 +21,7 @@ from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
 from dsreason.job.launch import environment
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
     *(LookupError, ValueError, TypeError, AttributeError),

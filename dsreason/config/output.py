@@ -126,7 +126,8 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     if before is None:
         return
     # What is masked now may not have been then.
-    differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections)
+    defaults = dump_config(type(config)())
+    differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
         shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
@@ -137,10 +138,14 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
 
 
 def differing_keys(
-    before: dict[str, Any], now: dict[str, Any], sections: Collection[str]
+    before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Keys that decide what a run computes and that differ, with the old and the new value."""
-    old, new = flat(before), flat(now)
+    """Keys that decide what a run computes and that differ, with the old and the new value.
+
+    A key that an older version did not know had its default.
+    """
+    new = flat(now)
+    old = {key: value for key, value in flat(defaults).items() if key in new} | flat(before)
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])

@@ -32,7 +32,7 @@ class PreferenceConfig(Section):
     reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
     """`model` is the one that training begins with, measured once before the first step; `precomputed` takes its
     log-probabilities from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or `reference_file`; `adapter_off` is the
-    model without its adapter; `none` does without."""
+    model without its adapters (`lora.rank`), asked in every step; `none` does without."""
     reference_file: str | None = None
     """With `precomputed`: JSON lines of `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run."""
 
@@ -91,6 +91,7 @@ class DPOConfig(RunConfig):
 
     deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "dpo")
     held_out_as_trained: ClassVar[bool] = True
+    adapter_lr = 2e-5
 
     train: TrainConfig = TrainConfig()
     validation: DPOValidationConfig = DPOValidationConfig()
@@ -112,10 +113,10 @@ class DPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_adapter(self) -> Self:
-        if self.dpo.reference == "adapter_off":
+        if self.dpo.reference == "adapter_off" and not self.lora.rank:
             raise ValueError(
-                'dpo.reference ("adapter_off") is the model without its adapter, and there is no [lora]; set '
-                'dpo.reference = "model"'
+                'dpo.reference ("adapter_off") is the model without its adapters, and lora.rank is 0; set '
+                'dpo.reference = "model", or lora.rank'
             )
         return self
 

@@ -176,6 +176,7 @@ class GRPOConfig(RunConfig):
 
     deciding_sections = (*RunConfig.deciding_sections, "grpo")
     rows_need_answers = False
+    adapter_lr = 2e-5
 
     train: UpdateConfig = UpdateConfig()
     grpo: AlgorithmConfig = AlgorithmConfig()
@@ -199,6 +200,20 @@ class GRPOConfig(RunConfig):
                 "or start another number"
             )
         return super().check_ranks(num_ranks)
+
+    @model_validator(mode="after")
+    def check_adapters(self) -> Self:
+        if self.lora.rank and self.lora.dropout:
+            raise ValueError(
+                f"lora.dropout ({self.lora.dropout:g}): the rollout engine samples without it, from another policy than the one "
+                "that would be trained; set it to 0"
+            )
+        if self.lora.rank and self.grpo.reference_reset_every:
+            raise ValueError(
+                f"grpo.reference_reset_every ({self.grpo.reference_reset_every}) with lora.rank ({self.lora.rank}): the "
+                "reference is the model without its adapters, which takes no memory, and cannot be another one; set it to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_rewards(self) -> Self:

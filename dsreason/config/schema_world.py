@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dsreason.config.schema import Count, JobConfig, JobTrainConfig, JobValidationConfig, RewardFunctionsConfig, Share
 from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.schema_lora import AdapterConfig
 from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
@@ -26,30 +27,9 @@ class WorldModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
-class LoRAConfig(Section):
-    rank: int = Field(0, ge=0)
-    """Rank of the adapter; 0: all weights are trained."""
-    alpha: float | None = Field(None, gt=0)
-    """The adapter's output is scaled by alpha / rank. Unset: twice the rank."""
+class LoRAConfig(AdapterConfig):
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: those of attention and feed-forward, as the family names them."""
-
-    @model_validator(mode="after")
-    def check_rank(self) -> Self:
-        """A rank of 0 that somebody wrote turns off the adapter of a recipe."""
-        given = [f"alpha ({self.alpha:g})"] if self.alpha is not None else []
-        given += [f"targets ({', '.join(self.targets)})"] if self.targets else []
-        if given and "rank" not in self.model_fields_set:
-            raise ValueError(
-                f"{' and '.join(given)} without rank: all weights would be trained, and no adapter; set rank, or remove "
-                f"{'them' if len(given) > 1 else 'it'}"
-            )
-        return self
-
-    @property
-    def scale(self) -> float:
-        """The alpha that is used."""
-        return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
 class WorldDataConfig(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -23,3 +25,12 @@ class Section(BaseModel):
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
+
+
+def check_regex(pattern: str) -> str:
+    """ValueError for what is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct it") from None
+    return pattern

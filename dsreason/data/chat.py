@@ -20,16 +20,19 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data.collate import GRIDS
-from dsreason.data.messages import media_parts
+from dsreason.data.messages import joined_text, media_parts, media_paths
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
+from dsreason.families.family import Vision
 from dsreason.media import media, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
 
+TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
+"""Values of `mm_token_type_ids`; text is 0."""
 MAX_MEDIA_TOKENS = 1_000_000
 """More than any model takes: samples with more are refused before a list of that length is made."""
 
@@ -86,6 +89,11 @@ class Encoder:
     """Whether a sample without an assistant turn is an error; else it is encoded as a prompt, of which nothing is trained."""
 
     @property
+    def sees(self) -> bool:
+        """Whether the model takes images and videos."""
+        return self.family.vision is not None
+
+    @property
     def pad_id(self) -> int:
         return int(self.processor.tokenizer.pad_token_id)
 
@@ -125,7 +133,7 @@ class Encoder:
 
     def _answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
         """Ids and loss mask of what follows the prompt, up to the last trained token."""
-        segments = render_training(self.processor, self.family.tokens, conversation)
+        segments = render_training(self.processor, self.family.tokens, self._readable(conversation))
         ids = [token for segment in segments for token in segment.ids]
         mask = [trained for segment in segments for trained in segment.mask]
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
@@ -138,11 +146,25 @@ class Encoder:
     def _render(self, sample: Sample) -> list[Segment]:
         has_reply = any(message["role"] == "assistant" for message in sample.messages)
         render = render_training if has_reply or self.needs_reply else render_prompt
-        return render(self.processor, self.family.tokens, sample)
+        return render(self.processor, self.family.tokens, self._readable(sample))
 
     def _prompt(self, sample: Sample) -> tuple[Sample, list[Segment]]:
         prompt = replace(sample, messages=prompt_messages(sample))
-        return prompt, render_prompt(self.processor, self.family.tokens, prompt)
+        return prompt, render_prompt(self.processor, self.family.tokens, self._readable(prompt))
+
+    def _readable(self, sample: Sample) -> Sample:
+        """For a model that reads text alone, the parts of each message as one text, which is what its template takes.
+
+        DataError where one of them is an image or a video.
+        """
+        if self.sees:
+            return sample
+        if shown := media_paths(sample.messages):
+            raise DataError(
+                f"sample {sample.id!r} shows {shown[0]}, and {self.family.name} reads text alone; take a vision-language "
+                "model, or rows without images and videos"
+            )
+        return replace(sample, messages=[{**message, "content": joined_text(message)} for message in sample.messages])
 
     def _encode(self, sample: Sample, segments: list[Segment]) -> tuple[EncodedSample, list[Medium]]:
         planned = self.plan_media(sample)
@@ -164,7 +186,7 @@ class Encoder:
         loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
         tokens = self.family.tokens
-        placeholder = self.processor.image_token if kind == "image" else self.processor.video_token
+        placeholder = tokens.image if kind == "image" else tokens.video
         text = tokens.media_start + placeholder + tokens.media_end
         segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = self._expand(sample, [segment], [planned])
@@ -198,7 +220,7 @@ class Encoder:
         path = str(part["image"])
         height, width = media.probe_image(path)
         try:
-            limits = vision.image_limits(self._limits("image"), self.family.vision)
+            limits = vision.image_limits(self._limits("image"), self._vision)
             size = vision.image_size(height, width, part, limits)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
@@ -208,14 +230,19 @@ class Encoder:
         path, patch = str(part["video"]), self._temporal_patch
         info = media.probe_video(path)
         try:
-            chosen = vision.sample_frames(info, part, self.family.vision, patch)
+            chosen = vision.sample_frames(info, part, self._vision, patch)
             count = len(chosen.indices)
             limits = self._limits("video")
-            size = vision.video_size(info.height, info.width, count, part, limits, self.family.vision, patch)
+            size = vision.video_size(info.height, info.width, count, part, limits, self._vision, patch)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         metadata = _metadata(info.num_frames, chosen, info.fps)
         return PlannedMedium("video", path, size, self._grid(count, size), chosen.indices, metadata)
+
+    @property
+    def _vision(self) -> Vision:
+        assert self.family.vision is not None  # samples with media are refused before
+        return self.family.vision
 
     def _limits(self, kind: MediaKind) -> vision.PixelLimits:
         processor = self.processor.image_processor if kind == "image" else self.processor.video_processor
@@ -235,11 +262,17 @@ class Encoder:
 
     # ------------------------------------------------------------ tokens
 
+    @property
+    def _placeholders(self) -> dict[int, MediaKind]:
+        if not self.sees:
+            return {}
+        return {self.processor.image_token_id: "image", self.processor.video_token_id: "video"}
+
     def _expand(
         self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
     ) -> tuple[list[int], list[bool]]:
         """Token ids and loss mask with every placeholder replaced by its medium's tokens."""
-        kind_of = {self.processor.image_token_id: "image", self.processor.video_token_id: "video"}
+        kind_of = self._placeholders
         ids: list[int] = []
         mask: list[bool] = []
         remaining = iter(planned)
@@ -306,8 +339,8 @@ class Encoder:
                 )
         input_ids = torch.tensor(ids, dtype=torch.int64)
         types = torch.zeros_like(input_ids)
-        types[input_ids == self.processor.image_token_id] = 1
-        types[input_ids == self.processor.video_token_id] = 2
+        for token, kind in self._placeholders.items():
+            types[input_ids == token] = TOKEN_TYPES[kind]
         return EncodedSample(
             id=sample.id,
             input_ids=input_ids,

@@ -20,8 +20,9 @@ from dsreason.config.schema import DataConfig, RunConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Batch, EncodedSample, PartOf, Sample
+from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
+from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
 
 T = TypeVar("T")

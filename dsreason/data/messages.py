@@ -16,6 +16,14 @@ def text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
+def joined_text(message: Message) -> str:
+    """Its text as chat templates write it: several parts one behind the other."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
 def media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """The images and videos, in the order in which they are shown."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, collate, pack, padding_sample
+from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
-from dsreason.data.types import WHOLE, Batch, EncodedSample, MediaKind, PartOf
+from dsreason.data.types import Batch, EncodedSample, MediaKind
 from dsreason.errors import DataError
+from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.monitor.flops import Work
 
 S = TypeVar("S", bound=EncodedSample)
@@ -34,9 +35,17 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
+def forward_size(config: RunConfig) -> str:
+    """What one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
+    rows = "one row" if config.train.packing else "padded rows"
+    budget, key = config.token_budget
+    size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
+    return f"{rows} of up to {size} ({key})"
+
+
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Groups of at most `size`, like lengths together (less padding)."""
-    ordered = sorted(samples, key=whole_length, reverse=True)
+    """Groups of at most `size`, those of one parent and like lengths together (less to compute twice, and less padding)."""
+    ordered = by_parent(sorted(samples, key=whole_length, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
@@ -57,11 +66,11 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
 
     Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
     """
-    by_parent: dict[int, list[S]] = {}
+    families: dict[int, list[S]] = {}
     for sample in samples:
-        by_parent.setdefault(id(sample.parent or sample), []).append(sample)
+        families.setdefault(id(sample.parent or sample), []).append(sample)
     parts: list[tuple[int, list[S]]] = []
-    for family in by_parent.values():
+    for family in families.values():
         shared = len(family[0].parent or ())
         cut = first_fit([(len(sample), [sample]) for sample in family], budget - shared)
         parts += [(shared + sum(map(len, part)), part) for part in cut]
@@ -155,7 +164,9 @@ def align_batches(
     aligned = []
     for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
         batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
-        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]} or {"image"}
+        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
+        if encoder.sees:
+            wanted = wanted or {"image"}
         missing = wanted - set(media_kinds(batch))
         dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
         batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)

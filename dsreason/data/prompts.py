@@ -13,8 +13,9 @@ from dsreason.data.loader import decode_ahead, first_fatal, of_groups, read_rows
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import PartOf, Sample
+from dsreason.data.types import Sample
 from dsreason.errors import DataError
+from dsreason.job.part_of import PartOf
 
 Check = Callable[[Sample], None]
 """Raises DataError for a sample that cannot be used; picklable."""

@@ -125,7 +125,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
     made_by_template = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
-    reserved = made_by_template | {processor.image_token, processor.video_token, processor.tokenizer.eos_token}
+    reserved = made_by_template | {tokens.image, tokens.video, processor.tokenizer.eos_token}
     cleaned = []
     for number, message in enumerate(sample.messages):
         where = f"sample {sample.id!r}, message {number}"

@@ -77,16 +77,6 @@ class Segment(NamedTuple):
         return self.start + self.length
 
 
-class PartOf(NamedTuple):
-    """`PartOf(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
-
-    number: int
-    total: int
-
-
-WHOLE = PartOf(0, 1)
-
-
 @dataclass(frozen=True)
 class MediaPart:
     """The media of one kind that one rank encodes of a row that several compute, and which rank shows their features.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import deepspeed
 import torch
@@ -15,6 +15,7 @@ from dsreason.config.schema import OptimConfig
 from dsreason.errors import ConfigError
 from dsreason.job.launch import environment
 
+T = TypeVar("T")
 ZeroParameter: TypeAlias = Any
 """An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods of its own."""
 
@@ -87,20 +88,6 @@ def hf_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def plan_buckets(parameters: list[tuple[str, nn.Parameter]], max_bytes: float) -> list[list[tuple[str, nn.Parameter]]]:
-    """Cut the list, in order, into runs of at most `max_bytes`; a larger parameter has one of its own."""
-    buckets: list[list[tuple[str, nn.Parameter]]] = []
-    room = 0.0
-    for name, parameter in parameters:
-        size = full_shape(parameter).numel() * parameter.element_size()
-        if not buckets or size > room:
-            buckets.append([])
-            room = max_bytes
-        buckets[-1].append((name, parameter))
-        room -= size
-    return buckets
-
-
 def full_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
@@ -110,12 +97,38 @@ def full_parameters(
     trained ones) and hold until the next one is asked for: copy what is kept. At most about `bucket_mb` MiB are whole
     at a time.
     """
-    chosen = [(name, p) for name, p in engine.module.named_parameters() if hf_name(name) not in without]
-    for bucket in plan_buckets(chosen, bucket_mb * 2**20):
-        cut = [parameter for _, parameter in bucket if is_partitioned(parameter)]
+    chosen = [((hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if hf_name(name) not in without]
+    for name, parameter in while_whole(chosen, bucket_mb):
+        yield name, values_of(parameter, master=master)
+
+
+def while_whole(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
+    """Each item while the parameters beside it are whole, about `bucket_mb` MiB of them at a time. Collective."""
+    for bucket in plan_buckets(items, bucket_mb * 2**20):
+        cut = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
         with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
-            for name, parameter in bucket:
-                if master and parameter.requires_grad:
-                    yield hf_name(name), safe_get_full_fp32_param(parameter)
-                else:
-                    yield hf_name(name), parameter.detach()
+            yield from (item for item, _ in bucket)
+
+
+def plan_buckets(
+    items: Sequence[tuple[T, Sequence[nn.Parameter]]], max_bytes: float
+) -> list[list[tuple[T, Sequence[nn.Parameter]]]]:
+    """Cut them, in order, into runs with parameters of at most `max_bytes`; an item of more is alone in its own."""
+    buckets: list[list[tuple[T, Sequence[nn.Parameter]]]] = []
+    room = 0.0
+    for item in items:
+        size = sum(full_shape(parameter).numel() * parameter.element_size() for parameter in item[1])
+        if not buckets or size > room:
+            buckets.append([])
+            room = max_bytes
+        buckets[-1].append(item)
+        room -= size
+    return buckets
+
+
+def values_of(parameter: nn.Parameter, *, master: bool) -> Tensor:
+    """Of a whole parameter; with `master` a float32 copy where it is trained. Collective."""
+    if master and parameter.requires_grad:
+        copy: Tensor = safe_get_full_fp32_param(parameter)
+        return copy
+    return parameter.detach()

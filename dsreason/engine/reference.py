@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -13,7 +14,25 @@ from torch import Tensor, nn
 from dsreason.engine.engine import hf_name, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.errors import CheckpointError
+from dsreason.models.lora import adapters_off
 from dsreason.models.weights import find_weights
+
+
+class Reference(Protocol):
+    """What the KL is measured against."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Inside, the engine's forward is the reference's. Nothing may be trained there. Every rank enters it together."""
+
+
+class BaseReference:
+    """The reference of a policy with adapters: the model without them. It takes no memory, and is never another one."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+
+    def in_place(self) -> AbstractContextManager[None]:
+        return adapters_off(self.engine.module)
 
 
 class ReferencePolicy:

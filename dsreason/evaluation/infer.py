@@ -18,17 +18,17 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.answers.parsing import parse
-from dsreason.checkpoints.export import DTYPES
+from dsreason.checkpoints.shards import DTYPES
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
-from dsreason.data.timestamps import TimestampEncoder, frame_times
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
+from dsreason.evaluation.timestamps import TimestampEncoder, frame_times
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
@@ -171,7 +171,7 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
 
 def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
     """The trainer's encoder, and how many tokens the model takes, prompt and answer together."""
-    longest = int(model_config(folder).text_config.max_position_embeddings)
+    longest = int(model_config(folder).get_text_config().max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
     return kind(encoder.processor, encoder.family, encoder.position_ids, longest), longest

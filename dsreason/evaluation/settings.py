@@ -19,7 +19,6 @@ COMPARED = ("evaluation", "generation", "vision")
 NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
 """What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
 answer is compared with its question."""
-CHUNK = 65536
 SOURCES = "vision of "
 """Before a source's data set: these are compared only where both evaluations have it."""
 THRESHOLD, FORMER_THRESHOLD = "evaluation.scorer_threshold", 0.5
@@ -30,21 +29,6 @@ MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 def run_folder(config: EvalConfig, model_name: str) -> Path:
     """`<results_dir>/<model>/<answer_type>`."""
     return Path(config.results_dir).expanduser() / safe_name(model_name) / config.evaluation.answer_type
-
-
-def model_fingerprint(folder: Path) -> str:
-    """Tells model folders apart: small files whole, of each weights file its size and a part of every 256th of it."""
-    found = hashlib.sha256()
-    for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
-        found.update(f"{file.name} ".encode() + file.read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            for start in range(0, size, max(CHUNK, size // 256)):
-                opened.seek(start)
-                found.update(opened.read(CHUNK))
-    return found.hexdigest()[:16]
 
 
 def vision_note(config: EvalConfig) -> str | None:

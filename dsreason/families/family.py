@@ -34,6 +34,11 @@ def merged_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
     return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
 
 
+def no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+    """Of a model that reads text alone."""
+    return (), ()
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The texts that the tokenizer knows as marks. Example: `FAMILIES["qwen3_vl"].tokens`."""
@@ -99,31 +104,37 @@ class Vision:
 class Modules:
     """Names of modules, or parts of them, in the transformers model."""
 
-    vision_tower: str
+    vision_tower: str | None
+    """None where the model reads text alone."""
     head: str
     """The output layer, which may be tied to the embedding."""
-    patch_embedding: str
-    """In the vision tower: its input needs no gradient."""
-    merger: str
-    """In the vision tower: what works on merged patches."""
     norms: tuple[str, ...]
     """Parts of the names of weights that scale channels."""
     embeddings: tuple[str, ...]
     """Parts of the names of embedding weights, of tokens and positions."""
+    text_layers: str
+    """Regular expression, searched in names: the language model's linear layers, which get an adapter by default."""
+    vision_layers: str = ""
+    """The same of the vision tower and its mergers."""
+    patch_embedding: str = ""
+    """In the vision tower: its input needs no gradient."""
+    merger: str = ""
+    """In the vision tower: what works on merged patches."""
 
 
 @dataclass(frozen=True)
 class Tiny:
     """How a random model of the family is made that is small enough for a laptop; see `dsreason.models.tiny`."""
 
-    patch_size: int
-    """In pixels; two by two patches make a token."""
     default_system: str | None
     """What the chat template says where a conversation has no system message."""
     config: Callable[[dict[str, Any], dict[str, Any], int, dict[str, Any]], PreTrainedConfig]
     """`(text sizes, vision sizes, head size, the rest) -> config`."""
-    processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin]
-    """`(tokenizer, pixels behind one token, patch sizes) -> processor`, which takes media down to one token."""
+    patch_size: int = 14
+    """In pixels; two by two patches make a token."""
+    processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin] | None = None
+    """`(tokenizer, pixels behind one token, patch sizes) -> processor`, which takes media down to one token. None: the
+    model reads text alone, and its folder has a tokenizer only."""
     published_names: tuple[tuple[str, str], ...] = ()
     """(name in memory, name in published checkpoints), of parts of parameter names: `Family.renames` backwards."""
 
@@ -137,11 +148,12 @@ class Family:
     model_type: str
     """As `config.json` calls it."""
     tokens: Tokens
-    vision: Vision
-    grids: GridRule
-    """The grids of tokens that the positions count over; a plain function, to be pickled."""
     modules: Modules
     tiny: Tiny
+    vision: Vision | None = None
+    """None: the model reads text alone."""
+    grids: GridRule = no_grids
+    """The grids of tokens that the positions count over; a plain function, to be pickled."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """`vision_config -> (blocks that attend within windows, a window's side in merged patches)`; None: all see all."""
     renames: tuple[tuple[str, str], ...] = ()

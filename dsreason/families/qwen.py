@@ -30,6 +30,8 @@ MODULES = Modules(
     merger="merger",
     norms=("norm", "ln_q"),
     embeddings=("embed_tokens", "pos_embed"),
+    text_layers=r"\.language_model\..*\.(q|k|v|o|gate|up|down)_proj$",
+    vision_layers=r"\.visual\.(blocks|merger|deepstack_merger_list)\.",
 )
 
 

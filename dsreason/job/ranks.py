@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dsreason.data.types import PartOf
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
 from dsreason.job.gpu import choose_device, gpu_errors
 from dsreason.job.launch import started_by_us
+from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 # Ranks wait here while one of them downloads, converts or exports for all.

@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dsreason.data.types import Batch, Segment
 from dsreason.errors import CheckpointError
+from dsreason.families import family_of
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def use_segments(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: some of its layers see only a window of the text, which segments do not know.
     """
-    text, vision = model.config.text_config, model.config.vision_config
+    text = model.config.get_text_config()
     sliding = [number for number, kind in enumerate(layer_types(text)) if kind != "full_attention"]
     if sliding:
         raise CheckpointError(
@@ -246,7 +247,9 @@ def use_segments(model: PreTrainedModel) -> None:
             'does not know; set model.attention = "sdpa" and train.packing = false'
         )
     # After building: as an argument the second name would make transformers look for a flash-attention package.
-    text._attn_implementation, vision._attn_implementation = TEXT, VISION
+    text._attn_implementation = TEXT
+    if family_of(model.config.model_type).vision is not None:
+        model.config.vision_config._attn_implementation = VISION
 
 
 def layer_types(text: Any) -> list[str]:
@@ -255,7 +258,12 @@ def layer_types(text: Any) -> list[str]:
 
 
 def knows_segments(model: PreTrainedModel) -> bool:
-    return bool(model.config.text_config._attn_implementation == TEXT)
+    return bool(model.config.get_text_config()._attn_implementation == TEXT)
+
+
+def model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
+    """Positions `[3, B, T]` as the model takes them: `[B, T]` where it reads text alone, and the axes are alike."""
+    return position_ids if family_of(model.config.model_type).vision is not None else position_ids[0]
 
 
 def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
@@ -272,7 +280,7 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
             prompt.
     """
     if not batch.segments:
-        return {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+        return {"attention_mask": batch.attention_mask, "position_ids": model_positions(model, batch.position_ids)}
     if batch.attention_mask is not None:
         raise ValueError(
             "a packed row with an attention mask: transformers would ignore where its samples begin, and let them see "
@@ -284,11 +292,17 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
         )
     if knows_segments(model):
         layout = row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
-        return {"attention_mask": None, "position_ids": batch.position_ids, "layout": layout}
+        return {
+            "attention_mask": None,
+            "position_ids": model_positions(model, batch.position_ids),
+            "layout": layout,
+        }
     if any(one.parent is not None for one in batch.segments):
         raise ValueError(
             'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
         )
+    if family_of(model.config.model_type).vision is None:  # its only row starts again with each sample
+        return {"attention_mask": None, "position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(one.length) for one in batch.segments])[None, None]
     four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])
     return {"attention_mask": None, "position_ids": four_rows}

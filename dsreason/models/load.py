@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    ProcessorMixin,
+)
 
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import Encoder
@@ -26,7 +34,7 @@ from dsreason.models.weights import Weights, find_weights
 from dsreason.problems import listed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TINY_VERSION = 2
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
@@ -95,7 +103,13 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing."""
+    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing.
+
+    Of a model that reads text alone, a processor that is its tokenizer.
+    """
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    if family_of(config.model_type).vision is None:
+        return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above, and tokenizers raises bare Exceptions
@@ -104,12 +118,8 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(
             f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
         )
-    if not isinstance(processor.chat_template, str):
-        raise CheckpointError(
-            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
-        )
+    check_chat_template(path, processor)
     # transformers makes an empty tokenizer where the files are missing
-    config = model_config(path, trust_remote_code=trust_remote_code)
     for kind, found, expected in (
         ("image", processor.image_token_id, config.image_token_id),
         ("video", processor.video_token_id, config.video_token_id),
@@ -122,6 +132,31 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     check_patches(path, processor, config.vision_config)
     check_template(path, processor)
     return processor
+
+
+class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is not typed
+    """A tokenizer in the place of a processor."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, chat_template=tokenizer.chat_template)
+
+
+def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    check_chat_template(path, tokenizer)
+    processor = TextProcessor(tokenizer)
+    check_template(path, processor)
+    return processor
+
+
+def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    if not isinstance(holder.chat_template, str):
+        raise CheckpointError(
+            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
+        )
 
 
 def open_encoder(
@@ -235,10 +270,13 @@ def read_generation_config(model: PreTrainedModel, path: Path) -> None:
 
 def check_depth(config: Any, weights: Weights) -> None:
     """CheckpointError where config.json claims more layers than there are tensors: building them might never end."""
-    for key, layers in (
-        ("text_config.num_hidden_layers", config.text_config.num_hidden_layers),
-        ("vision_config.depth", config.vision_config.depth),
-    ):
+    depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
+    if family_of(config.model_type).vision is not None:
+        depths = {
+            "text_config.num_hidden_layers": config.text_config.num_hidden_layers,
+            "vision_config.depth": config.vision_config.depth,
+        }
+    for key, layers in depths.items():
         if layers > len(weights.places):
             raise CheckpointError(
                 f"{weights.folder}: config.json says {key} = {layers}, the files hold {len(weights.places)} tensors; "
@@ -249,9 +287,10 @@ def check_depth(config: Any, weights: Weights) -> None:
 def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
     """The modules without memory behind their tensors; tied embeddings are one parameter already."""
     implementation = "sdpa" if attention == "auto" else attention
+    sees = family_of(config.model_type).vision is not None
     try:
         with init_empty_weights(include_buffers=True):
-            model = AutoModelForImageTextToText.from_config(
+            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
             )
     except (ImportError, ValueError) as error:

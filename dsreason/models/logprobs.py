@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**26, 2**28
-"""Float32 logits held at once (256 MiB, 1 GiB): the chunk of tokens is this over the vocabulary size.
+MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**27, 2**28
+"""Float32 logits held at once (512 MiB, 1 GiB): the chunk of tokens is this over the vocabulary size.
 
-Each chunk reads the whole weight, and reads and writes its gradient: on a GPU that is what small chunks would wait for.
+Each chunk reads the whole weight, and reads and writes its gradient: on a GPU that is what small chunks would wait for. The
+last chunk's probabilities stay for the backward pass, which begins with them: one product in four is spared for that chunk,
+and nothing more is held than each chunk takes anyway.
 """
+PART = 32
+"""Tokens whose entropy is computed together, which takes further tensors of their logits' size."""
 
 
 def token_logprobs(
@@ -31,16 +35,15 @@ def token_logprobs(
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them, or half as many with
-            the entropy, for which a token takes twice the memory.
+        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them.
         banned_ids: `[K]` token ids of probability 0, which the rollout engine never draws.
 
     Returns:
         `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` where it is not asked for. The backward pass
-        computes each chunk's logits again (d logp_t / d logits = onehot_t - softmax, d H / d logits = -p (log p + H))
-        and accumulates the gradient of `weight` in float32.
+        computes the logits of each chunk but one again (d logp_t / d logits = onehot_t - softmax, d H / d logits =
+        -p (log p + H)) and accumulates the gradient of `weight` in float32.
     """
-    chunk = chunk_size or max(1, default_chunk(weight) // (2 if with_entropy else 1))
+    chunk = chunk_size or default_chunk(weight)
     compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
     return compute(hidden, weight, targets, temperature, chunk, banned_ids, with_entropy)
 
@@ -65,18 +68,20 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_norm = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-        for i in range(0, hidden.shape[0], chunk):
-            part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, temperature, banned_ids)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            largest = logits.amax(dim=1)
+        probs = None
+        for part in chunks(hidden.shape[0], chunk):
+            probs = None  # freed before there are further logits
+            probs = _logits(hidden[part], weight, temperature, banned_ids)
+            chosen = probs.gather(1, targets[part, None]).squeeze(1)
+            largest = probs.amax(dim=1)
             # In place: a plain logsumexp would hold a second buffer of this size.
-            weights = logits.sub_(largest[:, None]).exp_()
-            total = weights.sum(dim=1)
+            total = probs.sub_(largest[:, None]).exp_().sum(dim=1)
+            probs.div_(total[:, None])
             log_norm[part] = total.log().add_(largest)
             logprobs[part] = chosen - log_norm[part]
             if with_entropy:
-                entropy[part] = torch.special.entr(weights.div_(total[:, None])).sum(dim=1)
+                entropy[part] = _entropy(probs)
+        ctx.last_probs = probs if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing here
@@ -89,19 +94,18 @@ class _TokenLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        for i in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(i, i + ctx.chunk)
-            logits = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
-            probs = logits.sub_(log_norm[part, None]).exp_()
-            of_entropy = None
-            if entropy_grad is not None:
-                of_entropy = torch.special.entr(probs).sub_(probs * entropy[part, None])
-                of_entropy.mul_((entropy_grad[part] / ctx.temperature)[:, None])
-            grad_logits = probs.neg_()
-            grad_logits.scatter_add_(1, targets[part, None], torch.ones_like(log_norm[part, None]))
-            grad_logits.mul_((grad[part] / ctx.temperature)[:, None])
-            if of_entropy is not None:
-                grad_logits.add_(of_entropy)
+        probs, ctx.last_probs = ctx.last_probs, None
+        for part in reversed(chunks(hidden.shape[0], ctx.chunk)):
+            if probs is None:
+                probs = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
+                probs.sub_(log_norm[part, None]).exp_()
+            own_grad = grad[part] / ctx.temperature
+            if entropy_grad is None:
+                grad_logits = probs.mul_(-own_grad[:, None])
+            else:
+                of_entropy = entropy_grad[part] / ctx.temperature
+                grad_logits = _with_entropy_gradient(probs, own_grad, of_entropy, entropy[part])
+            grad_logits.scatter_add_(1, targets[part, None], own_grad[:, None])
             scaled = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = scaled @ weight
@@ -109,7 +113,33 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(scaled.t(), hidden[part])
             elif grad_weight is not None:
                 grad_weight += scaled.t() @ hidden[part]
+            probs = grad_logits = scaled = None  # freed before there are further logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Slices of `size` tokens, of which the first may be shorter: the last one's probabilities are what is kept."""
+    ends = range(count, 0, -size)
+    return [slice(max(0, end - size), end) for end in reversed(ends)]
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    """`[n, V]` to `[n]`."""
+    found = probs.new_empty(probs.shape[0])
+    terms = torch.empty_like(probs[:PART])  # the same for all parts
+    for few, own in zip(probs.split(PART), found.split(PART), strict=True):
+        torch.sum(torch.special.entr(few, out=terms[: len(few)]), dim=1, out=own)
+    return found
+
+
+def _with_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
+    """-grad p - entropy_grad p (log p + H) in place of the probabilities `[n, V]`; the others are `[n]`."""
+    terms = torch.empty_like(probs[:PART])  # the same for all parts
+    for few, *factors in zip(*(tensor.split(PART) for tensor in (probs, grad, entropy_grad, entropy)), strict=True):
+        own_grad, own_entropy_grad, own_entropy = (factor[:, None] for factor in factors)
+        own_terms = torch.special.entr(few, out=terms[: len(few)])  # -p log p
+        few.mul_(-(own_grad + own_entropy_grad * own_entropy)).addcmul_(own_terms, own_entropy_grad)
+    return probs
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:

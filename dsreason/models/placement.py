@@ -82,10 +82,16 @@ def budget(device: torch.device) -> int:
 
 def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
     """Which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
-    whole = [*model._no_split_modules, type(model.get_submodule(family.modules.vision_tower)).__name__]
+    whole = [*model._no_split_modules, *vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=whole)
     device_map: DeviceMap = infer_auto_device_map(model, balanced, no_split_module_classes=whole, clean_result=False)
     return device_map
+
+
+def vision_class(model: PreTrainedModel, family: Family) -> list[str]:
+    """The name of the vision tower's class, where the model has one."""
+    tower = family.modules.vision_tower
+    return [] if tower is None else [type(model.get_submodule(tower)).__name__]
 
 
 def spread(
@@ -112,7 +118,7 @@ def spread(
         main_device=name_of(device),
         offload_index=index,
         skip_keys="past_key_values",  # each layer's part lies where the layer does
-        preload_module_classes=[type(model.get_submodule(family.modules.vision_tower)).__name__],
+        preload_module_classes=vision_class(model, family),
         force_hooks=True,  # all of the model may be on another GPU than its inputs
     )
     share_media(model, family)  # around what accelerate has put around the vision tower

@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
     """What the model without its output layer makes of a batch, whose repeated media are encoded once."""
-    vision_tower = model.get_submodule(family_of(model.config.model_type).modules.vision_tower)
-    with shared_media(vision_tower, batch.media_numbers):
-        output: BaseModelOutputWithPast = model.model(
-            input_ids=batch.input_ids,
-            mm_token_type_ids=batch.mm_token_type_ids,
-            use_cache=use_cache,
-            **attention_inputs(model, batch),
-            **batch.mm_kwargs,
-        )
+    tower = family_of(model.config.model_type).modules.vision_tower
+    inputs = {"input_ids": batch.input_ids, "use_cache": use_cache, **attention_inputs(model, batch)}
+    if tower is None:
+        output: BaseModelOutputWithPast = model.model(**inputs)
+    else:
+        with shared_media(model.get_submodule(tower), batch.media_numbers):
+            output = model.model(mm_token_type_ids=batch.mm_token_type_ids, **inputs, **batch.mm_kwargs)
     return output
 
 
@@ -37,11 +35,15 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
     part = batch.part
     assert part is not None
     own = slice(part.start, part.end)
-    inputs = attention_inputs(model, batch, group)
+    tower = family_of(model.config.model_type).modules.vision_tower
+    inputs = {"use_cache": False, **attention_inputs(model, batch, group)}
     inputs |= {"input_ids": batch.input_ids[:, own], "position_ids": inputs["position_ids"][..., own]}
-    inputs |= {"mm_token_type_ids": batch.mm_token_type_ids[:, own], **media_inputs(model, batch)}
-    with shared_out(model, batch, group):
-        output: BaseModelOutputWithPast = model.model(use_cache=False, **inputs)
+    if tower is None:
+        output: BaseModelOutputWithPast = model.model(**inputs)
+    else:
+        inputs |= {"mm_token_type_ids": batch.mm_token_type_ids[:, own], **media_inputs(model, batch)}
+        with shared_out(model.get_submodule(tower), part.media.values(), group):
+            output = model.model(**inputs)
     return output
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +30,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
 
 def checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
     """`torch.utils.checkpoint`, whose saved inputs are copies on the CPU, unless a frozen part made them."""
-    if not any(isinstance(one, Tensor) and one.requires_grad for one in args):
+    kept = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
+    if not kept:
         return checkpoint(function, *args, use_reentrant=False)
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+    with save_on_cpu(pin_memory=kept[0].is_cuda):
         return checkpoint(function, *args, use_reentrant=False)

@@ -9,7 +9,7 @@ of the ranks are shares: their **sum** is that of the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsreason.data.collate import GRIDS, PIXELS
 from dsreason.data.types import Batch, MediaPart
-from dsreason.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,11 +85,9 @@ def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
 
 
 @contextmanager
-def shared_out(model: PreTrainedModel, batch: Batch, group: Group) -> Iterator[None]:
+def shared_out(tower: nn.Module, media: Iterable[MediaPart], group: Group) -> Iterator[None]:
     """Around a model's forward: its vision tower encodes this rank's media, and gives the features that its tokens show."""
-    assert batch.part is not None
-    tower = model.get_submodule(family_of(model.config.model_type).modules.vision_tower)
-    plain, parts = tower.forward, iter(batch.part.media.values())
+    plain, parts = tower.forward, iter(media)
 
     def forward(hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
         part = next(parts)

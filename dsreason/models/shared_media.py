@@ -45,8 +45,9 @@ class SharedMediaForward:
 
 def share_media(model: PreTrainedModel, family: Family) -> None:
     """Make the vision tower of this one model object encode a repeated medium once."""
-    vision_tower = model.get_submodule(family.modules.vision_tower)
-    vision_tower.forward = SharedMediaForward(vision_tower.forward)
+    if family.modules.vision_tower is not None:
+        vision_tower = model.get_submodule(family.modules.vision_tower)
+        vision_tower.forward = SharedMediaForward(vision_tower.forward)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
 from dsreason.families import Family, family_of
 from dsreason.families.family import Modules, Tokens
@@ -110,10 +110,13 @@ def build_tiny(
     family = family_of(model_type)
     tokenizer = build_tokenizer(family)
     patches = {"patch_size": family.tiny.patch_size, "temporal_patch_size": 2, "merge_size": 2}
-    processor = family.tiny.processor(tokenizer, (2 * family.tiny.patch_size) ** 2, patches)
-    processor.save_pretrained(folder)
-    processor.image_processor.save_pretrained(folder)
-    processor.video_processor.save_pretrained(folder)
+    if family.tiny.processor is None:
+        tokenizer.save_pretrained(folder)
+    else:
+        processor = family.tiny.processor(tokenizer, (2 * family.tiny.patch_size) ** 2, patches)
+        processor.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)
+        processor.video_processor.save_pretrained(folder)
     text: dict[str, Any] = {
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
@@ -142,11 +145,16 @@ def build_tiny(
         "vision_start": tokens.media_start,
         "vision_end": tokens.media_end,
     }
-    common = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
-    common |= {"tie_word_embeddings": tie_embeddings, "dtype": dtype}
+    common: dict[str, Any] = {"tie_word_embeddings": tie_embeddings}
+    if family.vision is None:
+        auto_class = AutoModelForCausalLM
+    else:
+        auto_class = AutoModelForImageTextToText
+        common |= {"dtype": dtype}
+        common |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
     config = family.tiny.config(text, vision, head_size, common)
     with init_empty_weights(include_buffers=True):
-        model = AutoModelForImageTextToText.from_config(deepcopy(config))  # which it changes
+        model = auto_class.from_config(deepcopy(config))  # which it changes
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -84,12 +84,12 @@ class ModelFlops:
     text_token: float
     text_pair: float
     head_token: float  # a trained token: the loss takes logits of no others
-    vision_patch: float
-    vision_merged_token: float
-    vision_pair_full: float
-    vision_pair_windowed: float
-    merge_size: int
-    window: int | None  # merged tokens along one side
+    vision_patch: float = 0.0
+    vision_merged_token: float = 0.0
+    vision_pair_full: float = 0.0
+    vision_pair_windowed: float = 0.0
+    merge_size: int = 1
+    window: int | None = None  # merged tokens along one side
 
     def step(self, work: Work, *, causal: bool = True) -> float:
         """FLOPs of the work.
@@ -119,29 +119,36 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Read the costs off a Hugging Face vision-language model (ZeRO-3-partitioned or not).
+    """Read the costs off a Hugging Face model (ZeRO-3-partitioned or not).
 
     Parameters are told apart by name: vision tower (with patch embedding and merger in it), text layers, head.
     """
-    text, vision = model.config.text_config, model.config.vision_config
+    text = model.config.get_text_config()
     family = family_of(model.config.model_type)
-    modules, tower = family.modules, f"{family.modules.vision_tower}."
-    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if name.startswith(tower))
+    modules = family.modules
+    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if in_tower(name, modules))
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
         kind = matmul_kind(name, modules)
         if kind is not None:
-            through = 0 if modules.patch_embedding in name or (name.startswith(tower) and not vision_trained) else 2
+            untouched = in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
+            through = 0 if untouched else 2
             costs[kind] += numel(parameter) * (2 + through + 2 * parameter.requires_grad)
     if not costs["head"]:  # tied to the embedding, it is no parameter of its own
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
-    windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
-    vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
-    return ModelFlops(
+    of_text = ModelFlops(
         text_token=costs["text"],
         text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * head_size(text),
         head_token=costs["head"],
+    )
+    if family.vision is None:
+        return of_text
+    vision = model.config.vision_config
+    windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
+    vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
+    return replace(
+        of_text,
         vision_patch=costs["patch"],
         vision_merged_token=costs["merged"],
         vision_pair_full=vision_pair * (vision.depth - windowed),
@@ -157,9 +164,13 @@ def matmul_kind(name: str, modules: Modules) -> str | None:
         return None
     if name.startswith(f"{modules.head}."):
         return "head"
-    if not name.startswith(f"{modules.vision_tower}."):
+    if not in_tower(name, modules):
         return "text"
     return "merged" if modules.merger in name else "patch"
+
+
+def in_tower(name: str, modules: Modules) -> bool:
+    return modules.vision_tower is not None and name.startswith(f"{modules.vision_tower}.")
 
 
 def numel(parameter: nn.Parameter) -> int:

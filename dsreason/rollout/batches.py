@@ -61,7 +61,7 @@ def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) 
 
 def tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
     """Tokens of a batch whose keys, values and widest activations take `memory` bytes; `config` is the model's."""
-    text = config.text_config
+    text = config.get_text_config()
     cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text)
     activations = 3 * text.intermediate_size + 8 * text.hidden_size  # gate, up and their product; the residual stream
     return int(memory // ((cached + activations) * dtype.itemsize))

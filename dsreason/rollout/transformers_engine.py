@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.families import family_of
+from dsreason.models.attention import model_positions
 from dsreason.models.load import empty_model, fill_buffers, model_config
 from dsreason.models.placement import load_where_it_fits
 from dsreason.models.policy import base_output
@@ -227,7 +228,7 @@ def draw_tokens(
             penalties.count(token)
         output = model.model(
             input_ids=token[:, None],
-            position_ids=(next_position + step).expand(3, -1)[:, :, None],
+            position_ids=model_positions(model, (next_position + step).expand(3, -1)[:, :, None]),
             attention_mask=attention[:, : width + step + 1],
             past_key_values=cache,
             use_cache=True,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -105,7 +105,7 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
         if parameter is not None
     }
     places, wrong = [], []
-    for name, engine_name in zip(names, model.hf_to_vllm_mapper.apply_list(names), strict=True):
+    for name, engine_name in zip(names, engine_names(model, names), strict=True):
         whole, part = find_part(model, engine_name, parameters)
         if whole is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
@@ -123,6 +123,15 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
             places.append(Place(twin.name, engine_name, layer, parameter, rows_of(layer, None)))
     raise_sync_error(wrong)
     return places
+
+
+def engine_names(model: VLLMModule, names: list[str]) -> list[str]:
+    """The names that vLLM has for tensors of a checkpoint, the parts of its fused layers still apart.
+
+    Its own table names the fused layer, and forgets which part of it a tensor is.
+    """
+    found: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(names)
+    return found
 
 
 def find_part(

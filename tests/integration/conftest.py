@@ -37,3 +37,11 @@ def trained_qwen2_5_vl(warm_start: Path, tmp_path_factory: pytest.TempPathFactor
 def trained_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Far from a random model, though not yet good at the task."""
     return train_builtin(tmp_path_factory, "--set", "model.path=tiny:qwen3_vl", "--set", "train.epochs=2")
+
+
+@pytest.fixture(scope="session")
+def trained_adapters(warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters on the warm start, trained for 2 epochs of right answers."""
+    learned = f'model.path="{warm_start / "export" / "final"}"'
+    changes = (learned, "lora.rank=16", "optim.lr=3e-3", "optim.warmup=10", "train.epochs=2")
+    return train_builtin(tmp_path_factory, *(f"--set={change}" for change in changes))

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
@@ -34,6 +35,22 @@ def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
     videos = [answer for answer in answers if any(str(path).endswith(".mp4") for path in answer["media"])]
     assert len(answers) >= 200
     assert len(videos) == len(answers) // 2
+
+
+def test_adapters_make_the_answers_right(trained_adapters):
+    first, last = metrics(trained_adapters)[0], metrics(trained_adapters)[-1]
+    assert 0.4 <= first["val/accuracy"] <= 0.65
+    assert last["val/accuracy"] >= 0.9
+
+
+def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(trained_adapters):
+    final = trained_adapters / "export" / "final"
+    sizes = [
+        sum(tensor.numel() for tensor in load_file(final / name).values())
+        for name in ("adapter/adapter_model.safetensors", "model.safetensors")
+    ]
+    assert sizes[0] <= 0.1 * sizes[1]
+    assert "LoRA of rank 16" in (final / "README.md").read_text()
 
 
 def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:

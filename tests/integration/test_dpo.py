@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_without_a_reference_log_ratios_are_log_probabilities(folder: Path) -> N
     line = next(line for line in metrics(run) if line["step"] == 1)
     assert line["dpo/chosen"] < -5
     assert not (run / "reference.jsonl").exists()
+
+
+def test_without_its_adapters_the_model_is_the_reference_that_was_measured(folder: Path) -> None:
+    lora = ("lora.rank=4", "optim.lr=0.01", 'dpo.loss="sigmoid"', "train.max_steps=4")
+    asked = train(folder, "asked", *lora, 'dpo.reference="adapter_off"')
+    measured = train(folder, "measured", *lora, 'dpo.reference="model"')
+    assert losses(asked)[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(losses(asked)[3] - math.log(2)) > 1e-3
+    assert losses(asked) == pytest.approx(losses(measured), rel=1e-6)
+    assert not (asked / "reference.jsonl").exists()
 
 
 def test_a_row_that_changed_since_is_named(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recomputing activations changes no gradient, under ZeRO-3 and with Qwen3-VL's deepstack."""
+"""Recomputing activations changes no gradient, under ZeRO-3 and with Qwen3-VL's deepstack; nor does keeping them elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from tests.distributed import run_on_ranks
 
@@ -40,18 +41,40 @@ def inputs_of(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
 
 
-def gradients(folder: Path, *, checkpointing: bool, frozen: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+class Recorded(save_on_cpu):
+    """Keeps the shapes of what it moves."""
+
+    moved: list[tuple[int, ...]] = []  # noqa: RUF012 (of all of them)
+
+    def __init__(self, pin_memory: bool) -> None:
+        super().__init__(pin_memory)
+        pack = self.pack_hook
+
+        def record(tensor: torch.Tensor) -> Any:
+            self.moved.append(tuple(tensor.shape))
+            return pack(tensor)
+
+        self.pack_hook = record
+
+
+def gradients(
+    folder: Path, *, checkpointing: bool, offload: bool = False, frozen: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
+    from dsreason.models import recomputation
     from dsreason.models.freeze import freeze
     from dsreason.models.load import load_model
     from dsreason.models.recomputation import enable_gradient_checkpointing
 
+    recomputation.save_on_cpu = Recorded  # type: ignore[misc]
+    Recorded.moved.clear()
+
     model = load_model(folder, dtype=torch.float32, deepspeed=DS_CONFIG)
     freeze(model, frozen)
     if checkpointing:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model, offload=offload)
     tower = []
     model.model.visual.register_forward_hook(lambda module, args, output: tower.append(output.last_hidden_state))
     runs = dict.fromkeys(("text", "vision"), 0)
@@ -69,6 +92,14 @@ def gradients(folder: Path, *, checkpointing: bool, frozen: tuple[str, ...] = ()
     assert all(output.requires_grad != bool(frozen) for output in tower)  # no backward pass through a frozen tower
     again = 2 if checkpointing else 1
     assert runs == {"text": again, "vision": 2 * (1 if frozen else again)}  # image and video go through it apart
+    # The inputs of all layers whose gradient is asked for; no weights, which ZeRO-3 gathers and gives back.
+    text, vision = model.config.text_config, model.config.vision_config
+    of_media = (
+        [] if frozen else [(len(inputs[name]), vision.hidden_size) for name in ("pixel_values", "pixel_values_videos")]
+    )
+    expected = [shape for shape in of_media for _ in range(vision.depth)]
+    expected += [(1, inputs["input_ids"].shape[1], text.hidden_size)] * text.num_hidden_layers
+    assert Recorded.moved == (expected if offload else []), (Recorded.moved, expected)
     return {name: safe_get_full_grad(p).float().numpy().copy() for name, p in trained.items()}
 
 
@@ -78,7 +109,9 @@ def check_family(folder: str) -> dict[str, float]:
     for label, frozen in (("all", ()), ("tower frozen", ("visual",))):
         plain = gradients(Path(folder), checkpointing=False, frozen=frozen)
         again = gradients(Path(folder), checkpointing=True, frozen=frozen)
-        assert plain.keys() == again.keys()
+        elsewhere = gradients(Path(folder), checkpointing=True, offload=True, frozen=frozen)
+        assert plain.keys() == again.keys() == elsewhere.keys()
+        assert all(np.array_equal(elsewhere[name], again[name]) for name in again)
         norms = {name: np.linalg.norm(gradient) for name, gradient in plain.items()}
         found[label] = float(max(np.linalg.norm(again[name] - plain[name]) / (norms[name] + 1e-12) for name in plain))
         found[f"{label}, zero"] = int(sum(norm < 1e-9 for norm in norms.values()))

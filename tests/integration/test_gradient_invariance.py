@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_on_ranks
+from tests.integration.lora import lora_config, trained_adapters
 from tests.integration.rows import write_mixed_rows
 
 pytestmark = pytest.mark.integration
 
 Gradients = dict[str, np.ndarray]
-Case = tuple[str, str, dict[str, object]]
-"""Rows, model folder, settings of [train]."""
+Case = tuple[str, str, dict[str, object], bool]
+"""Rows, model folder, settings of [train], and whether adapters are trained."""
 
 
 def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients] | None:
@@ -25,8 +26,10 @@ def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients]
 
     world = init_world()
     found = []
-    for rows, model, settings in cases:
-        engine, batches = first_step(run_config(rows, model, settings), Path(model), world)
+    for rows, model, settings, lora in cases:
+        config = lora_config(rows, model, train=settings) if lora else run_config(rows, model, settings)
+        with trained_adapters():
+            engine, batches = first_step(config, Path(model), world)
         if naive:
             backward_mean_of_means(engine, batches)
         else:
@@ -98,6 +101,8 @@ CUTS = {
     "4 ranks, rows of 75": (4, {"max_tokens_per_micro_batch": 75}),
 }
 WHOLE = {"packing": False, "micro_batch_size": 8}
+TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", False), "qwen3_vl": ("qwen3_vl", False), "adapters": ("qwen3_vl", True)}
+"""Family, and whether adapters are trained."""
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +117,25 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gradients(rows: str, models: dict[str, str]) -> dict[tuple[str, str], Gradients]:
-    """By cut and family. Cases on as many ranks share their processes."""
+    """By cut and what is trained. Cases on as many ranks share their processes."""
     wanted = {"1x1x8": (1, WHOLE), **CUTS}
     found = {}
     for ranks in (1, 2, 4):
-        keys = [(cut, family) for cut in wanted if wanted[cut][0] == ranks for family in models]
-        cases = [(rows, models[family], wanted[cut][1]) for cut, family in keys]
+        keys = [(cut, what) for cut in wanted if wanted[cut][0] == ranks for what in TRAINED]
+        cases = [(rows, models[TRAINED[what][0]], wanted[cut][1], TRAINED[what][1]) for cut, what in keys]
         found |= dict(zip(keys, run_on_ranks(gradients_on_rank, ranks, cases)[0], strict=True))
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("cut", CUTS)
-def test_gradients_do_not_depend_on_how_the_batch_is_cut(gradients, cut, family):
-    assert worst_difference(gradients[cut, family], gradients["1x1x8", family]) <= 1e-5
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(gradients, cut, what):
+    assert all(gradient.any() for gradient in gradients[cut, what].values())
+    assert worst_difference(gradients[cut, what], gradients["1x1x8", what]) <= 1e-5
 
 
 def test_mean_per_micro_batch_is_not_invariant(gradients, rows, models):
-    cases = [(rows, models["qwen2_5_vl"], {"micro_batch_size": 1})]
+    cases = [(rows, models["qwen2_5_vl"], {"micro_batch_size": 1}, False)]
     naive = run_on_ranks(gradients_on_rank, 1, cases, True)[0][0]
     assert worst_difference(naive, gradients["1x1x8", "qwen2_5_vl"]) > 1e-2
 

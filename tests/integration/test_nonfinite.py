@@ -70,7 +70,9 @@ def test_the_run_stops_and_every_rank_s_samples_are_saved(tiny_qwen2_5_vl: Path,
     assert str(saved) in ended[0]
     ids = [name for rank in (0, 1) for batch in json.loads((saved / f"rank_{rank}.json").read_text()) for name in batch]
     assert len([name for name in ids if name.isdigit()]) == 4
-    assert {"0.input_ids", "0.loss_mask"} <= load_file(saved / "rank_1.safetensors").keys()
+    tensors = load_file(saved / "rank_1.safetensors")
+    assert {"0.input_ids", "0.targets", "0.predictors", "0.segments"} <= tensors.keys()
+    assert tensors["0.input_ids"].shape == (1, tensors["0.segments"][:, 1].sum())  # start, length and parent of each
     assert (tmp_path / "run/checkpoints/step_1/COMPLETE").exists()  # it may have been on its way
 
 

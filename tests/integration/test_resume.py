@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 CONFIG = """
 [model]
 path = "{model}"
-freeze = ["visual"]
+{trained}
 [data]
 adapter = "jsonl"
 path = "{rows}"
@@ -35,12 +35,15 @@ keep = -1
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """With `whole/`: six steps on 2 ranks, checkpoints after three and six; vision tower frozen, embeddings tied."""
+TRAINED = {"all but the vision tower": 'freeze = ["visual"]', "adapters": "[lora]\nrank = 4\nvision = true"}
+
+
+@pytest.fixture(scope="module", params=["all but the vision tower", pytest.param("adapters", marks=pytest.mark.long)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
+    """With `whole/`: six steps on 2 ranks, checkpoints after three and six; embeddings tied."""
     folder = tmp_path_factory.mktemp("resume")
     rows = write_mixed_rows(folder / "data")
-    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
+    (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows, trained=TRAINED[request.param]))
     train(folder, "whole", ranks=2)
     return folder
 

@@ -117,8 +117,8 @@ def test_the_loss_is_the_token_mean_of_the_plain_model(rows: str, tiny: Path, on
     model = load_model(tiny, dtype=torch.float32).eval()
     losses = []
     for i in range(len(samples)):
-        batch = collate([encoder.encode(samples[i])], pad_id=0)
-        labels = batch.input_ids.masked_fill(~batch.loss_mask, -100)[0, 1:]
+        sample = encoder.encode(samples[i])
+        batch, labels = collate([sample], pad_id=0), sample.input_ids.masked_fill(~sample.loss_mask, -100)[1:]
         with torch.no_grad():
             logits = model(
                 input_ids=batch.input_ids,

@@ -13,8 +13,8 @@ import pytest
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import load_config
 from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
-from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_dpo import DPOConfig
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.data.adapters import find_adapter

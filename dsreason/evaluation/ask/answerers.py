@@ -22,9 +22,9 @@ from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
 from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
 from dsreason.evaluation.ask.sampling import max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
-from dsreason.evaluation.settings import model_fingerprint
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
+from dsreason.models.folder import model_fingerprint
 from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
@@ -202,7 +202,7 @@ def dtype_of(config: EvalConfig, path: Path, world: World) -> torch.dtype:
 def max_length(config: EvalConfig, path: Path) -> int:
     """Longest prompt and answer together: what is asked for, at most what the model can take."""
     model = model_config(path, trust_remote_code=config.model.trust_remote_code)
-    longest = int(model.text_config.max_position_embeddings)
+    longest = int(model.get_text_config().max_position_embeddings)
     return min(config.model.max_length or longest, longest)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.families import FAMILIES
+from dsreason.families.qwen import vision_defaults
 from dsreason.media import media, vision
 
 JPEG_QUALITY = 95
@@ -26,7 +26,7 @@ PIXELS = ("min_pixels", "max_pixels", "total_pixels")
 OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
 """Settings of a clip that a server has no equivalent of."""
 # Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
-FAMILY = FAMILIES["qwen2_5_vl"].vision
+DEFAULTS = vision_defaults(bounds_are_per_video=False)
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
 IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
 
@@ -97,7 +97,7 @@ def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
 def chosen_frames(part: Part) -> vision.FrameChoice:
     info = media.probe_video(part["video"])
     try:
-        return vision.sample_frames(info, part, FAMILY)
+        return vision.sample_frames(info, part, DEFAULTS)
     except DataError as error:
         raise DataError(f"{part['video']}: {error}") from error
 
@@ -105,7 +105,7 @@ def chosen_frames(part: Part) -> vision.FrameChoice:
 def jpegs(part: Part) -> list[bytes]:
     """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
     indices, info = chosen_frames(part).indices, media.probe_video(part["video"])
-    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, FAMILY)
+    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, DEFAULTS)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
     frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
     return [as_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]

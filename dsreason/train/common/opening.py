@@ -11,21 +11,26 @@ from typing import Any, Literal, TypeVar
 
 from deepspeed import DeepSpeedEngine
 
-from dsreason.checkpoints.checkpoint_folder import TrainerState
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
 from dsreason.checkpoints.export import export_engine
+from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
-from dsreason.job.ranks import first_rank_first, with_row_groups
+from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
+from dsreason.models.folder import model_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
+from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters, check_alike, trained_share
 from dsreason.models.policy import Policy
 from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
+from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
 from dsreason.train.common.validate import HeldOut, validate
 
@@ -95,13 +100,14 @@ class Run(JobRun[C], OpenedRun[C]):
             max_shard_size=self.config.checkpoint.max_shard_size,
             run=self.output_dir,
             step=self.state.step,
+            adapter=self.state.adapter,
         )
 
 
 def build_policy_engine(
     config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
 ) -> DeepSpeedEngine:
-    """The model in its partitions, frozen where asked, with its optimizer.
+    """The model in its partitions, frozen where asked or with adapters, with its optimizer.
 
     `group`: of the ranks that compute rows together, `World.group`.
     """
@@ -113,11 +119,39 @@ def build_policy_engine(
         deepspeed=deepspeed_config,
         trust_remote_code=config.model.trust_remote_code,
     )
+    log.info("a forward takes %s", forward_size(config))
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    return build_engine(Policy(model, group), config.optim, deepspeed_config)
+    policy = Policy(model, group)  # looks for the plain output layer, so before adapters
+    if config.lora.rank:
+        add_adapters(model, config.lora, seed=config.train.seed)
+        check_alike(model)
+        log.info("%s", trained_share(model))
+    return build_engine(policy, config.optim, deepspeed_config)
+
+
+def start_policy(opened: OpenedRun[C], engine: DeepSpeedEngine) -> TrainerState:
+    """Where the run of a policy starts, see `start_state`; checkpoints of adapters say which model they belong to."""
+    config, model_path = opened.config, opened.model_path
+    adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
+    return start_state(
+        engine, opened.checkpoint, config, model_path, opened.world, with_frozen=adapter is None, adapter=adapter
+    )
+
+
+def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
+    """What checkpoints say of the adapters that `engine` trains. Collective."""
+    base, revision, model = config.model.path, config.model.revision, engine.module.model
+    names = {"base_model_name_or_path": base if is_hub_name(base) else str(model_path.resolve()), "revision": revision}
+    return SavedAdapter(
+        base=base,
+        revision=revision,
+        fingerprint=on_rank_zero(lambda: model_fingerprint(model_path)),
+        settings=adapter_settings(model) | names,
+        scales=adapter_scales(model),
+    )
 
 
 def start_run(
@@ -152,7 +186,14 @@ def start_run(
         sampler = open_sampler(engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb)
     scorer = None if scorer is None else stack.enter_context(scorer)
     started = start_job(
-        opened, stack, engine=engine, metrics=metrics, memory=sampler.memory, state=state, total_steps=total_steps
+        opened,
+        stack,
+        engine=engine,
+        metrics=metrics,
+        memory=sampler.memory,
+        state=state,
+        total_steps=total_steps,
+        with_frozen=config.lora.rank == 0,
     )
     return Run(
         **vars(started),

@@ -17,7 +17,7 @@ from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
-from dsreason.config.schema import JobConfig, RunConfig
+from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.loader import first_fatal, read_row
 from dsreason.data.prompts import Check
@@ -26,7 +26,8 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import model_config, open_encoder, parameter_names, resolve_model
+from dsreason.models.load import empty_model, model_config, open_encoder, parameter_names, resolve_model
+from dsreason.models.lora import adapted_layers
 from dsreason.monitor.metrics import check_wandb
 from dsreason.problems import config_error, listed, nearest
 from dsreason.storage.storage import check_target
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
+LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
 """Time for looking at rows one by one; in larger data sets the rest is met while training."""
 
@@ -45,6 +47,8 @@ def check_model(config: RunConfig) -> Encoder:
     check_deepspeed(config)
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
+    if config.lora.rank:
+        check_adapters(config, model_path)
     check_heads(config, model_path)
     return build_encoder(config, model_path)
 
@@ -59,6 +63,30 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
             f"train.sequence_parallel_size ({size}) does not divide the {heads} attention heads of {config.model.path}; set it "
             f"to a divisor of {heads}"
         )
+
+
+def check_adapters(config: RunConfig, model_path: Path) -> None:
+    """ConfigError where no adapters can be put on the model; logs what of `[optim]` is of no use to them."""
+    trusted = config.model.trust_remote_code
+    model = model_config(model_path, trust_remote_code=trusted)
+    adapted_layers(empty_model(model, torch.float32, "sdpa", trusted), config.lora)
+    for note in adapter_notes(config.optim):
+        log.warning("%s", note)
+
+
+def adapter_notes(optim: OptimConfig) -> list[str]:
+    """What a person should know of settings that do not fit adapters; one text each, none of them an error."""
+    found = []
+    if optim.lr < LOW_ADAPTER_LR:
+        found.append(
+            f"optim.lr ({optim.lr:g}) is low for adapters, which take about ten times the rate of all weights: they will hardly "
+            "move; leave it out, or set 1e-5 or more"
+        )
+    if optim.weight_decay:
+        found.append(
+            f"optim.weight_decay ({optim.weight_decay:g}) draws adapters to zero, and the model back to its base; 0 is usual"
+        )
+    return found
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:

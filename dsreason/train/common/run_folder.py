@@ -12,10 +12,16 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.checkpoints.checkpoint import choose_common, load_checkpoint
-from dsreason.checkpoints.checkpoint_folder import TrainerState, recover, set_aside_newer
+from dsreason.checkpoints.checkpoint_folder import (
+    SavedAdapter,
+    TrainerState,
+    read_checkpoint,
+    recover,
+    set_aside_newer,
+)
 from dsreason.config.output import check_output_dir
 from dsreason.config.schema import JobConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.lock import FolderLock
 from dsreason.job.ranks import (
     World,
@@ -101,14 +107,18 @@ def start_state(
     world: World,
     *,
     with_frozen: bool = True,
+    adapter: SavedAdapter | None = None,
 ) -> TrainerState:
     """Where the run starts: at its beginning, or where the checkpoint that is loaded here left it.
 
     Args:
         with_frozen: whether checkpoints of this run hold the weights that are not trained.
+        adapter: of this run's adapters. A checkpoint of others, or of another base model, is a CheckpointError.
     """
     if checkpoint is None:
-        return TrainerState(model_path=str(model_path.resolve()))
+        return TrainerState(model_path=str(model_path.resolve()), adapter=adapter)
+    if adapter is not None:
+        on_rank_zero(lambda: check_base(checkpoint, adapter))
     state = load_checkpoint(engine, checkpoint, world, with_frozen=with_frozen)
     log.info("resumed from %s", checkpoint)
     own = Path(str(config.output_dir)) / "checkpoints"
@@ -117,6 +127,26 @@ def start_state(
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
+
+
+def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
+    """CheckpointError where the adapters of a checkpoint were trained on another model than this run's."""
+    saved = read_checkpoint(checkpoint).state.adapter
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint}: holds all weights of a model, no adapters; resume it without lora.rank, or export it and set "
+            "model.path to the export"
+        )
+    if saved.fingerprint != adapter.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint}: its adapters were trained on {described(saved)}; model.path is now {described(adapter)}, which has "
+            "other files; put the base model back, or choose another checkpoint"
+        )
+
+
+def described(adapter: SavedAdapter) -> str:
+    revision = f", revision {adapter.revision}" if adapter.revision else ""
+    return f"{adapter.base} (fingerprint {adapter.fingerprint}{revision})"
 
 
 def set_newer_aside(folder: Path, checkpoint: Path) -> None:

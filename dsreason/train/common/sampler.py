@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import Phase
-from dsreason.engine.engine import frozen_names, full_parameters
+from dsreason.engine.merged import constant_names, merged_parameters
 from dsreason.engine.offload import StateOffload
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
@@ -47,8 +47,8 @@ class Sampler:
         with self._timed("wake"):
             self.rollout.wake()
         with self.watch("weight_sync"), self._timed("sync"):
-            retained = self.rollout.retained(frozen_names(self.policy))
-            self.rollout.sync(full_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
+            retained = self.rollout.retained(constant_names(self.policy))
+            self.rollout.sync(merged_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
         with self.memory.phase("generate"):
             yield self.rollout
         with self._timed("sleep"):

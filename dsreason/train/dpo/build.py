@@ -15,16 +15,17 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.data.order import StepOrder, evenly
 from dsreason.data.sources import SampleDataset
-from dsreason.evaluation.settings import model_fingerprint
+from dsreason.engine.reference import BaseReference
 from dsreason.job.ranks import gather_objects, on_rank_zero
+from dsreason.models.folder import model_fingerprint
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.job import Measured
-from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
-from dsreason.train.common.run_folder import start_state
+from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.dpo.loader import Chunks, PairLoader, StepPairs
 from dsreason.train.dpo.preflight import check, pair_encoder, step_order
 from dsreason.train.dpo.reference import (
+    AdapterOff,
     GivenReference,
     NoReference,
     Reference,
@@ -70,7 +71,7 @@ def build_dpo(
             engine = build_policy_engine(config, opened.deepspeed, model_path, world.group)
         reference = open_reference(opened, engine, order)  # before a checkpoint is loaded
         with opened.watchdog.phase("load_model"):
-            state = start_state(engine, opened.checkpoint, config, model_path, world)
+            state = start_policy(opened, engine)
         run = start_run(
             opened,
             stack,
@@ -120,6 +121,8 @@ def open_reference(opened: OpenedRun[DPOConfig], engine: DeepSpeedEngine, order:
     dpo = opened.config.dpo
     if dpo.reference == "none":
         return NoReference()
+    if dpo.reference == "adapter_off":
+        return AdapterOff(BaseReference(engine))
     if dpo.reference == "precomputed":
         file = dpo.reference_file
         return GivenReference(None if file is None else on_rank_zero(partial(read_given, file)), file)

@@ -15,10 +15,11 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 from dsreason.job.ranks import World, gather_objects, on_rank_zero
-from dsreason.losses.preference import pairs_of
+from dsreason.losses.preference import Pairs, pairs_of
 from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,18 @@ class NoReference:
 
     def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
         return torch.zeros(len(one.pairs), 2, dtype=torch.float64, device=engine.device)
+
+
+class AdapterOff:
+    """The model without its adapters, asked in every step."""
+
+    def __init__(self, base: BaseReference) -> None:
+        self.base = base
+
+    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
+        with self.base.in_place():
+            pairs = pairs_without_reference(engine, one)
+        return torch.stack([pairs.chosen, pairs.rejected], dim=1)
 
 
 class GivenReference:
@@ -120,12 +133,18 @@ class StoredReference:
         on_rank_zero(partial(append, self.file, found))
 
 
-@torch.no_grad()
 def measured(engine: DeepSpeedEngine, one: MicroBatch, part: str) -> list[Measured]:
-    logprobs = engine(one.batch.to(engine.device)).cpu()
-    pairs = pairs_of(logprobs, one.lengths, torch.zeros(len(one.pairs), 2, dtype=torch.float64))
+    pairs = pairs_without_reference(engine, one)
     sums = zip(one.pairs, pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)
     return [Measured(part, pair.row, pair.id, pair.fingerprint, *both) for pair, *both in sums]
+
+
+@torch.no_grad()
+def pairs_without_reference(engine: DeepSpeedEngine, one: MicroBatch) -> Pairs:
+    """What the engine's forward gives them. Collective."""
+    lengths = one.lengths.to(engine.device)
+    zeros = torch.zeros(len(one.pairs), 2, dtype=torch.float64, device=engine.device)
+    return pairs_of(engine(one.batch.to(engine.device)), lengths, zeros)
 
 
 def as_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Tensor:

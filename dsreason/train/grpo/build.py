@@ -15,7 +15,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader, Prompts
-from dsreason.engine.reference import ReferencePolicy
+from dsreason.engine.reference import BaseReference, Reference, ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.objective import Objective, objective_of
@@ -25,8 +25,7 @@ from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_run
-from dsreason.train.common.run_folder import start_state
+from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
@@ -43,7 +42,7 @@ class GRPORun(Run[GRPOConfig]):
     prompt_encoder: Encoder
     """Leaves room for the longest completion."""
     prompts: Iterator[Prompts]
-    reference: ReferencePolicy | None
+    reference: Reference | None
     """None where no KL is asked for."""
     objective: Objective
     arithmetic: Arithmetic
@@ -106,7 +105,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         )
 
 
-def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, ReferencePolicy | None, TrainerState]:
+def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Reference | None, TrainerState]:
     """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
     config, model_path = opened.config, opened.model_path
     # A resumed run could not read the newest reference: the first host alone has it.
@@ -116,10 +115,11 @@ def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Referen
             f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
         )
     engine = build_policy_engine(config, opened.deepspeed, model_path, opened.world.group)
-    # Before a checkpoint is loaded.
-    reference = ReferencePolicy(engine) if objective_of(config.grpo).kl_coef else None
-    state = start_state(engine, opened.checkpoint, config, model_path, opened.world)
-    if opened.checkpoint is not None and reference is not None:
+    reference: Reference | None = None
+    if objective_of(config.grpo).kl_coef:  # before a checkpoint is loaded
+        reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
+    state = start_policy(opened, engine)
+    if opened.checkpoint is not None and isinstance(reference, ReferencePolicy):
         load_reference(reference, config, opened.checkpoint, opened.output_dir)
     return engine, reference, state
 

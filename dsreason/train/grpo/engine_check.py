@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsreason.data.chat import EncodedPrompt
-from dsreason.engine.engine import full_parameters
+from dsreason.engine.merged import merged_parameters
 from dsreason.errors import DataError, DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.rollout.protocol import SyncError
@@ -36,7 +36,7 @@ def check_engine(grpo: GRPORun) -> None:
         try:
             tested = self_test(
                 sampler.rollout,
-                lambda: full_parameters(sampler.policy, sampler.bucket_mb),
+                lambda: merged_parameters(sampler.policy, sampler.bucket_mb),
                 prompts,
                 max_completion_length=min(8, config.max_completion_length),
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.micro_batches import work_of
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_in_group, gather_objects
 from dsreason.train.common.saving import finish, poll_checkpoint
@@ -108,7 +109,7 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
 def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[str, float]) -> None:
     """Count the step and show it."""
     count_step(grpo, epoch=grpo.next_batch / grpo.batches_per_epoch, extra={"next_batch": grpo.next_batch})
-    if grpo.reference is not None:
+    if isinstance(grpo.reference, ReferencePolicy):
         step, folder = grpo.state.step, grpo.output_dir
         reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
     work = work_of(

@@ -13,8 +13,8 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import by_parent, joined
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
-from dsreason.data.types import WHOLE, PartOf
-from dsreason.engine.reference import ReferencePolicy
+from dsreason.engine.reference import Reference
+from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
@@ -54,7 +54,7 @@ def current_logprobs(
 def add_fixed_logprobs(
     steps: Sequence[list[MicroBatch]],
     engine: DeepSpeedEngine,
-    reference: ReferencePolicy | None,
+    reference: Reference | None,
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[MicroBatch]]:

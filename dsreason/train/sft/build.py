@@ -16,9 +16,8 @@ from dsreason.models.load import model_config
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run
+from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.common.preflight import DTYPES
-from dsreason.train.common.run_folder import start_state
 from dsreason.train.sft.preflight import check, step_order
 
 
@@ -40,7 +39,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
         order = step_order(opened.training, config)
         with opened.watchdog.phase("load_model"):
             engine = build_policy_engine(config, opened.deepspeed, model_path, world.group)
-            state = start_state(engine, opened.checkpoint, config, model_path, world)
+            state = start_policy(opened, engine)
         settings = TransformersSettings(
             attention=config.model.attention,
             batch_size=config.validation.micro_batch_size,

@@ -11,9 +11,9 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import SavedRun, check_sizes, read_checkpoint
-from dsreason.checkpoints.export import DTYPES, appearing_folder, check_target_empty, parse_size, write_weights
+from dsreason.checkpoints.export import appearing_folder, check_target_empty, parse_size, write_weights
 from dsreason.checkpoints.model_card import CARD, model_card, recorded
-from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.average import WeightAverage, average_file, saved_average
 from dsreason.engine.engine import frozen_names, full_parameters, hf_name
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero

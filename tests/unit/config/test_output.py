@@ -77,6 +77,16 @@ def test_a_different_run_is_refused_with_keys_and_both_values(tmp_path: Path, no
     assert text.endswith("set the old values to continue it, or choose another --output-dir without --resume")
 
 
+def test_a_key_that_an_older_version_did_not_know_had_its_default(tmp_path: Path) -> None:
+    write_run_config(tmp_path, SFTConfig(), {})
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["config"]["lora"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    check_output_dir(tmp_path, SFTConfig(), "auto")
+    with pytest.raises(ConfigError, match=r"lora\.rank was 0 and is now 8"):
+        check_output_dir(tmp_path, make(lora={"rank": 8}), "auto")
+
+
 def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> None:
     checkpoint = tmp_path / "old" / "checkpoints" / "step_3"
     checkpoint.mkdir(parents=True)

@@ -37,7 +37,7 @@ def test_a_loss_is_a_mixture(section: dict[str, Any], weights: dict[str, float],
         ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
         ({"dpo": {"loss": "ipo", "loss_weights": {"ipo": 1.0}}}, "exclude each other"),
         ({"dpo": {"loss": "mpo", "reference": "none"}}, "bco compares rewards with their mean"),
-        ({"dpo": {"reference": "adapter_off"}}, r"there is no \[lora\]"),
+        ({"dpo": {"reference": "adapter_off"}}, "without its adapters, and lora.rank is 0"),
         ({"dpo": {"reference_file": "a.jsonl"}}, 'is read with reference = "precomputed", which is model'),
         ({"checkpoint": {"best_metric": "val/accuracy"}}, "needs validation.generate = true"),
         ({"checkpoint": {"best_metric": "val/reward/mean"}}, "val/preference_accuracy"),
@@ -59,3 +59,8 @@ def test_other_trainers_do_not_measure_preferences() -> None:
 def test_answers_share_their_prompt_where_our_attention_packs(packing: bool, attention: str, shares: bool) -> None:
     config = DPOConfig.model_validate({"train": {"packing": packing}, "model": {"attention": attention}})
     assert config.shares_prompts is shares
+
+
+def test_adapters_off_are_a_reference_where_there_are_adapters() -> None:
+    config = DPOConfig.model_validate({"dpo": {"reference": "adapter_off"}, "lora": {"rank": 4}})
+    assert (config.optim.lr, config.optim.weight_decay) == (2e-5, 0.0)

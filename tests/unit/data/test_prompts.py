@@ -13,8 +13,9 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import SampleTooLong
 from dsreason.data.prompts import PromptLoader, Prompts
 from dsreason.data.sources import open_datasets
-from dsreason.data.types import PartOf, Sample
+from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
+from dsreason.job.part_of import PartOf
 from dsreason.train.common.preflight import build_encoder, check_dataset
 from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
 from tests.integration.rows import write_mixed_rows

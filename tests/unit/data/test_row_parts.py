@@ -9,7 +9,8 @@ import torch
 
 from dsreason.data.collate import pack
 from dsreason.data.row_parts import share_media, take_part
-from dsreason.data.types import EncodedSample, MediaPart, PartOf, Segment
+from dsreason.data.types import EncodedSample, MediaPart, Segment
+from dsreason.job.part_of import PartOf
 
 
 def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = None) -> EncodedSample:

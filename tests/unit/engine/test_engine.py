@@ -70,7 +70,7 @@ def test_the_norm_of_a_step_that_deepspeed_refused_is_infinite() -> None:
 def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
     # Bytes of float32: 8, 8, 40, 4, 4, 4.
     sizes = {"a": 2, "b": 2, "c": 10, "d": 1, "e": 1, "f": 1}
-    parameters = [(name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items()]
+    parameters = [(name, [nn.Parameter(torch.zeros(size))]) for name, size in sizes.items()]
     found = [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 16)]
     assert found == [["a", "b"], ["c"], ["d", "e", "f"]]
     assert [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 8)] == [

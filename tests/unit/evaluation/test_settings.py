@@ -10,7 +10,8 @@ import pytest
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import write_text
-from dsreason.evaluation.settings import model_fingerprint, open_run_folder, trained_vision, vision_note
+from dsreason.evaluation.settings import open_run_folder, trained_vision, vision_note
+from dsreason.models.folder import model_fingerprint
 from tests.unit.evaluation.made_results import made
 
 MODEL = {"name": "m", "fingerprint": "1"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsreason.config.schema import SFTConfig
-from dsreason.data.collate import by_parent, collate, joined, pack
+from dsreason.data.collate import append_dummies, by_parent, collate, joined, pack
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Batch, EncodedSample, Segment
 from dsreason.errors import CheckpointError
@@ -111,7 +111,7 @@ def test_recomputation_sees_the_same_samples(
     recomputing = policy(model_path)
     enable_gradient_checkpointing(recomputing.model)
     first = recomputing(pack(samples))
-    recomputing(pack(samples[:3]))  # another row before the backward pass of the first
+    recomputing(pack(samples[::-1]))  # another row, as long, before the backward pass of the first
     weights = torch.randn(len(first), generator=torch.Generator().manual_seed(1)) / len(first)
     (first * weights).sum().backward()
     found = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}
@@ -138,6 +138,20 @@ def test_a_completion_never_sees_another_of_its_prompt(model_path: Path, complet
     changed[4] = replace(changed[4], input_ids=changed[4].input_ids + 1)
     equal = [torch.equal(now, was) for now, was in zip(one(pack(changed)).split(counts), before, strict=True)]
     assert equal == [number != 4 for number in range(len(completions))]
+
+
+def test_dummy_media_at_the_end_of_a_row_reach_the_tower_and_change_nothing(
+    model_path: Path, samples: list[EncodedSample]
+) -> None:
+    text = [samples[0], samples[4]]
+    row = append_dummies(pack(text), [samples[1], samples[2]], pad_id=0)
+    logprobs, gradients = results(policy(model_path), row)
+    assert row.input_ids.shape[1] == sum(len(samples[number]) for number in (0, 4, 1, 2))
+    expected, of_expected = results(policy(model_path), pack(text))
+    assert (logprobs - expected).abs().max() <= 2e-6
+    of_tower = {name for name in gradients if "visual" in name}
+    assert of_tower and not any(gradients[name].any() for name in of_tower)
+    assert worst({name: one for name, one in gradients.items() if name not in of_tower}, of_expected) <= 3e-6
 
 
 def test_completions_that_share_their_prompt_give_what_each_gives_behind_its_own(

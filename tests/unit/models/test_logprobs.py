@@ -116,20 +116,32 @@ def test_uniform_logits_give_log_of_vocabulary_size():
 
 
 @pytest.mark.parametrize(
-    ("with_entropy", "device", "num_chunks"),
+    ("device", "expected"),
     [
-        (False, "cpu", 5),  # 2**26 / 151936 = 441 tokens
-        (False, "cuda", 2),  # 1766
-        (True, "cpu", 10),  # 220
-        (True, "cuda", 3),  # 883
+        ("cpu", [234, 883, 883]),  # 2**27 / 151936
+        ("cuda", [234, 1766]),
     ],
 )
-def test_chunks_are_larger_on_a_gpu(with_entropy, device, num_chunks, monkeypatch):
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_chunks_are_larger_on_a_gpu(with_entropy, device, expected, monkeypatch):
     sizes, logits = [], logprobs._logits
     monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
     with FakeTensorMode():
         hidden, weight = torch.empty(2000, 8, device=device), torch.empty(151936, 8, device=device)
         targets = torch.zeros(2000, dtype=torch.int64, device=device)
         token_logprobs(hidden, weight, targets, with_entropy=with_entropy)
-    assert len(sizes) == num_chunks
-    assert sum(sizes) == 2000
+    assert sizes == expected
+
+
+def test_the_last_chunk_s_logits_are_computed_once_and_the_others_twice(monkeypatch):
+    sizes, logits = [], logprobs._logits
+    monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    found, _ = token_logprobs(hidden, weight, torch.arange(7), chunk_size=3)
+    assert sizes == [1, 3, 3]
+    first = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
+    assert sizes[3:] == [3, 1]
+    again = torch.autograd.grad(found.sum(), (hidden, weight))  # nothing is kept any more
+    assert sizes[5:] == [3, 3, 1]
+    for a, b in zip(first, again, strict=True):
+        torch.testing.assert_close(a, b)

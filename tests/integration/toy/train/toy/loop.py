@@ -50,7 +50,7 @@ def toy_step(toy: Run[ToyConfig]) -> tuple[dict[str, float], int]:
     engine, world, size, lr = toy.engine, toy.world, toy.config.toy.batch_size, learning_rate(toy)
     rows = range(toy.state.step * size, (toy.state.step + 1) * size)[world.rank :: world.size]
     samples = [toy.encoder.encode(toy.training[row % len(toy.training)]) for row in rows]
-    (batch,) = align_micro_batches([samples], toy.encoder, gather_objects)
+    (batch,) = align_micro_batches([samples], toy.encoder, gather_objects, packing=toy.config.train.packing)
     num_tokens = int(all_sum(sum(map(len, samples))))
     set_learning_rate(engine, lr)
     loss = toy.config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)

@@ -12,8 +12,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from dsreason.data.prompts import PromptEncoder
-from dsreason.data.timestamps import TimestampEncoder, frame_times, stamp
 from dsreason.data.types import Sample
+from dsreason.evaluation.timestamps import TimestampEncoder, frame_times, stamp
 from dsreason.families import family_of
 from dsreason.models.mrope import position_ids
 from tests.unit.media.videos import read_number, write_video

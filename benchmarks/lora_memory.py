@@ -1,0 +1,119 @@
+"""Memory of a rank that trains adapters against one that trains all weights: parameters, gradients and optimizer.
+
+    python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--ds-config zero3.json]
+
+Each side trains the same random model in bf16 for two steps, in a fresh process, and reports what it holds before the
+second optimizer step beyond what it held before the model was loaded: anonymous memory on a CPU (that of the mapped weight
+files is the page cache's), allocated memory on a GPU. One text of a few words is trained, so activations are next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+GOAL = 0.15
+HIDDEN, INTERMEDIATE = 1024, 4096
+LAYER = HIDDEN * (2 * HIDDEN + 2 * 64 + 3 * INTERMEDIATE)
+"""Parameters, but for the norms."""
+
+
+def held_bytes(device: torch.device) -> int:
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def build_model(folder: Path, gb: float) -> None:
+    from dsreason.models.tiny import build_tiny
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_layers": max(1, round(gb * 5e8 / LAYER))}
+    build_tiny("qwen3_vl", folder, dtype=torch.bfloat16, num_key_value_heads=2, **sizes)
+
+
+def measure(model: Path, lora_rank: int, ds_config: str) -> dict[str, float]:
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.schema import SFTConfig
+    from dsreason.data.collate import collate
+    from dsreason.data.types import Sample
+    from dsreason.job.ranks import init_world
+    from dsreason.losses.sft import sft_loss
+    from dsreason.train.common.opening import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+
+    world = init_world()
+    config = SFTConfig.model_validate(
+        {"model": {"path": str(model)}, "lora": {"rank": lora_rank}, "deepspeed": ds_config}
+    )
+    encoder = build_encoder(config, model)
+    turns = [{"role": "user", "content": "Which colour?"}, {"role": "assistant", "content": "red and blue"}]
+    batch = collate([encoder.encode(Sample(id="0", messages=turns))], pad_id=encoder.pad_id)
+    kind = "cuda" if world.device.type == "cuda" else "cpu"
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
+    before = held_bytes(world.device)
+    engine = build_policy_engine(config, deepspeed, model)
+    for step in range(2):
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets)), scale_wrt_gas=False)
+        held = held_bytes(world.device) - before
+        if step == 0:
+            engine.step()
+    sizes = [(int(one.ds_numel), one.requires_grad) for one in engine.module.parameters()]
+    return {
+        "bytes": held,
+        "parameters": sum(size for size, _ in sizes),
+        "trained": sum(size for size, is_trained in sizes if is_trained),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0, help="of weights, 10^9 bytes")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--ds-config", default="zero3.json")
+    parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.only is not None:
+        print(json.dumps(measure(arguments.model, arguments.only, arguments.ds_config)))
+        return
+    held = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build_model(Path(folder) / "model", arguments.gb)
+        for name, rank in (("all weights", 0), ("adapters", arguments.rank)):
+            command = [sys.executable, __file__, *sys.argv[1:], "--only", str(rank), "--model", f"{folder}/model"]
+            output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment()).stdout
+            found = json.loads(output.splitlines()[-1])
+            held[name] = found["bytes"]
+            print(
+                f"{name:12} {found['bytes'] / 1e9:7.3f} GB, {found['bytes'] / found['parameters']:5.2f} bytes a parameter; "
+                f"{found['trained'] / 1e6:.1f} of {found['parameters'] / 1e6:.1f} million are trained",
+                flush=True,
+            )
+    print(f"adapters / all weights: {held['adapters'] / held['all weights']:.3f} (goal {GOAL})")
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
+    accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    # The allocator gives back what is freed, or it would count.
+    return os.environ | accelerator | {"PATH": path, "PYTHONPATH": root, "MALLOC_TRIM_THRESHOLD_": "0"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What rows of segments save: prompts that completions share, padding, and memory where ranks share a row.
+
+    python benchmarks/packing.py [prompts] [rows] [memory] [--rounds 3] [--threads 1]
+
+Each side runs in a process of its own, in turn, pinned to as many cores as it has threads, in fp32 without recomputation.
+
+`prompts`: seconds of a GRPO update (forward, backward, optimizer) of 8 completions of 128 tokens with a prompt of 1,024,
+where each row has the prompt itself / where they share it; 8 samples a forward, packed on both sides.
+`rows`: seconds of an SFT step of rows of 50 to 1,500 tokens, padded / packed, with as many tokens a forward.
+`memory`: what forward and backward of a row add to a rank's memory at their peak (high-water mark of the resident memory;
+the larger of the ranks, in the second step): a row of twice as many tokens on 2 ranks that share it / one of `--tokens` on one
+rank. Then the same of rows that are mostly a video, beside what the output of the vision tower's forward alone holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpo_vs_trl
+import sft_vs_trl
+from sides import add_size, build_model, log_uniform, report, run_side, seconds_per_step, words, write_rows
+
+Pair = tuple[float, float]
+GENERATIONS, PROMPT, COMPLETION = 8, 1024, 128
+BUDGET = 4096
+
+
+def grpo_side(task: dict[str, Any]) -> None:
+    from dsreason.train.grpo import update
+
+    if task["side"] == "each its own":
+        update.shares_prompts = lambda config: False
+    grpo_vs_trl.dsreason_side(task | {"side": "transformers"})
+
+
+def sft_side(task: dict[str, Any]) -> None:
+    sft_vs_trl.dsreason_side(task | {"packing": task["side"] == "packed"})
+
+
+def prompts(arguments: argparse.Namespace, folder: Path) -> None:
+    model = grpo_vs_trl.build_endless(arguments, folder / "endless")
+    num_rows = arguments.steps
+    data = write_rows(folder, [PROMPT - grpo_vs_trl.AROUND] * num_rows, [1] * num_rows)
+    (folder / "rewards.py").write_text(grpo_vs_trl.REWARD)
+    task = {"model": str(model), "data": str(data), "prompts": 1, "generations": GENERATIONS, "length": COMPLETION}
+    task |= {"micro_batch": GENERATIONS, "steps": arguments.steps, "ds_config": arguments.ds_config}
+
+    def mean_update(result: dict[str, Any]) -> Pair:
+        wall, cpu = (statistics.mean(times) for times in zip(*result["updates"][arguments.warmup :], strict=True))
+        return wall, cpu
+
+    compare("GRPO updates/s", ("each its own", "shared"), task, mean_update, folder, arguments, goal=3.0)
+
+
+def rows(arguments: argparse.Namespace, folder: Path) -> None:
+    model = build_model(arguments, folder / "model")
+    lengths = log_uniform(arguments.rows, sft_vs_trl.SHORTEST, sft_vs_trl.LONGEST)
+    answers = [max(1, length // 10) for length in lengths]
+    questions = [max(1, length - sft_vs_trl.AROUND - n) for length, n in zip(lengths, answers, strict=True)]
+    data = write_rows(folder, questions, answers)
+    task = {"model": str(model), "data": str(data), "rows": arguments.rows, "budget": BUDGET}
+    task |= {"steps": arguments.steps, "ds_config": arguments.ds_config}
+    compare(
+        "SFT steps/s",
+        ("padded", "packed"),
+        task,
+        lambda result: seconds_per_step(result, arguments.warmup),
+        folder,
+        arguments,
+    )
+
+
+def memory(arguments: argparse.Namespace, folder: Path) -> None:
+    from dsreason.job import launch
+
+    launch.prepare_environment()
+    # Else the allocator keeps what is freed, and the next step's peak does not show.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    model = build_model(arguments, folder / "model")
+    for kind, write in (("text", write_text), ("video", write_video)):
+        added = {}
+        for size in (1, 2):
+            own = folder / f"{kind}_{size}"
+            own.mkdir()
+            task = {"model": str(model), "data": str(write(own, size * arguments.tokens)), "output": str(own / "run")}
+            task |= {"side": "memory", "ranks": size, "tokens": size * arguments.tokens}
+            task |= {"ds_config": arguments.ds_config, "recompute": arguments.recompute}
+            command = [__file__, "--side", json.dumps(task)]
+            launch.start_ranks(lambda attempt, command=command: command, ranks=size, log_dir=own / "logs")
+            found = [json.loads((own / f"rank_{rank}.json").read_text()) for rank in range(size)]
+            added[size] = max(one["added"] for one in found)
+            tower = max(one["tower"] for one in found)
+            print(
+                f"{kind}, {found[0]['tokens']} tokens on {size}: {added[size] / 2**20:.0f} MiB a rank, of it {tower / 2**20:.0f} "
+                "held by the vision tower",
+                flush=True,
+            )
+        ratio = added[2] / added[1]
+        print(f"peak memory of a {kind} row, twice the tokens on 2 ranks / on one: {ratio:.2f} (goal 1.1)", flush=True)
+
+
+def write_text(folder: Path, tokens: int) -> Path:
+    return write_rows(folder, [tokens - tokens // 10 - sft_vs_trl.AROUND], [tokens // 10])
+
+
+def write_video(folder: Path, tokens: int) -> Path:
+    """A row of `tokens`, of which a video takes half: 256 tokens for two frames."""
+    import av
+    import numpy as np
+
+    frames, side = tokens // 256, 16 * 28
+    random = np.random.default_rng(0)
+    with av.open(folder / "clip.mp4", "w") as container:
+        stream = container.add_stream("libx264", rate=2)
+        stream.width = stream.height = side
+        for _ in range(frames):
+            picture = np.full((side, side, 3), random.integers(0, 256, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        container.mux(stream.encode())
+    answer = tokens // 10
+    row = {"id": "0", "video": "clip.mp4", "question": words(tokens - tokens // 2 - answer), "answer": words(answer)}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return folder / "rows.jsonl"
+
+
+def memory_side(task: dict[str, Any]) -> None:
+    """One rank; writes what its second step added to its memory beside the rows."""
+    from dsreason.job import launch
+
+    launch.enter_rank()
+    import torch
+    from loss_memory import PeakMemory, status_bytes
+
+    from dsreason.config.schema import SFTConfig
+    from dsreason.train.sft import loop
+
+    accumulate, found = loop.accumulate_gradients, {"tower": 0, "added": 0, "tokens": 0}
+
+    def measured(engine: Any, batches: Any, *rest: Any) -> float:
+        tower = engine.module.model.model.visual
+        before: list[int] = []
+        hooks = [
+            tower.register_forward_pre_hook(lambda *_: before.append(status_bytes("VmRSS"))),
+            tower.register_forward_hook(lambda *_: found.update(tower=status_bytes("VmRSS") - before[-1])),
+        ]
+        with PeakMemory(torch.device("cpu")) as peak:
+            loss = accumulate(engine, batches, *rest)
+        for hook in hooks:
+            hook.remove()
+        found.update(added=peak.added, tokens=batches.num_input_tokens)
+        return loss
+
+    loop.accumulate_gradients = measured
+    config = {
+        "deepspeed": task["ds_config"],
+        "model": {
+            "path": task["model"],
+            "gradient_checkpointing": task["recompute"],
+            "max_length": 2 * task["tokens"],
+        },
+        "data": {"adapter": "jsonl", "path": task["data"], "workers": 0},
+        "optim": {"warmup": 0, "schedule": "constant"},
+        "train": {
+            "precision": "fp32",
+            "epochs": 2,
+            "global_batch_size": 1,
+            "sequence_parallel_size": task["ranks"],
+        },
+        "checkpoint": {"every": 0, "export": "none"},
+    }
+    loop.run(SFTConfig.model_validate(config), output_dir=Path(task["output"]))
+    (Path(task["output"]).parent / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def compare(
+    unit: str,
+    sides: tuple[str, str],
+    task: dict[str, Any],
+    seconds_of: Callable[[dict[str, Any]], Pair],
+    folder: Path,
+    arguments: argparse.Namespace,
+    goal: float | None = None,
+) -> None:
+    seconds: dict[str, list[Pair]] = {side: [] for side in sides}
+    for number in range(arguments.rounds):
+        for side in sides:
+            own = task | {"side": side, "output": str(folder / f"{side.replace(' ', '_')}_{number}")}
+            seconds[side].append(seconds_of(run_side(__file__, own, arguments.threads)))
+            wall, cpu = seconds[side][-1]
+            print(f"{side:20}{wall:8.3f} s, {cpu:.3f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
+    wall, cpu = report(seconds, 1, unit, sides[0])[sides[1]]
+    print(f"{unit}, {sides[1]} / {sides[0]}: {wall:.2f}, by CPU time {cpu:.2f}" + (f" (goal {goal})" if goal else ""))
+
+
+SIDES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "each its own": grpo_side,
+    "shared": grpo_side,
+    "padded": sft_side,
+    "packed": sft_side,
+    "memory": memory_side,
+}
+PARTS = {"prompts": prompts, "rows": rows, "memory": memory}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="all, unless named")
+    add_size(parser)
+    parser.set_defaults(hidden=256, layers=6, vocabulary=512)
+    parser.add_argument("--ds-config", default="zero2.json")
+    parser.add_argument("--rows", type=int, default=32, help="of an SFT step")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the row of one rank whose memory is measured")
+    parser.add_argument("--recompute", action="store_true", help="measure memory with recomputation")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.side:
+        SIDES[arguments.side["side"]](arguments.side)
+        return
+    for name in arguments.parts or PARTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            PARTS[name](arguments, Path(scratch))
+
+
+if __name__ == "__main__":
+    main()

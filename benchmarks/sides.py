@@ -1,0 +1,172 @@
+"""What the comparisons with TRL share: their rows, their model, and a process for each side with a clock in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+JUDGED = {"hidden": 1024, "layers": 8, "vocabulary": 151_936}
+"""The size at which goals are set: matrix products dominate, and the vocabulary is a real one."""
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
+WORDS = (
+    "yes",
+    "no",
+    "left",
+    "right",
+    "up",
+    "down",
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+)
+"""One token each."""
+Ends = dict[int, tuple[float, float]]
+"""When each step ended: by the clock, and in CPU time of the process."""
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=("qwen2_5_vl", "qwen3_vl"), default="qwen2_5_vl")
+    parser.add_argument("--hidden", type=int, default=JUDGED["hidden"], help="hidden size of the random model")
+    parser.add_argument("--layers", type=int, default=JUDGED["layers"])
+    parser.add_argument("--vocabulary", type=int, default=JUDGED["vocabulary"])
+
+
+def build_model(arguments: argparse.Namespace, folder: Path) -> Path:
+    from dsreason.models.tiny import build_tiny
+
+    sizes = {"hidden_size": arguments.hidden, "num_layers": arguments.layers, "vocabulary_size": arguments.vocabulary}
+    return build_tiny(arguments.family, folder, **sizes)
+
+
+def log_uniform(count: int, shortest: int, longest: int) -> list[int]:
+    """Lengths at equal distances of their logarithms, in an order drawn once."""
+    lengths = np.geomspace(shortest, longest, count).round().astype(int)
+    return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
+
+
+def words(count: int, first: int = 0) -> str:
+    return " ".join(WORDS[(first + i) % len(WORDS)] for i in range(count))
+
+
+def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> Path:
+    """Rows of a picture of 56 to 168 pixels a side, a question, and an answer of as many words, which are tokens, as given.
+
+    A prompt is also its picture of 4 to 36 tokens, and what the chat format puts around both.
+    """
+    random = np.random.default_rng(0)
+    rows = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        height, width = (int(size) for size in random.integers(56, 169, 2))
+        pixels = random.integers(0, 60, (height, width, 3), dtype=np.uint8)
+        pixels[10:40, 10:40] = COLOURS[list(COLOURS)[i % len(COLOURS)]]
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        rows.append({"id": str(i), "image": f"{i}.png", "question": words(prompt, i), "answer": words(answer, i)})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """What `program --side task` prints on its last line, from a process of its own with as many cores as threads."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    cores = sorted(os.sched_getaffinity(0))[-threads:]  # no side may use more, whatever its launcher sets
+    command = [sys.executable, program, "--side", json.dumps(task)]
+    pin = partial(os.sched_setaffinity, 0, cores)
+    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
+    if found.returncode:
+        sys.exit(f"{task}\nfailed with {found.returncode}:\n{found.stdout[-3000:]}\n{found.stderr[-6000:]}")
+    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def time_steps(loop: Any) -> Ends:
+    """When each step of a loop of ours ends, which it tells its `finish_step`; filled while it runs."""
+    ends: Ends = {}
+    finish_step = loop.finish_step
+
+    def timed(run: Any, *rest: Any, **options: Any) -> None:
+        finish_step(run, *rest, **options)
+        ends[run.state.step] = time.time(), time.process_time()
+
+    loop.finish_step = timed
+    return ends
+
+
+def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
+    """What calls of an attribute of `owner` take: seconds by the clock, and of CPU time; filled while they are made."""
+    times: list[tuple[float, float]] = []
+    call = getattr(owner, name)
+
+    def timed(*args: Any, **options: Any) -> Any:
+        started = time.time(), time.process_time()
+        result = call(*args, **options)
+        times.append((time.time() - started[0], time.process_time() - started[1]))
+        return result
+
+    setattr(owner, name, timed)
+    return times
+
+
+def trl_clock(ends: Ends) -> Any:
+    """A callback of TRL's trainers that fills `ends`."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]  # untyped
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends[state.global_step] = time.time(), time.process_time()
+
+    return Clock()
+
+
+def score_trained_tokens_only() -> None:
+    """Let TRL take the logits of trained tokens alone on a CPU too, as it does on a GPU: else it takes those of all tokens."""
+    from trl.trainer import utils
+
+    utils._use_triton = lambda device: True  # decides nothing else in that module
+
+
+def seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, float]:
+    """Means of the steps after the warm-up: by the clock, and of CPU time."""
+    ends = {int(step): end for step, end in result["ends"].items()}
+    last = max(ends)
+    wall, cpu = ((ends[last][i] - ends[warmup][i]) / (last - warmup) for i in range(2))
+    return wall, cpu
+
+
+def report(
+    seconds: Mapping[str, Sequence[tuple[float, float]]], amount: float, unit: str, base: str
+) -> dict[str, tuple[float, float]]:
+    """Prints each side's speed, median of its rounds, and returns the ratios to `base`: by the clock, and of CPU time."""
+    print(f"{unit:32}{'wall':>9}{f'/ {base}':>18}{'CPU':>9}{f'/ {base}':>18}")
+    speeds = {
+        side: [amount / statistics.median(times) for times in zip(*rounds, strict=True)]
+        for side, rounds in seconds.items()
+    }
+    ratios = {side: (speed[0] / speeds[base][0], speed[1] / speeds[base][1]) for side, speed in speeds.items()}
+    for side, (wall, cpu) in speeds.items():
+        print(f"{side:32}{wall:9.4g}{ratios[side][0]:18.2f}{cpu:9.4g}{ratios[side][1]:18.2f}")
+    return ratios

@@ -1,0 +1,139 @@
+"""Adapters in exports: merged into the weights, and in peft's files by themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter, SavedRun
+from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
+from dsreason.engine.engine import hf_name
+from dsreason.errors import CheckpointError
+from dsreason.families import family_of
+from dsreason.models.folder import model_fingerprint
+from dsreason.models.load import model_config
+from dsreason.models.lora import BASE, Delta, adapter_names, base_name, is_adapter
+from dsreason.models.weights import find_weights
+
+log = logging.getLogger(__name__)
+
+FOLDER = "adapter"
+"""In an export, beside the merged model; these names in it are peft's."""
+WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""Of the names in peft's files."""
+SMALLEST = 5e-3
+"""Relative change of a weight that bfloat16, with 8 bits, keeps in full; of a fifth of that it keeps half."""
+
+
+@dataclass
+class Merge:
+    """What is merged while a model is written: its adapters, and how much they change the weights.
+
+    Args:
+        dtype: "bf16" or "fp32", of what is written.
+        adapter: None where there is none.
+    """
+
+    dtype: str
+    adapter: SavedAdapter | None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Of the adapters, as peft names them."""
+    changes: dict[str, float] = field(default_factory=dict)
+    """Of each weight with an adapter, relative to its norm."""
+
+    def merged(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights as a model without adapters has them, each computed from the one it was and rounded once."""
+        dtype = DTYPES[self.dtype]
+        for name, tensor, delta in weights:
+            if delta is None:
+                yield name, tensor
+                continue
+            self.changes[name] = delta.relative_to(tensor)
+            layer = PREFIX + name.removesuffix(".weight")
+            for part, values in (("lora_A", delta.a), ("lora_B", delta.b)):
+                self.tensors[f"{layer}.{part}.weight"] = values.to("cpu", dtype, copy=True).contiguous()
+            yield name, delta.added_to(tensor, dtype)
+
+    @property
+    def largest(self) -> tuple[str, float]:
+        """The weight that is changed most, and how much."""
+        return max(self.changes.items(), key=lambda item: item[1])
+
+    @property
+    def summary(self) -> str:
+        """For the model card; empty where there is no adapter."""
+        if self.adapter is None:
+            return ""
+        (name, change), settings = self.largest, self.adapter.settings
+        return (
+            f"LoRA of rank {settings['r']}, alpha {settings['lora_alpha']}, on {len(self.changes)} layers, merged into these "
+            f"weights; by itself in `{FOLDER}/`. Largest relative change of a weight: {change:.2g} ({name})"
+        )
+
+    def report(self, output: Path) -> None:
+        """Log how large the change is, with a warning where the written type cannot hold it."""
+        name, change = self.largest
+        log.info("%s: the adapter changes %s most, by %.2g of its norm", output, name, change)
+        if self.dtype == "bf16" and change < SMALLEST:
+            log.warning(
+                "%s: the adapter changes no weight by more than %.2g of its norm, of which rounding to bfloat16 swallows a "
+                "part; take %s/ beside the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
+                *(output, change, FOLDER),
+            )
+
+
+def write_adapter(merge: Merge, folder: Path) -> None:
+    """`adapter/`, as peft and vLLM load it, into an export, once all weights have passed through `merge`."""
+    assert merge.adapter is not None
+    inside = folder / FOLDER
+    inside.mkdir()
+    (inside / SETTINGS_FILE).write_text(json.dumps(merge.adapter.settings, indent=2, sort_keys=True) + "\n")
+    save_file(merge.tensors, inside / WEIGHTS_FILE, metadata={"format": "pt"})
+    (inside / WEIGHTS_FILE).chmod((inside / SETTINGS_FILE).stat().st_mode)  # else only its owner may read it
+
+
+def adapter_weights(
+    checkpoint: Path, saved: SavedRun, adapter: SavedAdapter, dtype: str
+) -> Iterator[tuple[str, Tensor, Delta | None]]:
+    """Every weight of the base model in the precision of the run, and what the checkpoint's adapters add to it.
+
+    Adapters are as the run computes with them, or float32 where `dtype` is "fp32".
+
+    Raises:
+        CheckpointError: the base model is not what it was, or has no such weight.
+    """
+    source = Path(saved.state.model_path)
+    if (found := model_fingerprint(source)) != adapter.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, which has other files now (fingerprint "
+            f"{found} instead of {adapter.fingerprint}); put the base model back"
+        )
+    trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
+    trained = {
+        name: tensor.detach().to(trained_in)
+        for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=False)
+    }
+    names = [name for name in map(hf_name, saved.parameters) if not is_adapter(name)]
+    weights = find_weights(source, family_of(model_config(source).model_type).rename)
+    lacking = [name for name in map(base_name, names) if name not in weights.places]
+    lacking += [one for name in names for one in adapter_names(name) if one not in trained]
+    lacking += [
+        name for name in names if adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
+    ]
+    if lacking:
+        raise CheckpointError(f"{checkpoint}: {lacking[0]} is neither in it nor in {source}; choose another checkpoint")
+    base: dict[str, Tensor] = {}  # mapped from the files
+    weights.read([base_name(name) for name in names], base.__setitem__)
+    for name in names:
+        delta = None
+        if pair := adapter_names(name):
+            a, b = (trained[one] for one in pair)
+            delta = Delta(a, b, adapter.scales[name.removesuffix(f"{BASE}.weight")])
+        yield base_name(name), base[base_name(name)].to(DTYPES[saved.precision]), delta

@@ -1,0 +1,78 @@
+"""The weights of a policy under the names of the model that it was loaded as, and what its adapters add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+
+from dsreason.engine.engine import hf_name, values_of, while_whole
+from dsreason.models.lora import BASE, Delta, adapter_names, adapter_scales, base_name, is_adapter
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model, with the matrices A and B and the scale of its adapter where it has one."""
+
+    name: str
+    """In the Hugging Face model."""
+    parameter: nn.Parameter
+    adapter: tuple[nn.Parameter, ...] = ()
+    scale: float = 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether training leaves it as it is."""
+        return not (self.adapter or self.parameter.requires_grad)
+
+
+def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
+    """In the model's order; tied ones once."""
+    parameters = {hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
+    scales = {hf_name(name): scale for name, scale in adapter_scales(engine.module).items()}
+    return [
+        Weight(
+            base_name(name),
+            parameter,
+            tuple(parameters[one] for one in adapter_names(name)),
+            scales.get(name.removesuffix(f"{BASE}.weight"), 0.0),
+        )
+        for name, parameter in parameters.items()
+        if not is_adapter(name)
+    ]
+
+
+def constant_names(engine: DeepSpeedEngine) -> list[str]:
+    """Names of the weights that training leaves as they are."""
+    return [weight.name for weight in weights_of(engine) if weight.is_constant]
+
+
+def merged_parameters(
+    engine: DeepSpeedEngine, bucket_mb: float = 512, *, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight but those named in `without`, with its adapter merged into it: what a model without adapters would have.
+
+    Always computed from the weight that was loaded, which stays as it is. Else as `unmerged_parameters`.
+    """
+    for name, tensor, delta in unmerged_parameters(engine, bucket_mb, without=without):
+        yield name, tensor if delta is None else delta.added_to(tensor, tensor.dtype)
+
+
+def unmerged_parameters(
+    engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor, Delta | None]]:
+    """Every weight but those named in `without`, whole, under its Hugging Face name, and what its adapter adds to it.
+
+    All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of what is
+    trained) and hold until the next one is asked for. A weight and its adapter are whole together, and at most about
+    `bucket_mb` MiB at a time.
+    """
+    weights = [weight for weight in weights_of(engine) if weight.name not in without]
+    for weight in while_whole([(one, [one.parameter, *one.adapter]) for one in weights], bucket_mb):
+        delta = None
+        if weight.adapter:
+            a, b = (values_of(one, master=master) for one in weight.adapter)
+            delta = Delta(a, b, weight.scale)
+        yield weight.name, values_of(weight.parameter, master=master), delta

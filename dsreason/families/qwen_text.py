@@ -1,0 +1,54 @@
+"""Qwen2.5 and Qwen3, which read text alone. Their tokenizers know the marks of media too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsreason.families.family import Family, Modules, Tiny
+from dsreason.families.qwen import TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MODULES = Modules(
+    vision_tower=None,
+    head="lm_head",
+    norms=("norm",),
+    embeddings=("embed_tokens",),
+    text_layers=r"\.layers\..*\.(q|k|v|o|gate|up|down)_proj$",
+)
+
+
+def qwen2_config(
+    text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
+) -> PreTrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**text, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **common)
+
+
+def qwen3_config(
+    text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
+) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen3Config(**text, head_dim=head_size, rope_parameters=rope, **common)
+
+
+QWEN2_5 = Family(
+    name="Qwen2.5",
+    model_type="qwen2",
+    tokens=TOKENS,
+    modules=MODULES,
+    tiny=Tiny(
+        default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", config=qwen2_config
+    ),
+)
+QWEN3 = Family(
+    name="Qwen3",
+    model_type="qwen3",
+    tokens=TOKENS,
+    modules=MODULES,
+    tiny=Tiny(default_system=None, config=qwen3_config),
+)

@@ -1,0 +1,15 @@
+"""One of several equal parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PartOf(NamedTuple):
+    """`PartOf(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
+
+    number: int
+    total: int
+
+
+WHOLE = PartOf(0, 1)

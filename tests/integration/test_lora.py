@@ -1,0 +1,327 @@
+"""Adapters on real ranks: equal to the base at the start, alone trained, saved, merged, and switched off for the reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsreason.errors import CheckpointError, DsReasonError
+from tests.distributed import run_on_ranks
+from tests.integration.lora import describe, lora_config, trained_adapters
+from tests.integration.rows import write_mixed_rows
+from tests.integration.test_gradient_invariance import first_step
+
+pytestmark = pytest.mark.integration
+
+STAGES = ("zero2", "zero2_offload", "zero3", "zero3_offload")
+STEPS = 3
+SYNCS = 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
+    """With `model/`, `rows/`, and a DeepSpeed JSON of every stage."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(tiny_qwen3_vl, folder / "model")
+    write_mixed_rows(folder / "rows")
+    for stage in ("zero2", "zero3", "zero3_offload"):
+        shutil.copyfile(Path(__file__).parents[2] / "ds_configs" / f"{stage}.json", folder / f"{stage}.json")
+    zero2 = json.loads((folder / "zero2.json").read_text())
+    zero2["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (folder / "zero2_offload.json").write_text(json.dumps(zero2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, by stage."""
+    by_rank = run_on_ranks(explore, 2, str(folder))
+    return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
+
+
+def build(folder: str, stage: str, **sections: Any) -> tuple[Any, Any, Any]:
+    """Engine, batches of the first step, and configuration."""
+    from dsreason.job.ranks import init_world
+
+    world = init_world()
+    given = {"deepspeed": f"{folder}/{stage}.json"} | sections
+    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/model", **given)
+    return (*first_step(config, Path(folder) / "model", world), config)
+
+
+def train(engine: Any, batches: Any, steps: int) -> None:
+    from dsreason.engine.engine import set_learning_rate
+    from dsreason.job.ranks import init_world
+    from dsreason.train.sft.loop import accumulate_gradients
+
+    set_learning_rate(engine, 1e-2)
+    for _ in range(steps):
+        accumulate_gradients(engine, batches, init_world())
+        engine.step()
+
+
+@torch.no_grad()
+def logprobs(policy: Any, batches: Any) -> torch.Tensor:
+    return torch.cat([policy(batch) for batch in batches.micro_batches]).clone()
+
+
+def frozen(engine: Any) -> dict[str, torch.Tensor]:
+    """This rank's shares of what is not trained."""
+    from dsreason.engine.engine import is_partitioned
+
+    return {
+        name: (p.ds_tensor if is_partitioned(p) else p.detach()).clone()
+        for name, p in engine.module.named_parameters()
+        if not p.requires_grad
+    }
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def explore(folder: str) -> dict[str, dict[str, Any]]:
+    return {stage: explore_stage(folder, stage) for stage in STAGES}
+
+
+def explore_stage(folder: str, stage: str) -> dict[str, Any]:
+    from dsreason.models.load import load_model
+    from dsreason.models.policy import Policy
+
+    engine, batches, config = build(folder, stage)
+    plain = Policy(load_model(Path(folder) / "model", dtype=torch.float32)).eval()
+    base, first = logprobs(plain, batches), frozen(engine)
+    seen = explore_start(engine, batches, plain, base)
+    policy = logprobs(engine, batches)
+    seen |= explore_merge(engine, plain, SYNCS if stage == "zero3" else 2)
+    seen["merged"] = float((logprobs(plain, batches) - policy).abs().max())
+    seen["same bits"] = same(frozen(engine), first) and torch.equal(logprobs(engine, batches), policy)
+    return seen | explore_files(folder, stage, engine, batches, config)
+
+
+def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> dict[str, Any]:
+    """Before the first step, its gradients, and what the reference is after the last."""
+    from dsreason.engine.merged import merged_parameters
+    from dsreason.engine.reference import BaseReference
+    from dsreason.job.ranks import init_world
+    from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
+
+    weights = dict(plain.model.named_parameters())
+    seen: dict[str, Any] = {"start": float((logprobs(engine, batches) - base).abs().max())}
+    seen["untouched"] = all(torch.equal(tensor, weights[name]) for name, tensor in merged_parameters(engine))
+    accumulate_gradients(engine, batches, init_world())
+    gradients = full_gradients(engine)
+    seen["trained"] = sorted(gradients)
+    seen["B without gradient"] = [name for name, g in gradients.items() if "lora_B" in name and not g.any()]
+    seen["A with gradient"] = [name for name, g in gradients.items() if "lora_A" in name and g.any()]
+    engine.step()
+    train(engine, batches, STEPS - 1)
+    seen["moved"] = float((logprobs(engine, batches) - base).abs().max())
+    with BaseReference(engine).in_place():
+        seen["reference"] = float((logprobs(engine, batches) - base).abs().max())
+    return seen
+
+
+def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
+    """Leaves what was merged in `plain`."""
+    from dsreason.engine.merged import constant_names, merged_parameters
+
+    for _ in range(syncs):
+        merged = {name: tensor.clone() for name, tensor in merged_parameters(engine, 0.5)}
+    names = [name for name, _ in plain.model.named_parameters()]
+    plain.model.load_state_dict(merged, strict=False)
+    return {"constant": constant_names(engine), "names": list(merged) == names}
+
+
+def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any) -> dict[str, Any]:
+    """A checkpoint and exports; then the run goes on, once unbroken and once resumed."""
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.checkpoints.checkpoint_folder import TrainerState
+    from dsreason.checkpoints.export import export_engine
+    from dsreason.job.ranks import init_world
+    from tests.engines import save_checkpoint
+
+    world, model = init_world(), Path(folder) / "model"
+    state = TrainerState(step=STEPS, model_path=str(model), adapter=describe(engine, config, model))
+    checkpoint = save_checkpoint(engine, Path(folder) / stage, STEPS, state, world, with_frozen=False)
+    for dtype in ("fp32", "bf16"):
+        output = Path(folder) / f"{stage}_{dtype}"
+        export_engine(engine, model, output, world, dtype=dtype, adapter=state.adapter)
+    seen = {"logprobs": logprobs(engine, batches).numpy()}
+    train(engine, batches, STEPS)
+    seen["unbroken"] = logprobs(engine, batches).numpy()
+    engine.destroy()
+    engine, batches, _ = build(folder, stage)
+    load_checkpoint(engine, checkpoint, world, with_frozen=False)
+    train(engine, batches, STEPS)
+    seen["resumed"] = logprobs(engine, batches).numpy()
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+class TestStage:
+    def test_the_start_is_the_base_to_the_last_bit(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert seen["start"] == 0.0
+            assert seen["untouched"]
+
+    def test_adapters_alone_are_trained(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert len(seen["trained"]) == 2 * 26
+            assert all("lora_" in name for name in seen["trained"])
+            assert not seen["B without gradient"]
+            assert not seen["A with gradient"]  # B is 0 yet
+            assert seen["moved"] > 1e-2
+
+    def test_the_reference_is_the_base(self, found: Any, stage: str) -> None:
+        assert [seen["reference"] for seen in found[stage]] == [0.0, 0.0]
+
+    def test_merging_is_exact_and_leaves_the_base_alone(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert seen["merged"] <= 1e-5
+            assert seen["same bits"]
+            assert seen["names"]
+            assert "model.language_model.norm.weight" in seen["constant"]
+            assert not [name for name in seen["constant"] if "_proj.weight" in name]
+
+    def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert (seen["resumed"] == seen["unbroken"]).all()
+            assert np.abs(seen["unbroken"] - seen["logprobs"]).max() > 1e-3
+
+    def test_a_checkpoint_has_adapters_only(self, found: Any, folder: Path, stage: str) -> None:
+        files = (folder / stage / f"step_{STEPS}").glob("*.pt")
+        base = (folder / "model" / "model.safetensors").stat().st_size
+        assert sum(file.stat().st_size for file in files) < base
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_checkpoint_and_engine_export_the_same(
+        self, found: Any, folder: Path, tmp_path: Path, stage: str, dtype: str
+    ) -> None:
+        from dsreason.checkpoints.export import export_checkpoint
+
+        output = export_checkpoint(folder / stage / f"step_{STEPS}", tmp_path / "out", dtype=dtype)
+        live = folder / f"{stage}_{dtype}"
+        for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert same(load_file(output / name), load_file(live / name))
+        settings = [json.loads((one / "adapter" / "adapter_config.json").read_text()) for one in (output, live)]
+        assert settings[0] == settings[1]
+        assert "LoRA of rank 8" in (output / "README.md").read_text()
+
+
+def test_all_stages_train_the_same(found: dict[str, list[dict[str, Any]]]) -> None:
+    for stage in STAGES:
+        for ours, theirs in zip(found[stage], found["zero3"], strict=True):
+            assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-3)
+
+
+def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
+    """On another number of ranks; and the error with another base model."""
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.job.ranks import init_world
+    from dsreason.train.common.run_folder import check_base
+
+    world, after = init_world(), []
+    for stage in STAGES:
+        engine, batches, config = build(folder, stage)
+        checkpoint = Path(folder) / stage / f"step_{STEPS}"
+        load_checkpoint(engine, checkpoint, world, with_frozen=False)
+        train(engine, batches, STEPS)
+        after.append(logprobs(engine, batches).numpy())
+        if stage == STAGES[-1]:
+            try:
+                check_base(checkpoint, describe(engine, config, model))
+            except CheckpointError as error:
+                return after, str(error)
+        engine.destroy()
+    return after, ""
+
+
+def test_another_number_of_ranks_goes_on_alike_and_another_base_is_refused(
+    found: dict[str, list[dict[str, Any]]], folder: Path, tmp_path: Path
+) -> None:
+    from dsreason.models.tiny import build_tiny
+
+    build_tiny("qwen3_vl", tmp_path / "other", seed=1)
+    ((after, text),) = run_on_ranks(resume_elsewhere, 1, str(folder), str(tmp_path / "other"))
+    for stage, values in zip(STAGES, after, strict=True):
+        two = np.concatenate([seen["unbroken"] for seen in found[stage]])
+        assert np.sort(values) == pytest.approx(np.sort(two), abs=1e-3)
+    assert "its adapters were trained on" in text
+    assert "has other files" in text
+
+
+def test_peft_loads_the_adapter_and_gives_what_was_merged(found: Any, folder: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    ids = torch.arange(40, 72)[None]
+    logits = []
+    for place in ("model", "zero3_fp32"):
+        model = AutoModelForImageTextToText.from_pretrained(folder / place, attn_implementation="sdpa").eval()
+        if place == "model":
+            model = PeftModel.from_pretrained(model, folder / "zero3_fp32" / "adapter")
+        with torch.no_grad():
+            logits.append(model(input_ids=ids).logits)
+    assert float((logits[0] - logits[1]).abs().max()) <= 1e-5
+
+
+def test_an_export_refuses_a_base_that_is_not_what_it_was(found: Any, folder: Path, tmp_path: Path) -> None:
+    from dsreason.checkpoints.export import export_checkpoint
+    from dsreason.models.tiny import build_tiny
+
+    checkpoint = shutil.copytree(folder / "zero3" / f"step_{STEPS}", tmp_path / f"step_{STEPS}")
+    build_tiny("qwen3_vl", tmp_path / "other", seed=1)
+    state = checkpoint / "trainer_state.json"
+    state.write_text(state.read_text().replace(str(folder / "model"), str(tmp_path / "other")))
+    (checkpoint / "COMPLETE").write_text(json.dumps({"files": {}}))
+    with pytest.raises(CheckpointError, match="which has other files now"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def unlike(folder: str) -> str:
+    from dsreason.job.ranks import init_world
+
+    world = init_world()
+    try:
+        build(folder, "zero3", train={"seed": world.rank})
+    except DsReasonError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_drew_other_adapters_are_refused(folder: Path) -> None:
+    texts = run_on_ranks(unlike, 2, str(folder))
+    assert all(text.startswith("the adapters of rank 1 began with other values than those of rank 0") for text in texts)
+
+
+def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
+    """Gradients with and without recomputation, of adapters that add something."""
+    from dsreason.job.ranks import init_world
+    from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
+
+    gradients = []
+    for again in (False, True):
+        with trained_adapters():
+            engine, batches, _ = build(folder, "zero3", model={"gradient_checkpointing": again})
+        accumulate_gradients(engine, batches, init_world())
+        gradients.append({name: gradient.numpy() for name, gradient in full_gradients(engine).items()})
+        engine.destroy()
+    return gradients
+
+
+def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
+    for plain, again in run_on_ranks(checkpointed, 2, str(folder)):
+        assert all(gradient.any() for gradient in plain.values())
+        assert all(again[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)

@@ -1,0 +1,208 @@
+"""Merged adapters in both rollout engines, and the exported adapter in vLLM's own LoRA: parity with the policy, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_on_ranks
+from tests.integration.lora import LORA, disturb
+from tests.integration.test_vllm_engine import CASES, GATE, KEY, Explorer, Setup, failure
+
+pytestmark = pytest.mark.integration
+
+SETUPS = (Setup("qwen2_5_vl", 1, 1, tied=True), Setup("qwen3_vl", 2, 2, tied=False))
+TEXT = {"rank": 8, "rslora": True, "rank_pattern": {r"layers\.0\.": 4}, "alpha_pattern": {"_proj": 6.5}}
+
+
+class LoRAExplorer(Explorer):
+    """Its policy has adapters, which alone are disturbed; the engines get it merged."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        super().__init__(setup, folder)
+        add_adapters(self.policy.model, LORA)
+        disturb(self.policy, 1)
+
+    def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        from dsreason.engine.merged import merged_parameters
+
+        engine: Any = SimpleNamespace(module=self.policy)
+        for name, merged in merged_parameters(engine, without=without):
+            tensor = merged.clone()
+            yield name, tensor
+            tensor.fill_(torch.nan)
+
+    def fault(self, name: str, *, base: bool) -> tuple[str, str]:
+        """What a sync raises where vLLM gets of `name` nothing, or the weight without its adapter."""
+        self.engine.sync(self.weights(), 1)
+        disturb(self.policy, 3)
+        layer = self.policy.model.get_submodule(name.removesuffix(".weight"))
+        original = self.engine.llm.collective_rpc
+
+        def changed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for one, tensor in weights:
+                if one != name:
+                    yield one, tensor
+                elif base:
+                    yield one, layer.base_layer.weight.detach().clone()
+
+        self.engine.llm.collective_rpc = lambda method, kwargs: original(
+            method, kwargs={"weights_iterator": changed(kwargs["weights_iterator"])}
+        )
+        try:
+            return failure(lambda: self.engine.sync(self.weights(), 2))
+        finally:
+            self.engine.llm.collective_rpc = original
+
+
+def add_adapters(model: Any, lora: dict[str, Any]) -> None:
+    from dsreason.config.schema_lora import LoRAConfig
+    from dsreason.models import lora as adapters
+
+    adapters.add_adapters(model, LoRAConfig.model_validate(lora), seed=0)
+
+
+def explore(setup: Setup, folder: Path) -> dict[str, Any]:
+    from dsreason.engine.merged import constant_names
+
+    explorer = LoRAExplorer(setup, folder)
+    engine = explorer.engine
+    engine.wake()
+    engine.sync(explorer.weights(), 1)
+    found: dict[str, Any] = {"merged": explorer.differences(version=1)}
+    disturb(explorer.policy, 2)
+    found["sync skipped"] = explorer.differences(version=1)
+    engine.sleep()
+    engine.wake()
+    policy: Any = SimpleNamespace(module=explorer.policy)
+    retained = engine.retained(constant_names(policy))
+    engine.sync(explorer.weights(without=retained), 2, retained)
+    found["retained"], found["merged again"] = sorted(retained), explorer.differences(version=2)
+    found["stale"] = explorer.fault(GATE, base=False)
+    found["partial"] = explorer.fault(KEY, base=True)
+    engine.sync(explorer.weights(), 3)
+    found["mended"] = explorer.differences(version=3)
+    engine.shutdown()
+    found["transformers"] = explore_transformers(explorer, folder)
+    torch.distributed.barrier()
+    return found
+
+
+def explore_transformers(explorer: LoRAExplorer, folder: Path) -> dict[str, float]:
+    from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
+
+    tokenizer, device = explorer.engine.tokenizer, torch.device("cpu")
+    settings = TransformersSettings(batch_size=8)
+    engine: Any = TransformersEngine(folder / "model", tokenizer, settings, dtype=torch.float32, device=device)
+    engine.wake()
+    engine.sync(explorer.weights(), 4)
+    explorer.engine = engine
+    return explorer.differences(version=4)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SETUPS[0], pytest.param(SETUPS[1], marks=pytest.mark.long)],
+    ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
+)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from dsreason.models.tiny import build_tiny
+
+    setup = request.param
+    folder = tmp_path_factory.mktemp("lora_engine")
+    build_tiny(setup.family, folder / "model", tie_embeddings=setup.tied)
+    return run_on_ranks(explore, setup.ranks, setup, folder)
+
+
+@pytest.mark.parametrize("when", ["merged", "merged again", "mended", "transformers"])
+def test_merged_weights_answer_as_the_policy_does(found: list[dict[str, Any]], when: str) -> None:
+    for rank in found:
+        assert rank[when].keys() == set(CASES)
+        assert max(rank[when].values()) <= 1e-5
+
+
+def test_without_the_sync_they_do_not(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert min(rank["sync skipped"].values()) > 1e-3
+
+
+def test_only_weights_without_adapters_are_left_in_the_engine(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "model.language_model.norm.weight" in rank["retained"]
+        assert not [name for name in rank["retained"] if "_proj" in name or "attn.qkv.weight" in name]
+
+
+@pytest.mark.parametrize(("fault", "name"), [("stale", GATE), ("partial", KEY)])
+def test_a_tensor_that_came_without_its_adapter_is_named(found: list[dict[str, Any]], fault: str, name: str) -> None:
+    for rank in found:
+        raised, text = rank[fault]
+        assert raised == "SyncError"
+        assert f"{name} was sent, but the engine's" in text
+
+
+# ---------------------------------------------------------------- vLLM's own LoRA
+
+
+def serve_adapter(folder: str) -> float:
+    """Largest |difference| of log-probabilities: vLLM with the exported adapter beside the base, and the policy."""
+    import os
+
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
+    )
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from dsreason.models.load import load_model
+
+    model = load_model(Path(folder) / "model", dtype=torch.float32, attention="sdpa").eval()
+    add_adapters(model, TEXT)
+    disturb(model, 1)
+    write(model, Path(folder))
+    llm = LLM(
+        f"{folder}/model",
+        **{"dtype": "float32", "max_model_len": 128, "enforce_eager": True, "limit_mm_per_prompt": {}},
+        **{"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "lora_dtype": "auto"},
+    )
+    prompt = list(range(40, 60))
+    (output,) = llm.generate(
+        [{"prompt_token_ids": prompt}],
+        SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True),
+        lora_request=LoRARequest("policy", 1, f"{folder}/adapter"),
+    )
+    ids = torch.tensor([*prompt, *output.outputs[0].token_ids])
+    positions = torch.arange(len(ids)).expand(3, 1, -1)
+    with torch.no_grad():
+        logprobs = model(input_ids=ids[None], position_ids=positions).logits[0].log_softmax(-1)
+    own = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
+    theirs = [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+    return float((own - torch.tensor(theirs)).abs().max())
+
+
+def write(model: Any, folder: Path) -> None:
+    """`folder/adapter`, as an export has it."""
+    from dsreason.checkpoints.adapter import Merge, write_adapter
+    from dsreason.checkpoints.checkpoint_folder import SavedAdapter
+    from dsreason.engine.merged import unmerged_parameters
+    from dsreason.models.lora import adapter_scales, adapter_settings
+
+    policy: Any = SimpleNamespace(module=torch.nn.ModuleDict({"model": model}))
+    merge = Merge("fp32", SavedAdapter("base", None, "", adapter_settings(model), adapter_scales(model)))
+    for _ in merge.merged(unmerged_parameters(policy)):
+        pass
+    write_adapter(merge, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_vllm_serves_the_exported_adapter_beside_the_base(family: str, tmp_path: Path) -> None:
+    from dsreason.models.tiny import build_tiny
+
+    build_tiny(family, tmp_path / "model")
+    assert run_on_ranks(serve_adapter, 1, str(tmp_path))[0] <= 1e-5

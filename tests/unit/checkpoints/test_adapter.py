@@ -1,0 +1,64 @@
+"""What an export says of the adapters that were merged into it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dsreason.checkpoints.adapter import Merge, write_adapter
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter
+from dsreason.models.lora import Delta
+
+ADAPTER = SavedAdapter(
+    "org/base", None, "abc", {"r": 1, "lora_alpha": 2, "peft_type": "LORA"}, {"x.q": 2.0, "x.k": 2.0}
+)
+WEIGHT = torch.full((2, 2), 2.0)  # norm 4
+
+
+def merge(size: float, dtype: str) -> tuple[Merge, dict[str, torch.Tensor]]:
+    """Two weights with adapters, of which the second changes by `size`, and one without."""
+    record = Merge(dtype, ADAPTER)
+    a = torch.tensor([[1.0, 0.0]])
+    deltas = [Delta(a, torch.tensor([[b], [0.0]]), 2.0) for b in (size, 2 * size)]
+    weights = [("x.q.weight", WEIGHT, deltas[0]), ("x.k.weight", WEIGHT, deltas[1]), ("x.norm.weight", WEIGHT, None)]
+    return record, dict(record.merged(weights))
+
+
+def test_weights_and_adapter_are_written_as_peft_names_them(tmp_path: Path) -> None:
+    record, tensors = merge(0.25, "bf16")
+    assert tensors["x.q.weight"].tolist() == [[2.5, 2.0], [2.0, 2.0]]
+    assert tensors["x.k.weight"].tolist() == [[3.0, 2.0], [2.0, 2.0]]
+    assert tensors["x.norm.weight"] is WEIGHT
+    write_adapter(record, tmp_path)
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sorted(written) == [f"base_model.model.x.{name}.lora_{part}.weight" for name in "kq" for part in "AB"]
+    assert written["base_model.model.x.k.lora_B.weight"].tolist() == [[0.5], [0.0]]
+    assert written["base_model.model.x.k.lora_B.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == ADAPTER.settings
+
+
+def test_the_card_says_what_was_merged_and_how_much_it_changes() -> None:
+    record, _ = merge(0.25, "bf16")
+    assert record.changes == pytest.approx({"x.q.weight": 0.125, "x.k.weight": 0.25})
+    assert record.summary == (
+        "LoRA of rank 1, alpha 2, on 2 layers, merged into these weights; by itself in `adapter/`. Largest relative change "
+        "of a weight: 0.25 (x.k.weight)"
+    )
+    assert Merge("bf16", None).summary == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "warned"), [(4e-3, "bf16", True), (6e-3, "bf16", False), (4e-3, "fp32", False)]
+)
+def test_a_change_that_bfloat16_swallows_is_warned_of(
+    size: float, dtype: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    record, _ = merge(size, dtype)  # the largest change is 2 · 2 · size / 4
+    with caplog.at_level(logging.WARNING):
+        record.report(Path("out"))
+    assert ("swallows a part" in caplog.text) is warned

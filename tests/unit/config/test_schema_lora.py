@@ -1,0 +1,73 @@
+"""`[lora]`: what it makes of the defaults of `[optim]`, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.load import dump_config, load_config, read_values
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
+
+GRPO: dict[str, Any] = {"reward": {"functions": {"exact_match": 1.0}}}
+
+
+@pytest.mark.parametrize(("schema", "lr"), [(SFTConfig, 1e-4), (GRPOConfig, 2e-5)])
+def test_what_optim_leaves_open_fits_adapters_and_is_written(schema: type[RunConfig], lr: float) -> None:
+    others = GRPO if schema is GRPOConfig else {}
+    plain = read_values(schema, others, "run.toml")
+    assert (plain.optim.lr, plain.optim.weight_decay) == (1e-5, 0.01)
+    config = read_values(schema, others | {"lora": {"rank": 8}, "optim": {"warmup": 5}}, "run.toml")
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup) == (lr, 0.0, 5)
+    document = dump_config(config)
+    assert document["optim"]["lr"] == lr
+    assert read_values(schema, document, "config.json") == config
+
+
+def test_what_is_given_stays() -> None:
+    given = {"lora": {"rank": 8}, "optim": {"lr": 3e-6, "weight_decay": 0.1}}
+    config = read_values(SFTConfig, given, "run.toml")
+    assert (config.optim.lr, config.optim.weight_decay) == (3e-6, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "document", "text"),
+    [
+        (SFTConfig, {"lora": {"rank": 8}, "model": {"freeze": ["visual"]}}, "model.freeze (visual) with lora.rank (8)"),
+        (SFTConfig, {"lora": {"targets": ["q_proj"], "alpha": 4}}, "alpha (4) and targets (q_proj) without rank"),
+        (SFTConfig, {"lora": {"rank": 8, "targets": ["("]}}, "'(' is not a regular expression"),
+        (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"[": 4}}}, "'[' is not a regular expression"),
+        (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"visual": 0}}}, "lora.rank_pattern.visual"),
+        (SFTConfig, {"lora": {"rank": 8, "dropout": 1.0}}, "lora.dropout: 1.0 is not less than 1"),
+        (
+            GRPOConfig,
+            GRPO | {"lora": {"rank": 8, "dropout": 0.1}},
+            "lora.dropout (0.1): the rollout engine samples without",
+        ),
+        (
+            GRPOConfig,
+            GRPO | {"lora": {"rank": 8}, "grpo": {"kl_coef": 0.1, "reference_reset_every": 5}},
+            "grpo.reference_reset_every (5) with lora.rank (8)",
+        ),
+    ],
+)
+def test_a_contradiction_is_told(schema: type[RunConfig], document: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_values(schema, document, "run.toml")
+    assert text in str(raised.value)
+
+
+def test_rank_0_turns_the_adapter_of_a_recipe_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[lora]\nrank = 16\ntargets = ["q_proj"]\n')
+    config = load_config(SFTConfig, file, ["lora.rank=0"], default_recipe="builtin_sft.toml")
+    assert config.lora.rank == 0
+    assert config.optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(("given", "scale"), [({"rank": 16}, 32.0), ({"rank": 16, "alpha": 8}, 8.0)])
+def test_alpha_is_twice_the_rank_where_it_is_not_given(given: dict[str, Any], scale: float) -> None:
+    assert read_values(SFTConfig, {"lora": given}, "run.toml").lora.scale == scale
