@@ -11,12 +11,25 @@ from tests.integration.command import dsreason, metrics
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
-def test_preferences_make_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
+def train(warm_start: Path, folder: Path, *options: str) -> list[dict[str, float]]:
+    """Metrics of the validations of a run in `folder/D` that goes on from the warm start."""
     model = f'model.path="{warm_start / "export" / "final"}"'
-    ended = dsreason("dpo", "--nproc", 2, "--output-dir", "D", "--set", model, cwd=tmp_path, timeout=1200)
+    given = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
+    ended = dsreason("dpo", *given, cwd=folder, timeout=1200)
     assert ended.returncode == 0, ended.stderr
-    first, *_, last = (line for line in metrics(tmp_path / "D") if "val/accuracy" in line)
+    return [line for line in metrics(folder / "D") if "val/accuracy" in line]
+
+
+def test_preferences_make_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
+    first, *_, last = train(warm_start, tmp_path)
     assert 0.4 <= first["val/accuracy"] <= 0.65
     assert last["val/accuracy"] >= first["val/accuracy"] + 0.2  # generated answers of held-out rows
     assert last["val/ranking_accuracy"] >= first["val/ranking_accuracy"] + 0.2
     assert last["val/preference_accuracy"] >= 0.9
+
+
+def test_without_an_sft_term_the_warning_sign_is_told_once(warm_start: Path, tmp_path: Path) -> None:
+    last = train(warm_start, tmp_path, "--set", "dpo.sft_weight=0.0", "--set", "train.max_steps=40")[-1]
+    assert last["val/preference_accuracy"] >= 0.9
+    assert last["val/chosen"] < 0
+    assert (tmp_path / "D/logs/rank_0.log").read_text().count("raise dpo.sft_weight") == 1

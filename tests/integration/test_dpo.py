@@ -191,6 +191,22 @@ def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None
     assert len(stored(run)) == 9
 
 
+def test_a_resumed_run_measures_what_is_missing_with_the_model_of_the_start(folder: Path) -> None:
+    kept = (folder / "whole/reference.jsonl").read_text()
+    (folder / "lost/checkpoints").mkdir(parents=True)
+    shutil.copytree(folder / "whole/checkpoints/step_3", folder / "lost/checkpoints/step_3")
+    run = train(folder, "again", resume="lost/checkpoints/step_3")
+    found, expected = ({(row["part"], row["row"]): row for row in lines} for lines in (stored(run)[1:], rows_of(kept)))
+    assert found.keys() == expected.keys()
+    for place, row in found.items():
+        assert row["chosen"] == pytest.approx(expected[place]["chosen"], abs=1e-4)
+    assert losses(run) == pytest.approx(losses(folder / "whole", after=3), rel=1e-6)
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()[1:]]
+
+
 def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.cli.data import choose_trainer, encoded_parts, load_run
     from dsreason.datasets.rendering import render_rows
