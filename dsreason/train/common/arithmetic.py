@@ -27,8 +27,10 @@ class Arithmetic:
         """Of one step on all ranks, for this rank's part of it. Collective.
 
         `perf/mfu`: FLOPs of the forward and backward pass of the samples, per second of `seconds`, over the peak; what is
-        computed again in the backward pass, padding, and passes without gradients do not count. `perf/padding`: the share
-        of the tokens computed that belong to no sample.
+        computed again in the backward pass, padding, and passes without gradients do not count. `seconds` are in SFT the
+        whole step with its wait for data, in GRPO `time/train`, without sampling: in the first step after a rollout that
+        has the passes of the old policy and the reference in it. `perf/padding`: the share of the tokens computed that
+        belong to no sample: padding, and media that only keep ranks in step.
         """
         computed = all_sum(sum(batch.input_ids.numel() for batch in batches))
         found = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}

@@ -63,8 +63,8 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
                 completion=rollout.completion.text,
                 num_tokens=len(ids),
                 kl=float(k3(engine, trainer).sum()),
-                largest=float(apart.max()),
-                at=int(apart.argmax()),
+                largest=float(apart.max()) if ids else 0.0,
+                at=int(apart.argmax()) if ids else 0,
             )
         )
     return found

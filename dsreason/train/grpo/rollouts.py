@@ -54,8 +54,8 @@ class RolloutSample(EncodedSample):
 class MicroBatch:
     """Rollouts that go through one forward.
 
-    The rollouts are those of the first rows of `batch`, in their order; there are fewer than rows where a row only keeps
-    the ranks in step.
+    The rollouts are in the order in which `batch` has their tokens, those of one prompt together; there is none in a batch
+    that only keeps the ranks in step.
     """
 
     batch: Batch
@@ -72,7 +72,7 @@ class FlatRollouts:
 
     rollout_logprobs: Tensor  # [N] float32, of the engine
     advantages: Tensor  # [N] float32
-    sequence: Tensor  # [N] int64, row of the token in the micro-batch
+    sequence: Tensor  # [N] int64, number of the token's rollout in the micro-batch
 
 
 def make_rollouts(

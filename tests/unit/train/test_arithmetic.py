@@ -1,0 +1,70 @@
+"""FLOPs per second and padding of a step: hand-made samples, and another rank whose numbers are given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsreason.data.collate import append_dummies, collate, pack
+from dsreason.data.micro_batches import work_of
+from dsreason.data.types import EncodedSample
+from dsreason.monitor.flops import ModelFlops
+from dsreason.train.common import arithmetic
+from dsreason.train.common.arithmetic import Arithmetic
+
+FLOPS = ModelFlops(text_token=100, text_pair=10, head_token=1000)
+
+
+def sample(length: int, trained: int = 0, parent: EncodedSample | None = None) -> EncodedSample:
+    """Its last `trained` tokens are trained."""
+    return EncodedSample(
+        id="",
+        input_ids=torch.zeros(length, dtype=torch.int64),
+        loss_mask=torch.arange(length) >= length - trained,
+        position_ids=torch.arange(length).expand(3, -1),
+        mm_token_type_ids=torch.zeros(length, dtype=torch.int64),
+        mm_kwargs={},
+        parent=parent,
+    )
+
+
+def image(length: int) -> EncodedSample:
+    made = sample(length)
+    made.mm_kwargs.update(pixel_values=torch.zeros(4, 2), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    return made
+
+
+def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: float) -> None:
+    """Beside this rank there is one that gives `answers`, in this order."""
+    following = iter(answers)
+    monkeypatch.setattr(arithmetic, "all_sum", lambda own: own + next(following))
+
+
+def test_flops_of_samples_are_counted_per_second_and_padding_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A prompt of 5 and a completion of 2: 7 tokens, 15 + (2 x 5 + 3) pairs, 2 trained; a medium of 3 tokens behind them.
+    # The other rank computed 10 tokens, 8 of them of samples.
+    with_other_rank(monkeypatch, 10, 8, 1020)
+    samples = [sample(2, 2, parent=sample(5))]
+    row = append_dummies(pack(samples), [image(3)], pad_id=0)
+    metrics = Arithmetic(FLOPS, peak=1e4).metrics(work_of([samples], packing=True), [row], seconds=2)
+    assert metrics["perf/padding"] == pytest.approx((3 + 2) / (10 + 10))
+    assert metrics["perf/mfu"] == pytest.approx((700 + 280 + 2000 + 1020) / 2 / 1e4)
+
+
+def test_padding_of_rows_belongs_to_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_other_rank(monkeypatch, 0, 0)
+    samples = [sample(3), sample(1)]
+    found = Arithmetic(FLOPS, peak=None).metrics(
+        work_of([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
+    )
+    assert found == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
+
+
+def test_ranks_that_compute_a_row_together_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 4 tokens, 10 pairs and 1 trained are 1,500; both ranks say so.
+    with_other_rank(monkeypatch, 4, 4, 1500)
+    samples = [sample(4, 1)]
+    metrics = Arithmetic(FLOPS, peak=1e4, ranks_per_row=2).metrics(
+        work_of([samples], packing=True), [pack(samples)], seconds=1
+    )
+    assert metrics == {"perf/padding": 0, "perf/mfu": pytest.approx(0.15)}
