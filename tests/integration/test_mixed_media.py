@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import run_on_ranks
 from tests.integration.rows import write_mixed_rows
-from tests.integration.test_grpo_gradients import made_up_groups, run_config
+from tests.integration.test_grpo_gradients import made_up_rollouts, run_config
 
 pytestmark = pytest.mark.integration
 
@@ -36,8 +36,8 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
     mine = (0, 4) if world.rank == 0 else (1, 2)
-    groups = made_up_groups(config, encoder)
-    rollouts = [groups[number][0] for number in mine]
+    everyone = made_up_rollouts(config, encoder, 0, 1)
+    rollouts = [everyone[3 * number] for number in mine]  # the first of the three of each prompt
     if with_remedy:
         micro_batches = cut(rollouts, config, encoder)
     else:
