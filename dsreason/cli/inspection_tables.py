@@ -53,6 +53,10 @@ def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
     rows |= {f"rows with {kind}": str(count) for kind, count in sorted(part.modalities.items())}
     rows |= {"question, characters": shown(part.question_characters)}
     rows |= {"answer, characters": shown(part.answer_characters)}
+    if (pairs := part.preferences) is not None:
+        rows |= {"preferences": str(pairs.rows), "rejected answer, characters": shown(pairs.rejected_characters)}
+        rows["chosen answer is the longer one"] = f"{pairs.longer_chosen / pairs.rows:.1%}"
+        rows |= {"both answers are the same": str(pairs.undecided)} if pairs.undecided else {}
     if part.too_long is not None:
         rows |= {"tokens": shown(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
     if part.pixels is not None and part.pixels.compared:

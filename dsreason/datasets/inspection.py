@@ -70,6 +70,17 @@ class Letter:
 
 
 @dataclass(frozen=True)
+class PreferenceReport:
+    """Of the rows with a better and a worse answer. Where nearly all better ones are longer, length is what is learned."""
+
+    rows: int
+    rejected_characters: Spread | None
+    longer_chosen: int
+    undecided: int
+    """Rows whose answers are the same."""
+
+
+@dataclass(frozen=True)
 class PixelReport:
     """How many of the media that rows show (those of measured rows) cosmos-rl would show in other frames or another size."""
 
@@ -111,6 +122,8 @@ class PartReport:
     """Rows whose question and media an earlier row has."""
     pixels: PixelReport | None = None
     """None without a model."""
+    preferences: PreferenceReport | None = None
+    """None where no row is one."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +252,19 @@ def report(
         several_turns=sum(row.turns > 1 for row in rows),
         duplicates=len(rows) - len({row_key(row, keys) for row in rows}),
         pixels=pixel_report(rows) if encoder else None,
+        preferences=preference_report(rows),
+    )
+
+
+def preference_report(rows: Sequence[RowFacts]) -> PreferenceReport | None:
+    lengths = [(row.answer_length, row.rejected_length) for row in rows if row.rejected_length is not None]
+    if not lengths:
+        return None
+    return PreferenceReport(
+        rows=len(lengths),
+        rejected_characters=spread(rejected for _, rejected in lengths),
+        longer_chosen=sum(chosen > rejected for chosen, rejected in lengths),
+        undecided=sum(row.is_undecided for row in rows),
     )
 
 

@@ -14,7 +14,7 @@ from dsreason.data.labels import answer_label
 from dsreason.data.messages import media_parts, shown_seconds, text_of
 from dsreason.data.options import options_in_question
 from dsreason.data.sources import SampleDataset
-from dsreason.data.types import Sample
+from dsreason.data.types import Message, Sample
 from dsreason.datasets.pixels import pixel_differences
 from dsreason.errors import DataError
 from dsreason.media.media import local_path, probe_image, probe_video
@@ -57,6 +57,10 @@ class RowFacts:
     has_answer_tag: bool
     pixel_differences: tuple[str, ...] = ()
     """Of its media, see `pixel_differences`; none without a model."""
+    rejected_length: int | None = None
+    """As `answer_length`, of the worse conversation in a row of preferences."""
+    is_undecided: bool = False
+    """Both conversations of a row of preferences are the same."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> Row
 
 def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
     asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
-    replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
+    replies = replies_of(sample.messages)
     parts = list(map(split_response, replies))
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
     shown, answer = media_parts(sample.messages), answer_label(sample)
@@ -110,7 +114,13 @@ def row_facts(where: str, sample: Sample, tokens: int | None, differences: Itera
         has_think=any(part.thoughts for part in parts),
         has_answer_tag=any(part.tagged for part in parts),
         pixel_differences=tuple(differences),
+        rejected_length=None if sample.rejected is None else sum(map(len, replies_of(sample.rejected))),
+        is_undecided=sample.rejected == sample.messages,
     )
+
+
+def replies_of(messages: Iterable[Message]) -> list[str]:
+    return [text_of(message) for message in messages if message["role"] == "assistant"]
 
 
 def normalised(text: str) -> str:

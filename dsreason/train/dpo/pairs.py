@@ -86,6 +86,8 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
         raise DataError(
             f"sample {sample.id!r}: field 'rejected' is missing: a preference has a better and a worse answer"
         )
+    if better == worse:
+        raise same_answer(sample)
     start = common_beginning(better, worse)
     for field, messages in (("chosen", better), ("rejected", worse)):
         where = f"sample {sample.id!r}: field {field!r}"
@@ -113,9 +115,11 @@ def common_beginning(better: Sequence[Message], worse: Sequence[Message]) -> int
 def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
     """Answers may differ in what the chat template takes off only, such as spaces at the end."""
     if chosen == rejected:
-        raise DataError(
-            f"sample {sample.id!r}: fields 'chosen' and 'rejected' are the same answer; correct one of them"
-        )
+        raise same_answer(sample)
+
+
+def same_answer(sample: Sample) -> DataError:
+    return DataError(f"sample {sample.id!r}: fields 'chosen' and 'rejected' are the same answer; correct one of them")
 
 
 def given_logprobs(sample: Sample) -> tuple[float, float] | None:

@@ -22,7 +22,16 @@ from dsreason.data.labels import short_answer
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.datasets.inspection import Inspection, Letter, Overlap, PixelReport, Spread, inspect_data, spread
+from dsreason.datasets.inspection import (
+    Inspection,
+    Letter,
+    Overlap,
+    PixelReport,
+    PreferenceReport,
+    Spread,
+    inspect_data,
+    spread,
+)
 from dsreason.datasets.rendering import render_rows
 from dsreason.datasets.row_facts import UnusableRow, normalised
 from dsreason.train.common.preflight import build_encoder
@@ -84,6 +93,18 @@ def test_rows_lengths_and_modalities_are_counted(folder: Path) -> None:
     assert part.question_characters == Spread(2, 4, pytest.approx(5.8), 6)
     assert part.answer_characters == Spread(2, 4, pytest.approx(5.8), 6)
     assert part.tokens is None and part.too_long is None
+
+
+def test_of_preferences_the_lengths_of_both_answers_are_told(folder: Path) -> None:
+    pairs = [("12", "1234"), ("12345", "1"), ("12", "12"), ("123", "1")]
+    rows = [row(i, answer=chosen, rejected=rejected) for i, (chosen, rejected) in enumerate(pairs)]
+    part = inspect(folder, *rows, row(9)).parts["training"]
+    assert part.preferences == PreferenceReport(4, Spread(1, 1.5, pytest.approx(3.7), 4), longer_chosen=2, undecided=1)
+    told = facts(part, None)
+    assert told["preferences"] == "4"
+    assert told["chosen answer is the longer one"] == "50.0%"
+    assert told["both answers are the same"] == "1"
+    assert inspect(folder, row(0)).parts["training"].preferences is None
 
 
 def test_media_files_are_measured_once_each(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
     ("sample", "error"),
     [
         (Sample("7", [*ASKED, LEFT]), "field 'rejected' is missing"),
-        (preference(LEFT, rejected=[LEFT]), "field 'chosen' has nothing that the other"),
+        (preference(LEFT, rejected=[LEFT]), "fields 'chosen' and 'rejected' are the same answer"),
         (preference(LEFT, rejected=[]), "field 'rejected' has nothing that the other"),
         (
             Sample("7", [*ASKED, LEFT], rejected=[says("user", "Which colour?"), RIGHT]),
