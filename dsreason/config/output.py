@@ -126,7 +126,7 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     if before is None:
         return
     # What is masked now may not have been then.
-    defaults = dump_config(type(config)())
+    defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
     differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
         shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
