@@ -408,6 +408,11 @@ class RunConfig(JobConfig):
     def ranks_per_row(self) -> int:
         return self.train.sequence_parallel_size
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the answers to a prompt are in one row with it; only our own attention can show it to all of them."""
+        return self.train.packing and self.model.attention == "auto"
+
     @model_validator(mode="after")
     def check_attention(self) -> Self:
         if self.ranks_per_row > 1 and self.model.attention != "auto":

@@ -106,11 +106,6 @@ class DPOConfig(RunConfig):
     def batch_fact(self) -> str:
         return f"train.global_batch_size is {self.samples_per_step}"
 
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether both answers are in one row with their prompt; only our own attention can show it to both."""
-        return self.train.packing and self.model.attention == "auto"
-
     @model_validator(mode="after")
     def check_adapter(self) -> Self:
         if self.dpo.reference == "adapter_off" and not self.lora.rank:

@@ -22,7 +22,7 @@ from transformers.video_utils import VideoMetadata
 from dsreason.data.collate import GRIDS
 from dsreason.data.messages import joined_text, media_parts, media_paths
 from dsreason.data.render import Segment, render_prompt, render_training
-from dsreason.data.types import EncodedSample, MediaKind, Message, Sample
+from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Message, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
 from dsreason.families.family import Vision
@@ -31,8 +31,6 @@ from dsreason.media import media, vision
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
 
-TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""Values of `mm_token_type_ids`; text is 0."""
 MAX_MEDIA_TOKENS = 1_000_000
 """More than any model takes: samples with more are refused before a list of that length is made."""
 

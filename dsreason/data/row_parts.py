@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from dsreason.data.collate import GRIDS, PIXELS, append_segments, padding_sample
-from dsreason.data.types import Batch, MediaKind, MediaPart, RowPart
+from dsreason.data.types import TOKEN_TYPES, Batch, MediaPart, RowPart
 from dsreason.job.part_of import PartOf
-
-TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 
 
 def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """OpenAI-style: `{"role": "user", "content": str | [part, ...]}`."""
 MediaKind = Literal["image", "video"]
+TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
+"""Values of `mm_token_type_ids`; text is 0."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dsreason.train.grpo.reference import reset_reference
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
 from dsreason.train.grpo.sampling import sample
 from dsreason.train.grpo.show import describe, show
-from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut, shares_prompts
+from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""
@@ -114,7 +114,7 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
         reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
     work = work_of(
         [[training_sample(rollout) for rollout in one.rollouts] for one in micro_batches],
-        packing=shares_prompts(grpo.config),
+        packing=grpo.config.shares_prompts,
     )
     metrics |= grpo.arithmetic.metrics(work, [one.batch for one in micro_batches], metrics["time/train"])
     rollouts = [rollout for one in micro_batches for rollout in one.rollouts]

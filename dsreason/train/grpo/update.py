@@ -29,18 +29,13 @@ def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part:
     `part`: what this rank computes of each row; those that compute rows together have the same rollouts.
     """
     samples = [training_sample(rollout) for rollout in rollouts]
-    if not shares_prompts(config):
+    if not config.shares_prompts:
         samples = [joined(sample) for sample in samples]
     groups = [by_parent(group) for group in cut_samples(samples, config)]
     batches = align_micro_batches(groups, encoder, gather_objects, packing=config.train.packing, part=part)
     cut_rollouts = [[sample.rollout for sample in group] for group in groups]
     cut_rollouts += [[]] * (len(batches) - len(groups))
     return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
-
-
-def shares_prompts(config: GRPOConfig) -> bool:
-    """Whether the completions of a prompt are in one row with it; only our own attention can show it to all of them."""
-    return config.train.packing and config.model.attention == "auto"
 
 
 @torch.no_grad()
