@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
 from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model, tiny_model
 from benchmarks.gpu_report.parts import Setting, Value
 from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
 from dsreason.job import launch
-
-if TYPE_CHECKING:
-    from dsreason.train.grpo.build import GRPORun
 
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 
@@ -86,6 +83,7 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
     from dsreason.train.grpo.engine_check import check_engine
+    from dsreason.train.grpo.loop import train_on_rollout
 
     started = time.perf_counter()
     with build_grpo(GRPOConfig.model_validate(settings), output, None) as run:
@@ -94,20 +92,7 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
         check_engine(run)
         yield "self-test, s", time.perf_counter() - started
         for _ in range(steps):
-            take_step(run)
-
-
-def take_step(run: GRPORun) -> None:
-    """As the loop of `dsreason grpo` does."""
-    from dsreason.train.grpo.loop import finish_step, grpo_step, optimizer_steps, sample
-
-    started = time.perf_counter()
-    rollouts = sample(run)
-    sampled = time.perf_counter()
-    for micro_batches in optimizer_steps(run, rollouts):
-        metrics = grpo_step(run, micro_batches)
-        now = time.perf_counter()
-        finish_step(run, micro_batches, metrics | {"time/rollout": sampled - started, "time/train": now - sampled})
+            train_on_rollout(run)
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:

@@ -41,23 +41,29 @@ def train(grpo: GRPORun) -> None:
     before_steps(grpo)
     while grpo.state.step < grpo.total_steps:
         poll_checkpoint(grpo)
-        started, first = time.perf_counter(), grpo.state.step
-        with grpo.watchdog.phase("rollout"):
-            rollouts, prompts = sample(grpo)
-        sampled = time.perf_counter()
-        with grpo.watchdog.phase("prepare"):
-            show(grpo, rollouts)
-            rollouts = join_group(rollouts, prompts, lambda own: gather_in_group(own, grpo.world))
-            steps = optimizer_steps(grpo, rollouts)
-        for micro_batches in steps:
-            with grpo.watchdog.phase("step"):
-                metrics = grpo_step(grpo, micro_batches)
-                now = time.perf_counter()
-                times = {"time/rollout": sampled - started, "time/train": now - sampled}
-                finish_step(grpo, micro_batches, metrics | times)
-            sampled = started = now  # a rollout's further steps cost no sampling
+        first = grpo.state.step
+        train_on_rollout(grpo)
         after_steps(grpo, first)
     finish(grpo)
+
+
+def train_on_rollout(grpo: GRPORun) -> None:
+    """Completions of the policy as it is, and the optimizer steps over them."""
+    started = time.perf_counter()
+    with grpo.watchdog.phase("rollout"):
+        rollouts, prompts = sample(grpo)
+    sampled = time.perf_counter()
+    with grpo.watchdog.phase("prepare"):
+        show(grpo, rollouts)
+        rollouts = join_group(rollouts, prompts, lambda own: gather_in_group(own, grpo.world))
+        steps = optimizer_steps(grpo, rollouts)
+    for micro_batches in steps:
+        with grpo.watchdog.phase("step"):
+            metrics = grpo_step(grpo, micro_batches)
+            now = time.perf_counter()
+            times = {"time/rollout": sampled - started, "time/train": now - sampled}
+            finish_step(grpo, micro_batches, metrics | times)
+        sampled = started = now  # a rollout's further steps cost no sampling
 
 
 def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBatch]]:
