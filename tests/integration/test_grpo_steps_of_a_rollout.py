@@ -1,0 +1,129 @@
+"""A rollout's optimizer steps are the same however it is cut over ranks and rows, and whether completions share prompts:
+which completions each step has, their log-probabilities under the policy and the reference, and the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsreason.models.tiny import build_tiny
+from tests.distributed import run_on_ranks
+from tests.integration.test_gradient_invariance import Gradients, worst_difference
+from tests.integration.test_grpo_gradients import UNSHARED, made_up_rollouts, run_config, write_rows
+
+pytestmark = pytest.mark.integration
+
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [UNSHARED, {}, {"max_tokens_per_micro_batch": 277}],
+    2: [{}, {"packing": False, "micro_batch_size": 3}],
+}
+SETTINGS = {"optimizer_steps_per_rollout": 2, "overlong_filter": True}
+GROUPS = (0, 1, 2, None, 3)
+"""Of each prompt; the one with two images was left out by dynamic sampling."""
+Key = tuple[str, tuple[int, ...]]
+"""A completion: its prompt's name, its tokens."""
+Step = tuple[dict[Key, np.ndarray], Gradients]
+"""`[2, tokens]` log-probabilities, of the policy and the reference."""
+
+
+def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
+    """Of the made-up ones: groups are numbered over all ranks, and completions of the largest length were cut off."""
+    everyone = made_up_rollouts(config, encoder, 0, 1)
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(one.prompt.sample.id for one in everyone))}
+    found = []
+    for one in everyone:
+        number = numbers[one.prompt.sample.id]
+        reason = "length" if len(one.completion.ids) == config.rollout.max_completion_length else "stop"
+        if number % size == rank:
+            completion = replace(one.completion, finish_reason=reason)
+            found.append(replace(one, completion=completion, group=GROUPS[number]))
+    return found
+
+
+def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, Any]]) -> list[list[Step]]:
+    """By cut and step, on rank 0."""
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.engine.engine import set_learning_rate
+    from dsreason.engine.reference import ReferencePolicy
+    from dsreason.job.ranks import gather_objects, init_world
+    from dsreason.losses.objective import objective_of
+    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.train.common.opening import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.loop import optimizer_steps
+    from dsreason.train.grpo.update import accumulate_gradients
+    from tests.engines import full_gradients
+
+    world, engine, found = init_world(), None, []
+    for settings in cuts:
+        config = run_config(rows, model, "kl", settings)
+        config = config.model_copy(update={"grpo": config.grpo.model_copy(update=SETTINGS)})
+        encoder = build_encoder(config, Path(model))
+        if engine is None:
+            deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+            engine = build_policy_engine(config, deepspeed, Path(model))
+            set_learning_rate(engine, 0.0)
+            reference = ReferencePolicy(engine)
+            reference.load(Path(other))
+        run: Any = SimpleNamespace(
+            engine=engine, reference=reference, config=config, encoder=encoder, world=world, num_untrained=0,
+            objective=objective_of(config.grpo), state=SimpleNamespace(step=0), total_steps=9,
+            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family)),
+        )  # fmt: skip
+        steps: list[Step] = []
+        for micro_batches in optimizer_steps(run, trained_rollouts(config, encoder, world.rank, world.size)):
+            own: dict[Key, np.ndarray] = {}
+            for one in micro_batches:
+                fixed = torch.stack([one.old_logprobs, one.ref_logprobs])
+                lengths = [len(rollout.completion.ids) for rollout in one.rollouts]
+                for rollout, values in zip(one.rollouts, fixed.split(lengths, dim=1), strict=True):
+                    own[rollout.prompt.sample.id, rollout.completion.ids] = values.numpy()
+            accumulate_gradients(engine, micro_batches, config, world, run.banned_ids)
+            gradients = {name: gradient.numpy() for name, gradient in full_gradients(engine).items()}
+            everyone = {key: value for part in gather_objects(own) for key, value in part.items()}
+            steps.append((everyone, gradients))
+            engine.step()
+        found.append(steps)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], list[list[Step]]]:
+    """By cut and step, of a number of ranks."""
+    folder = tmp_path_factory.mktemp("rows")
+    other = build_tiny("qwen3_vl", folder / "other", seed=1)
+    rows = write_rows(folder)
+    return cache(
+        lambda ranks: run_on_ranks(steps_of_a_rollout, ranks, rows, str(tiny_qwen3_vl), str(other), CUTS[ranks])[0]
+    )
+
+
+@pytest.mark.parametrize("ranks", CUTS)
+def test_each_step_has_the_completions_of_its_groups_that_were_not_cut_off(
+    measured: Callable[[int], list[list[Step]]], ranks: int
+) -> None:
+    for steps in measured(ranks):
+        lengths = [sorted(len(ids) for _, ids in logprobs) for logprobs, _ in steps]
+        assert lengths == [[1, 2, 3, 5, 7], [1, 1, 2, 4, 6, 7]]
+
+
+@pytest.mark.parametrize("ranks", CUTS)
+def test_log_probabilities_and_gradients_of_each_step_do_not_depend_on_the_cut(
+    measured: Callable[[int], list[list[Step]]], ranks: int
+) -> None:
+    unshared = measured(1)[0]
+    for steps in measured(ranks):
+        for (logprobs, gradients), (expected, expected_gradients) in zip(steps, unshared, strict=True):
+            assert logprobs.keys() == expected.keys()
+            for key, values in logprobs.items():
+                np.testing.assert_allclose(values, expected[key], rtol=0, atol=1e-5, err_msg=str(key))
+                assert abs(values[0] - values[1]).max() > 1e-3  # the reference is another model
+            assert worst_difference(gradients, expected_gradients) <= 1e-5
