@@ -120,4 +120,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
     if batch.segments:  # start, length, and the parent's number or -1
         rows = [(one.start, one.length, -1 if one.parent is None else one.parent) for one in batch.segments]
         found["segments"] = torch.tensor(rows)
+    if batch.part is not None:  # the pixels are this rank's: frames of so many patches a side
+        found["part"] = torch.tensor((batch.part.start, batch.part.end))
+        found |= {f"{kind}_part_grid": media.grid for kind, media in batch.part.media.items()}
     return found | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}

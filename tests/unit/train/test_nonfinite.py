@@ -19,13 +19,15 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.collate import collate
+from dsreason.data.collate import collate, pack
+from dsreason.data.row_parts import take_part
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DsReasonError, SaveError
+from dsreason.job.part_of import PartOf
 from dsreason.job.ranks import World
 from dsreason.rollout.protocol import Completion
 from dsreason.train.common import nonfinite
-from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check
+from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check, tensors_of
 from dsreason.train.grpo import loop as grpo
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
 
@@ -135,3 +137,16 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
     assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]
     assert load_file(tmp_path / "nonfinite/step_5/rank_0.safetensors")["1.video_numbers"].tolist() == [0, 1, 0]
+
+
+def test_ranks_that_compute_a_row_together_save_its_pixels_together() -> None:
+    encoded = replace(
+        made_rollout("a", "left").prompt.encoded,
+        mm_token_type_ids=torch.tensor([2, 2]),
+        mm_kwargs={"pixel_values_videos": torch.arange(8.0)[:, None], "video_grid_thw": torch.tensor([[2, 2, 2]])},
+    )
+    row = pack([encoded])
+    saved = [tensors_of(take_part(row, PartOf(rank, 2), pad_id=0)) for rank in (0, 1)]
+    assert [one["part"].tolist() for one in saved] == [[0, 1], [1, 2]]
+    assert [one["video_part_grid"].tolist() for one in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
+    assert torch.cat([one["pixel_values_videos"] for one in saved]).flatten().tolist() == list(range(8))
