@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.integration.command import COMMAND, dsreason, metrics
 from tests.integration.rows import write_mixed_rows
+from tests.integration.test_dpo_gradients import write_pairs
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -60,6 +61,12 @@ self_test = false
 [reward.functions]
 "rewards.py:vowels" = 1.0
 """,
+    "dpo": """global_batch_size = 4
+[lora]
+rank = 4
+[dpo]
+loss = "mpo"
+""",
 }
 WORLD = """
 [model]
@@ -97,6 +104,7 @@ brightness = 1.0
 EXPORTS = {
     "sft": "model.safetensors",
     "grpo": "model.safetensors",
+    "dpo": "model.safetensors",
     "world": "transformer/diffusion_pytorch_model.safetensors",
 }
 RANKS = 2
@@ -169,7 +177,8 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kills = request.config.getoption("--kills")
-    rows, steps = write_mixed_rows(tmp_path / "data"), STEPS_PER_KILL * kills + 3
+    rows = (write_pairs if command == "dpo" else write_mixed_rows)(tmp_path / "data")
+    steps = STEPS_PER_KILL * kills + 3
     (tmp_path / f"{command}.toml").write_text(config_of(command, tiny_qwen2_5_vl, rows, steps))
     (tmp_path / "rewards.py").write_text(REWARD)
     options = ["--config", f"{command}.toml", "--output-dir", "whole", "--nproc", RANKS]
