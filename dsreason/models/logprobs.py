@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad = torch.zeros_like(log_norm) if grad is None else grad
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_weight: Tensor | None = None
         probs, ctx.last_probs = ctx.last_probs, None
         for part in reversed(chunks(hidden.shape[0], ctx.chunk)):
             if probs is None:
@@ -109,18 +109,25 @@ class _TokenLogprobs(torch.autograd.Function):
             scaled = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = scaled @ weight
-            if grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(scaled.t(), hidden[part])
-            elif grad_weight is not None:
-                grad_weight += scaled.t() @ hidden[part]
+            if need_weight:
+                grad_weight = _add_product(grad_weight, scaled.t(), hidden[part])
             probs = grad_logits = scaled = None  # freed before there are further logits
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+        if need_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 def chunks(count: int, size: int) -> list[slice]:
     """Slices of `size` tokens, of which the first may be shorter: the last one's probabilities are what is kept."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in float32, in place; the product alone where there is no total yet, as zeros of its size take time."""
+    if total is None:
+        return (a @ b).float()
+    return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
 
 
 def _entropy(probs: Tensor) -> Tensor:
