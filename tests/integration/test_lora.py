@@ -46,14 +46,14 @@ def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
 
-def build(folder: str, stage: str, **sections: Any) -> tuple[Any, Any, Any]:
+def build(folder: str, stage: str, base: str = "model", **sections: Any) -> tuple[Any, Any, Any]:
     """Engine, batches of the first step, and configuration."""
     from dsreason.job.ranks import init_world
 
     world = init_world()
     given = {"deepspeed": f"{folder}/{stage}.json"} | sections
-    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/model", **given)
-    return (*first_step(config, Path(folder) / "model", world), config)
+    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/{base}", **given)
+    return (*first_step(config, Path(folder) / base, world), config)
 
 
 def train(engine: Any, batches: Any, steps: int) -> None:
