@@ -141,25 +141,25 @@ def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
     return {"constant": constant_names(engine), "names": list(merged) == names}
 
 
-def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any) -> dict[str, Any]:
-    """A checkpoint and exports; then the run goes on, once unbroken and once resumed."""
+def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any, **model: Any) -> dict[str, Any]:
+    """A checkpoint and exports; then the run goes on, once unbroken and once resumed. `model`: keys of that section."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
     from dsreason.job.ranks import init_world
     from tests.engines import save_checkpoint
 
-    world, model = init_world(), Path(folder) / "model"
-    state = TrainerState(step=STEPS, model_path=str(model), adapter=describe(engine, config, model))
+    world, base = init_world(), Path(folder) / "model"
+    state = TrainerState(step=STEPS, model_path=str(base), adapter=describe(engine, config, base))
     checkpoint = save_checkpoint(engine, Path(folder) / stage, STEPS, state, world, with_frozen=False)
     for dtype in ("fp32", "bf16"):
         output = Path(folder) / f"{stage}_{dtype}"
-        export_engine(engine, model, output, world, dtype=dtype, adapter=state.adapter)
+        export_engine(engine, base, output, world, dtype=dtype, adapter=state.adapter)
     seen = {"logprobs": logprobs(engine, batches).numpy()}
     train(engine, batches, STEPS)
     seen["unbroken"] = logprobs(engine, batches).numpy()
     engine.destroy()
-    engine, batches, _ = build(folder, stage)
+    engine, batches, _ = build(folder, stage, model=model)
     load_checkpoint(engine, checkpoint, world, with_frozen=False)
     train(engine, batches, STEPS)
     seen["resumed"] = logprobs(engine, batches).numpy()
