@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from dsreason.config.schema_lora import LoRAConfig
 from dsreason.models.load import load_model
+from dsreason.models.lora import add_adapters, trained_share
 from dsreason.models.nf4.blocks import ROW_BYTES
 from dsreason.models.nf4.layers import NF4Linear, is_quantized, quantize_weight, quantized_linears
+from dsreason.monitor.flops import model_flops
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,3 +79,12 @@ def test_a_loaded_model_has_its_language_layers_in_4_bits_and_all_else_as_it_was
 )
 def test_a_parameter_is_told_by_its_name(name: str, found: bool) -> None:
     assert is_quantized(name, r"\.language_model\..*\.(q|k|v|o|gate|up|down)_proj$") is found
+
+
+def test_work_and_shares_count_weights_and_not_bytes(tiny: Path) -> None:
+    found = []
+    for quantize in (None, "nf4"):
+        model: Any = load_model(tiny, dtype=torch.float32, quantize=quantize)
+        add_adapters(model, LoRAConfig(rank=4), seed=0)
+        found.append((model_flops(model), trained_share(model)))
+    assert found[0] == found[1]
