@@ -306,15 +306,16 @@ def test_ranks_that_drew_other_adapters_are_refused(folder: Path) -> None:
 
 
 def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
-    """Gradients with and without recomputation, of adapters that add something."""
+    """Gradients of adapters that add something: without recomputation, with it, and with its inputs on the host."""
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
 
     gradients = []
-    for again in (False, True):
+    for again, offload in ((False, False), (True, False), (True, True)):
+        sections = {"model": {"gradient_checkpointing": again}, "train": {"activation_offload": offload}}
         with trained_adapters():
-            engine, batches, _ = build(folder, "zero3", model={"gradient_checkpointing": again})
+            engine, batches, _ = build(folder, "zero3", **sections)
         accumulate_gradients(engine, batches, init_world())
         gradients.append({name: gradient.numpy() for name, gradient in full_gradients(engine).items()})
         engine.destroy()
@@ -322,6 +323,7 @@ def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
 
 
 def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
-    for plain, again in run_on_ranks(checkpointed, 2, str(folder)):
+    for plain, again, elsewhere in run_on_ranks(checkpointed, 2, str(folder)):
         assert all(gradient.any() for gradient in plain.values())
         assert all(again[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)
+        assert all(np.array_equal(elsewhere[name], again[name]) for name in again)
