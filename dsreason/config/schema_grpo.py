@@ -18,8 +18,8 @@ class AlgorithmConfig(Section):
 
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
     """Loss, advantages, clipping, KL and filters as a paper defines them (`dsreason/losses/presets.py`)."""
-    num_generations: int = Field(8, ge=2)
-    """Completions of each prompt: a group, within which advantages are measured."""
+    num_generations: int = Field(8, ge=1)
+    """Completions of each prompt: a group, within which advantages are measured. One is enough for a teacher without rewards."""
     prompts_per_step: int = Field(16, ge=1)
     """Prompts of each rollout, over all ranks."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
@@ -159,6 +159,49 @@ class RemoteRewardConfig(Section):
     """Further attempts of a request that failed, after pauses that double."""
 
 
+class DistillConfig(Section):
+    """A teacher whose log-probabilities of the student's own completions are advantages, beside those of rewards or alone."""
+
+    teacher: str | None = None
+    """Model folder, name on the hub or `tiny:<name>`, as model.path; or the address of an OpenAI-compatible server
+    (`http://host:8000/v1`) that gives the log-probabilities of a prompt, as vLLM does, for prompts without media. Its key is read
+    from TEACHER_API_KEY. Unset: no teacher."""
+    revision: str | None = None
+    """Of a teacher on the hub."""
+    coef: float = Field(1.0, gt=0)
+    """Weight of log teacher - log student, a token's advantage by the teacher, beside that of the rewards."""
+    discount: float = Field(0.0, ge=0, le=1)
+    """A token is also given what the teacher says of those after it, times this for each token between; 0: of itself alone."""
+    offload: bool = True
+    """Keep the teacher's weights in CPU memory, from where each layer fetches them; else every rank keeps its share on its GPU,
+    also during rollouts."""
+    server_model: str | None = None
+    """Name of the server's model."""
+    time_limit: float = Field(120.0, gt=0)
+    """Seconds that one request to the server may take."""
+    retries: int = Field(4, ge=0)
+    """Further attempts of a request that failed, after pauses that double."""
+    concurrency: int = Field(8, ge=1)
+    """Requests of one rank at the same time."""
+
+    @property
+    def by_server(self) -> bool:
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @model_validator(mode="after")
+    def check_teacher(self) -> Self:
+        of_server, of_model = {"server_model", "time_limit", "retries", "concurrency"}, {"revision", "offload"}
+        if self.teacher is None:
+            kind, unused = "a teacher", set(type(self).model_fields)
+        else:
+            kind, unused = ("a model folder", of_model) if self.by_server else ("a server", of_server)
+        if given := sorted(self.model_fields_set & unused - {"teacher"}):
+            raise ValueError(f"{', '.join(given)}: only {kind} has a use for it; remove it, or set teacher")
+        if self.by_server and self.server_model is None:
+            raise ValueError("teacher is a server: set server_model to the name of its model")
+        return self
+
+
 class RewardConfig(RewardFunctionsConfig):
     functions: dict[str, float] = {}
     """Reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) = weight."""
@@ -174,7 +217,7 @@ class RewardConfig(RewardFunctionsConfig):
 class GRPOConfig(RunConfig):
     """Everything of one `dsreason grpo` run."""
 
-    deciding_sections = (*RunConfig.deciding_sections, "grpo")
+    deciding_sections = (*RunConfig.deciding_sections, "grpo", "distill")
     rows_need_answers = False
     adapter_lr = 2e-5
 
@@ -182,6 +225,7 @@ class GRPOConfig(RunConfig):
     grpo: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    distill: DistillConfig = DistillConfig()
 
     @property
     def samples_per_step(self) -> int:
@@ -217,8 +261,18 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_rewards(self) -> Self:
-        if not self.reward.functions:
-            raise ValueError("reward.functions names no reward; give at least one with its weight")
+        if not self.reward.functions and self.distill.teacher is None:
+            raise ValueError(
+                "reward.functions names no reward; give at least one with its weight, or a teacher (distill.teacher)"
+            )
+        if self.reward.functions and self.grpo.num_generations == 1:
+            raise ValueError(
+                "grpo.num_generations (1): rewards are compared within a group, and one completion has no other; set 2 or more"
+            )
+        if not self.reward.functions and self.checkpoint.best_metric == "val/reward/mean":
+            raise ValueError(
+                "checkpoint.best_metric (val/reward/mean) needs rewards, and reward.functions names none; set val/loss"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ import vllm.version
 from PIL import Image
 
 from dsreason.config.schema_eval import ServerConfig
+from dsreason.config.schema_grpo import DistillConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Reply, Request
@@ -28,9 +31,10 @@ from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.models.load import open_encoder
+from dsreason.models.load import load_model, open_encoder
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.train.grpo.teacher_server import Client, check_server
 from tests.unit.media.videos import write_video
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -181,3 +185,34 @@ def test_a_model_that_vllm_does_not_serve_is_told_with_the_one_it_serves(
 ) -> None:
     with pytest.raises(ConfigError, match="the server has no model 'tinny'.* It has tiny; did you mean tiny"):
         ask(answerer(server, model="tinny"), {"text": samples["text"]})
+
+
+def test_a_teacher_says_what_the_model_s_own_forward_gives(server: Server, tiny_qwen2_5_vl: Path) -> None:
+    encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=512, max_length_key="model.max_length")
+    config = DistillConfig(teacher=f"{server.url}/v1", server_model="tiny")
+    check_server(config, encoder.processor.tokenizer)
+    prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
+    ids = (17, 301, 44, 9, 120)
+    rollout: Any = SimpleNamespace(prompt=prompt, completion=SimpleNamespace(ids=ids))
+    found = Client(config).ask(rollout)
+
+    model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")
+    whole = torch.tensor([[*prompt.prompt_ids, *ids]])
+    with torch.no_grad():
+        logprobs = model(input_ids=whole).logits[0].log_softmax(-1)
+    places = range(len(prompt.prompt_ids), whole.shape[1])
+    expected = [float(logprobs[place - 1, whole[0, place]]) for place in places]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(server: Server, tiny_qwen2_5_vl: Path) -> None:
+    tokenizer = open_encoder(
+        tiny_qwen2_5_vl, dtype=torch.float32, max_length=512, max_length_key="model.max_length"
+    ).processor.tokenizer
+    shifted: Any = SimpleNamespace(
+        get_vocab=tokenizer.get_vocab,
+        all_special_ids=tokenizer.all_special_ids,
+        decode=lambda ids: tokenizer.decode([one + 1 for one in ids]),
+    )
+    with pytest.raises(ConfigError, match="the server's vocabulary is another one than model.path's: token "):
+        check_server(DistillConfig(teacher=f"{server.url}/v1", server_model="tiny"), shifted)

@@ -29,6 +29,7 @@ from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, o
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
+from dsreason.train.grpo.teacher import Teacher, open_teacher
 
 MIN_SEQUENCES = 64
 """Completions that vLLM may draw at the same time, however few a rollout has: validation asks for all of its rows."""
@@ -44,6 +45,8 @@ class GRPORun(Run[GRPOConfig]):
     prompts: Iterator[Prompts]
     reference: Reference | None
     """None where no KL is asked for."""
+    teacher: Teacher | None
+    """None where nothing is distilled."""
     objective: Objective
     arithmetic: Arithmetic
     banned_ids: Tensor
@@ -67,8 +70,10 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         opened = open_run(config, output_dir, resume, command="grpo", check=check, stack=stack)
         config, world, encoder = opened.config, opened.world, opened.encoder
         order = rollout_order(opened.training, config)
+        banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
         with opened.watchdog.phase("load_model"):
             engine, reference, state = load_policy(opened)
+            teacher = open_teacher(config, banned_ids, world, state.extra)
         run = start_run(
             opened,
             stack,
@@ -97,9 +102,10 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             prompt_encoder=asker,
             prompts=iter(prompts),
             reference=reference,
+            teacher=teacher,
             objective=objective_of(config.grpo),
             arithmetic=arithmetic_of(engine, world),
-            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device),
+            banned_ids=banned_ids,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
             next_batch=next_batch,
         )

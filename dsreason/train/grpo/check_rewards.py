@@ -18,6 +18,7 @@ from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import REMOTE, find_reward
 from dsreason.rewards.scoring import open_remote
 from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
+from dsreason.train.grpo.teacher_server import check_no_media
 
 WITHOUT_ANSWER = {"format", "overlong"}
 """Built-in rewards that look at the completion alone."""
@@ -47,7 +48,15 @@ def check_functions(config: GRPOConfig) -> None:
 
 def row_check(config: GRPOConfig) -> Check:
     """What a row must have for the rewards of this run; raises DataError."""
-    return partial(check_answer, tuple(name for name in config.reward.functions if name in BUILT_IN))
+    of_rewards = partial(check_answer, tuple(name for name in config.reward.functions if name in BUILT_IN))
+    if not config.distill.by_server:
+        return of_rewards
+
+    def check(sample: Sample) -> None:
+        check_no_media(sample)
+        of_rewards(sample)
+
+    return check
 
 
 def check_answer(rewards: Iterable[str], sample: Sample) -> None:

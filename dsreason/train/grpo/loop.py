@@ -79,7 +79,7 @@ def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBa
     steps = steps[
         : grpo.total_steps - grpo.state.step
     ]  # where empty ones were left out before, the last may be too many
-    return add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.config, grpo.banned_ids)
+    return add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.teacher, grpo.config, grpo.banned_ids)
 
 
 def check_trained(grpo: GRPORun, steps: list[list[MicroBatch]]) -> None:
@@ -114,7 +114,8 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
 
 def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[str, float]) -> None:
     """Count the step and show it."""
-    count_step(grpo, epoch=grpo.next_batch / grpo.batches_per_epoch, extra={"next_batch": grpo.next_batch})
+    extra = {"next_batch": grpo.next_batch} | ({"teacher": grpo.teacher.fingerprint} if grpo.teacher else {})
+    count_step(grpo, epoch=grpo.next_batch / grpo.batches_per_epoch, extra=extra)
     if isinstance(grpo.reference, ReferencePolicy):
         step, folder = grpo.state.step, grpo.output_dir
         reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)

@@ -21,8 +21,9 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import objective_of
 from dsreason.rollout.vllm_arguments import check_engine_options
-from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine
+from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine, find_model
 from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
+from dsreason.train.grpo.teacher import check_teacher
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ def check(config: GRPOConfig) -> None:
     """Raise user-fixable errors, as every trainer does; also for rewards that cannot be loaded or can never be earned."""
     check_functions(config)
     check_engine_choice(config)
+    check_distillation(config)
     encoder = check_model(config)
+    check_teacher(config, encoder, find_model(config))
     prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
     if note := warmup_note(num_steps(rollout_order(training, config), config), config.optim):
@@ -78,6 +81,16 @@ def check_engine_choice(config: GRPOConfig) -> None:
         raise ConfigError(
             f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which the reference policy of "
             "the KL must exchange exactly; remove it, or set grpo.kl_coef = 0"
+        )
+
+
+def check_distillation(config: GRPOConfig) -> None:
+    """ConfigError where dynamic sampling would leave out what a teacher has to say."""
+    if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
+        chosen = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
+        raise ConfigError(
+            f"{chosen} replaces groups of equal rewards, and distill.teacher says something about every completion; set "
+            "grpo.dynamic_sampling = false"
         )
 
 

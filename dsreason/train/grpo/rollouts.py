@@ -64,6 +64,8 @@ class MicroBatch:
     """`[N]`, of the policy that sampled; None: the policy is still the same."""
     ref_logprobs: Tensor | None = None
     """`[N]`, of the reference; None where there is no KL."""
+    teacher_logprobs: Tensor | None = None
+    """`[N]`; None where there is no teacher."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.engine.reference import Reference
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
+from dsreason.losses.distillation import distillation_advantages
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_few_texts
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
+from dsreason.train.grpo.teacher import Teacher
 
 
 def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE) -> list[MicroBatch]:
@@ -50,6 +52,7 @@ def add_fixed_logprobs(
     steps: Sequence[list[MicroBatch]],
     engine: DeepSpeedEngine,
     reference: Reference | None,
+    teacher: Teacher | None,
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[MicroBatch]]:
@@ -67,6 +70,11 @@ def add_fixed_logprobs(
     if reference is not None:
         with reference.in_place():
             steps = measured(lambda one, values: replace(one, ref_logprobs=values))
+    if teacher is not None:
+        steps = [
+            [replace(one, teacher_logprobs=values) for one, values in zip(step, teacher.logprobs(step), strict=True)]
+            for step in steps
+        ]
     return list(steps)
 
 
@@ -87,6 +95,8 @@ def accumulate_gradients(
     sums = {"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0}
     if micro_batches[0].ref_logprobs is not None:
         sums["policy/kl"] = 0.0
+    if micro_batches[0].teacher_logprobs is not None:
+        sums["distill/kl"] = 0.0
     found: list[Mismatch] = []
     for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
         last = i == len(micro_batches) - 1
@@ -97,7 +107,11 @@ def accumulate_gradients(
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
         penalty = objective.penalty(logprobs, one.ref_logprobs, old, entropy)
-        inputs = LossInputs(logprobs, old, flat.advantages, flat.sequence, counts, correction, penalty)
+        advantages = flat.advantages
+        if one.teacher_logprobs is not None:
+            told = distillation_advantages(one.teacher_logprobs, old, flat.sequence, discount=config.distill.discount)
+            advantages = advantages + config.distill.coef * told
+        inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
@@ -109,6 +123,8 @@ def accumulate_gradients(
         sums["policy/entropy"] += float(entropy.detach().sum())
         if one.ref_logprobs is not None:
             sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
+        if one.teacher_logprobs is not None:
+            sums["distill/kl"] += float((old - one.teacher_logprobs).sum())
         found += mismatches(one.rollouts, old)
     everywhere = world.of_groups(gather_objects((sums, with_few_texts(found))))
     totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}

@@ -1,0 +1,152 @@
+"""The teacher of a distillation: a frozen model whose log-probabilities of the student's completions are wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from dsreason.config.schema import ModelConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import Encoder
+from dsreason.engine.engine import place_buffers
+from dsreason.errors import ConfigError
+from dsreason.files.cache import cache_dir
+from dsreason.job.ranks import World, on_rank_zero
+from dsreason.models.folder import model_fingerprint
+from dsreason.models.load import load_model, load_processor, model_config, resolve_model
+from dsreason.models.policy import Policy
+from dsreason.train.common.preflight import DTYPES
+from dsreason.train.grpo.rollouts import MicroBatch
+from dsreason.train.grpo.teacher_server import TeacherServer, check_server
+
+log = logging.getLogger(__name__)
+
+PIXELS_AS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
+"""Of the image and the video processor: what decides how the model is shown a picture of a given size."""
+
+
+class Teacher(Protocol):
+    """What the student learns from."""
+
+    fingerprint: str
+    """Tells teachers apart: a run is resumed with the one that it had."""
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of the completions' tokens at temperature 1, `[N]` for each micro-batch. Collective."""
+
+
+class TeacherModel:
+    """A model in ZeRO-3 partitions, which is never trained. It reads the student's own batches."""
+
+    def __init__(self, path: Path, config: GRPOConfig, banned_ids: Tensor, world: World) -> None:
+        settings = teacher_deepspeed(config, world)
+        log.info("loading the teacher %s", path)
+        model = load_model(
+            path,
+            dtype=DTYPES[config.train.precision],
+            attention=config.model.attention,
+            deepspeed=settings,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        policy = Policy(model.requires_grad_(False).eval(), world.group)
+        self.engine, *_ = deepspeed.initialize(model=policy, config=settings)
+        place_buffers(self.engine.module, self.engine.device)
+        self.banned_ids = banned_ids
+        self.fingerprint: str = on_rank_zero(lambda: model_fingerprint(path))
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return [self.engine(one.batch.to(self.engine.device), 1.0, self.banned_ids) for one in micro_batches]
+
+
+def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
+    """ZeRO-3 whatever the student's stage, and no optimizer."""
+    zero: dict[str, Any] = {"stage": 3}
+    if world.device.type == "cuda" and config.distill.offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+    }
+
+
+def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, before: Mapping[str, Any]) -> Teacher | None:
+    """The teacher that the configuration names. Collective.
+
+    Args:
+        before: what a resumed run knows of the teacher that it had.
+
+    Raises:
+        ConfigError: that was another one.
+    """
+    if config.distill.teacher is None:
+        return None
+    teacher: Teacher
+    if config.distill.by_server:
+        teacher = TeacherServer(config.distill, world)
+    else:
+        teacher = TeacherModel(find_teacher(config), config, banned_ids, world)
+    had = before.get("teacher", teacher.fingerprint)
+    if had != teacher.fingerprint:
+        raise ConfigError(
+            f"distill.teacher ({config.distill.teacher}) is another model than the run had until this checkpoint (fingerprint "
+            f"{teacher.fingerprint}, then {had}); put the model back, or start a new run in another --output-dir"
+        )
+    return teacher
+
+
+def find_teacher(config: GRPOConfig) -> Path:
+    """The teacher's local folder; downloads or builds it where needed. Safe on several ranks at once."""
+    assert config.distill.teacher is not None
+    given = {"path": config.distill.teacher, "revision": config.distill.revision}
+    model = ModelConfig.model_validate(given | {"trust_remote_code": config.model.trust_remote_code})
+    return resolve_model(model, cache_dir() / "models")
+
+
+def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
+    """ConfigError where the teacher cannot read what the student reads and writes. No weights are loaded."""
+    if config.distill.teacher is None:
+        return
+    if config.distill.by_server:
+        check_server(config.distill, student.processor.tokenizer)
+        return
+    path, trusted = find_teacher(config), config.model.trust_remote_code
+    kinds = [model_config(folder, trust_remote_code=trusted).model_type for folder in (path, model_path)]
+    where = f"distill.teacher ({config.distill.teacher})"
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"{where} is a {kinds[0]}, and model.path ({config.model.path}) a {kinds[1]}, which reads prompts otherwise; take a "
+            f"teacher that is a {kinds[1]}"
+        )
+    teacher = load_processor(path, trust_remote_code=trusted)
+    check_vocabularies(where, teacher.tokenizer.get_vocab(), student.processor.tokenizer.get_vocab())
+    if student.family.vision is not None:
+        for kind in ("image_processor", "video_processor"):
+            mine, theirs = (getattr(one, kind).to_dict() for one in (student.processor, teacher))
+            for name in PIXELS_AS:
+                if mine.get(name) != theirs.get(name):
+                    raise ConfigError(
+                        f"{where}: its {kind} has {name} {theirs.get(name)}, that of model.path {mine.get(name)}: it would be "
+                        "shown other pixels than it was trained on; take a teacher of the same kind"
+                    )
+
+
+def check_vocabularies(where: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
+    """ConfigError unless both have the same tokens under the same ids."""
+    differing = sorted(
+        (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
+    )
+    if differing:
+        token, _ = differing[0]
+        found = [f"no {token!r}" if token not in one else f"{token!r} as {one[token]}" for one in (teacher, student)]
+        raise ConfigError(
+            f"{where}: its vocabulary is another one than model.path's: the teacher has {found[0]}, the student {found[1]} "
+            f"({len(differing)} such entries); log-probabilities of the same ids would be those of other texts"
+        )

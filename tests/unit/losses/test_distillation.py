@@ -1,0 +1,54 @@
+"""What a teacher says of the student's tokens, computed by hand, and the gradient that it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsreason.losses.distillation import distillation_advantages
+
+STUDENT = [[1.0, 2.0, 0.5, -1.0], [0.0, 0.0, 3.0, 1.0]]
+TEACHER = [[2.0, 1.0, 0.0, -1.0], [0.0, 1.0, 2.0, 1.0]]
+"""Logits of two places."""
+
+
+def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
+    places, tokens = torch.arange(2), torch.tensor([1, 2])
+    student, teacher = (torch.tensor(logits).log_softmax(-1)[places, tokens] for logits in (STUDENT, TEACHER))
+    torch.testing.assert_close(student, torch.tensor([-0.4951819, -0.2109976]))
+    torch.testing.assert_close(teacher, torch.tensor([-1.4401897, -0.6265234]))
+    found = distillation_advantages(teacher, student, torch.zeros(2, dtype=torch.int64))
+    torch.testing.assert_close(found, torch.tensor([-0.9450078, -0.4155258]))
+
+
+@pytest.mark.parametrize(
+    ("discount", "expected"),
+    [(0.0, [1.0, -2.0, 4.0, 3.0, 0.5]), (0.5, [1.0, 0.0, 4.0, 3.25, 0.5]), (1.0, [3.0, 2.0, 4.0, 3.5, 0.5])],
+)
+def test_with_a_discount_a_token_answers_for_those_after_it_in_its_sequence(
+    discount: float, expected: list[float]
+) -> None:
+    teacher, student = torch.tensor([0.0, -3.0, 3.0, 1.0, -1.0]), torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.5])
+    sequence = torch.tensor([0, 0, 0, 1, 1])  # of 1, -2, 4 and of 3, 0.5
+    found = distillation_advantages(teacher, student, sequence, discount=discount)
+    assert found.tolist() == expected
+
+
+def test_no_gradient_flows_into_them_and_there_may_be_none() -> None:
+    student = torch.tensor([-1.0], requires_grad=True)
+    assert not distillation_advantages(torch.tensor([-2.0]), student, torch.tensor([0])).requires_grad
+    empty = torch.empty(0)
+    assert distillation_advantages(empty, empty, torch.empty(0, dtype=torch.int64), discount=0.5).shape == (0,)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_their_policy_gradient_is_in_expectation_that_of_the_reverse_kl(place: int) -> None:
+    logits = torch.tensor(STUDENT[place], dtype=torch.float64, requires_grad=True)
+    student, teacher = logits.log_softmax(-1), torch.tensor(TEACHER[place], dtype=torch.float64).log_softmax(-1)
+    kl = (student.exp() * (student - teacher)).sum()
+    torch.testing.assert_close(kl.item(), [0.3982545, 0.1849854][place], rtol=0, atol=1e-7)
+    (of_kl,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    advantages = distillation_advantages(teacher, student, torch.arange(4))  # every token once, weighted by its chance
+    loss = -(student.detach().exp() * advantages * student).sum()
+    (of_loss,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(of_loss, of_kl, rtol=0, atol=1e-12)
