@@ -195,7 +195,8 @@ class DistillConfig(Section):
             kind, unused = "a teacher", set(type(self).model_fields)
         else:
             kind, unused = ("a model folder", of_model) if self.by_server else ("a server", of_server)
-        if given := sorted(self.model_fields_set & unused - {"teacher"}):
+        fields = type(self).model_fields  # a written configuration has all of them
+        if given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
             raise ValueError(f"{', '.join(given)}: only {kind} has a use for it; remove it, or set teacher")
         if self.by_server and self.server_model is None:
             raise ValueError("teacher is a server: set server_model to the name of its model")
