@@ -1,10 +1,11 @@
 """Memory of a rank that trains adapters against one that trains all weights: parameters, gradients and optimizer.
 
-    python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--ds-config zero3.json]
+    python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--quantize] [--ds-config zero3.json]
 
 Each side trains the same random model in bf16 for two steps, in a fresh process, and reports what it holds before the
 second optimizer step beyond what it held before the model was loaded: anonymous memory on a CPU (that of the mapped weight
-files is the page cache's), allocated memory on a GPU. One text of a few words is trained, so activations are next to nothing.
+files is the page cache's), allocated memory on a GPU. `--quantize` measures adapters beside a base in 4 bits, too. One text
+of a few words is trained, so activations are next to nothing.
 """
 
 from __future__ import annotations
@@ -41,19 +42,20 @@ def build_model(folder: Path, gb: float) -> None:
     build_tiny("qwen3_vl", folder, dtype=torch.bfloat16, num_key_value_heads=2, **sizes)
 
 
-def measure(model: Path, lora_rank: int, ds_config: str) -> dict[str, float]:
+def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -> dict[str, float]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
     from dsreason.data.collate import collate
     from dsreason.data.types import Sample
     from dsreason.job.ranks import init_world
     from dsreason.losses.sft import sft_loss
+    from dsreason.monitor.flops import num_values
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     world = init_world()
     config = SFTConfig.model_validate(
-        {"model": {"path": str(model)}, "lora": {"rank": lora_rank}, "deepspeed": ds_config}
+        {"model": {"path": str(model), "quantize": quantize}, "lora": {"rank": lora_rank}, "deepspeed": ds_config}
     )
     encoder = build_encoder(config, model)
     turns = [{"role": "user", "content": "Which colour?"}, {"role": "assistant", "content": "red and blue"}]
@@ -68,7 +70,8 @@ def measure(model: Path, lora_rank: int, ds_config: str) -> dict[str, float]:
         held = held_bytes(world.device) - before
         if step == 0:
             engine.step()
-    sizes = [(int(one.ds_numel), one.requires_grad) for one in engine.module.parameters()]
+    policy = engine.module
+    sizes = [(num_values(policy, name, one), one.requires_grad) for name, one in policy.named_parameters()]
     return {
         "bytes": held,
         "parameters": sum(size for size, _ in sizes),
@@ -80,8 +83,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="of weights, 10^9 bytes")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--quantize", action="store_true", help="also with model.quantize = nf4")
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bits", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -89,13 +94,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.only is not None:
-        print(json.dumps(measure(arguments.model, arguments.only, arguments.ds_config)))
+        print(json.dumps(measure(arguments.model, arguments.only, arguments.ds_config, arguments.bits)))
         return
     held = {}
     with tempfile.TemporaryDirectory() as folder:
         build_model(Path(folder) / "model", arguments.gb)
-        for name, rank in (("all weights", 0), ("adapters", arguments.rank)):
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", str(rank), "--model", f"{folder}/model"]
+        sides: list[tuple[str, int, list[str]]] = [("all weights", 0, []), ("adapters", arguments.rank, [])]
+        if arguments.quantize:
+            sides.append(("4 bits", arguments.rank, ["--bits", "nf4"]))
+        for name, rank, more in sides:
+            only = ["--only", str(rank), "--model", f"{folder}/model", *more]
+            command = [sys.executable, __file__, *sys.argv[1:], *only]
             output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment()).stdout
             found = json.loads(output.splitlines()[-1])
             held[name] = found["bytes"]
@@ -105,6 +114,8 @@ def main() -> None:
                 flush=True,
             )
     print(f"adapters / all weights: {held['adapters'] / held['all weights']:.3f} (goal {GOAL})")
+    if arguments.quantize:
+        print(f"adapters beside 4 bits / all weights: {held['4 bits'] / held['all weights']:.3f}")
 
 
 def environment() -> dict[str, str]:

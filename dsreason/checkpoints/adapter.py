@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import SavedAdapter, SavedRun
+from dsreason.checkpoints.model_card import CARD
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError
@@ -19,6 +20,8 @@ from dsreason.families import family_of
 from dsreason.models.folder import model_fingerprint
 from dsreason.models.load import model_config
 from dsreason.models.lora import BASE, Delta, adapter_names, base_name, is_adapter
+from dsreason.models.nf4.blocks import dequantize, quantize
+from dsreason.models.nf4.layers import is_quantized
 from dsreason.models.weights import find_weights
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,13 @@ FOLDER = "adapter"
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """Of the names in peft's files."""
+BASE_IN_4_BITS = "the base model's weights as their NF4 codes give them back, which is what was trained"
+ADAPTER_CARD = """This adapter was trained beside {base} with the matrices of its language model in 4 bits (NF4, blocks of 64,
+scales in float32). It adds to what these give back, not to the original weights. To have the model that was trained, take the
+merged one in the folder above, or load the base with
+`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)`, its vision tower and output
+layer left out (`llm_int8_skip_modules`).
+"""
 SMALLEST = 5e-3
 """Relative change of a weight that bfloat16, with 8 bits, keeps in full; of a fifth of that it keeps half."""
 
@@ -73,8 +83,9 @@ class Merge:
             return ""
         (name, change), settings = self.largest, self.adapter.settings
         return (
-            f"LoRA of rank {settings['r']}, alpha {settings['lora_alpha']}, on {len(self.changes)} layers, merged into these "
-            f"weights; by itself in `{FOLDER}/`. Largest relative change of a weight: {change:.2g} ({name})"
+            f"LoRA of rank {settings['r']}, alpha {settings['lora_alpha']}, on {len(self.changes)} layers, merged into "
+            f"{'these weights' if self.adapter.quantize is None else BASE_IN_4_BITS}; by itself in `{FOLDER}/`. Largest relative "
+            f"change of a weight: {change:.2g} ({name})"
         )
 
     def report(self, output: Path) -> None:
@@ -95,6 +106,8 @@ def write_adapter(merge: Merge, folder: Path) -> None:
     inside = folder / FOLDER
     inside.mkdir()
     (inside / SETTINGS_FILE).write_text(json.dumps(merge.adapter.settings, indent=2, sort_keys=True) + "\n")
+    if merge.adapter.quantize is not None:
+        (inside / CARD).write_text(ADAPTER_CARD.format(base=merge.adapter.base), encoding="utf-8")
     save_file(merge.tensors, inside / WEIGHTS_FILE, metadata={"format": "pt"})
     (inside / WEIGHTS_FILE).chmod((inside / SETTINGS_FILE).stat().st_mode)  # else only its owner may read it
 
@@ -121,7 +134,8 @@ def adapter_weights(
         for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=False)
     }
     names = [name for name in map(hf_name, saved.parameters) if not is_adapter(name)]
-    weights = find_weights(source, family_of(model_config(source).model_type).rename)
+    family = family_of(model_config(source).model_type)
+    weights = find_weights(source, family.rename)
     lacking = [name for name in map(base_name, names) if name not in weights.places]
     lacking += [one for name in names for one in adapter_names(name) if one not in trained]
     lacking += [
@@ -136,4 +150,7 @@ def adapter_weights(
         if pair := adapter_names(name):
             a, b = (trained[one] for one in pair)
             delta = Delta(a, b, adapter.scales[name.removesuffix(f"{BASE}.weight")])
-        yield base_name(name), base[base_name(name)].to(DTYPES[saved.precision]), delta
+        weight = base[base_name(name)]
+        if adapter.quantize is not None and is_quantized(base_name(name), family.modules.text_layers):
+            weight = dequantize(quantize(weight), weight.shape, DTYPES[saved.precision])
+        yield base_name(name), weight.to(DTYPES[saved.precision]), delta

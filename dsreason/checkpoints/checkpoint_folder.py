@@ -43,6 +43,8 @@ class SavedAdapter:
     """peft's, as in adapter_config.json."""
     scales: dict[str, float]
     """Factor of each layer's adapter, by the name of the layer."""
+    quantize: Literal["nf4"] | None = None
+    """How the base model's matrices were held, see `model.quantize`."""
 
 
 @dataclass

@@ -32,6 +32,8 @@ class ModelConfig(Section):
     """What to do with a longer sample: stop and name it, or leave it out, count it and list it."""
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in parameter names (`visual`, `language_model\\.layers\\.[0-3]\\.`); each must match one."""
+    quantize: Literal["nf4"] | None = None
+    """Hold the matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314): only beside adapters (`lora.rank`)."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
@@ -446,6 +448,15 @@ class RunConfig(JobConfig):
             raise ValueError(
                 f"model.freeze ({', '.join(self.model.freeze)}) with lora.rank ({self.lora.rank}): beside adapters all weights "
                 "are frozen anyway; remove it, and say with lora.targets and lora.vision which layers get one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_quantize(self) -> Self:
+        if self.model.quantize and not self.lora.rank:
+            raise ValueError(
+                f'model.quantize ("{self.model.quantize}") without lora.rank: weights in 4 bits cannot be trained, and '
+                "adapters beside them can; set lora.rank, or remove model.quantize"
             )
         return self
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dsreason.engine.engine import hf_name, values_of, while_whole
 from dsreason.models.lora import BASE, Delta, adapter_names, adapter_scales, base_name, is_adapter
+from dsreason.models.nf4.layers import NF4Linear
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,33 @@ class Weight:
     parameter: nn.Parameter
     adapter: tuple[nn.Parameter, ...] = ()
     scale: float = 0.0
+    quantized: NF4Linear | None = None
+    """The layer, where the parameter holds it in 4 bits."""
 
     @property
     def is_constant(self) -> bool:
         """Whether training leaves it as it is."""
         return not (self.adapter or self.parameter.requires_grad)
 
+    def values(self, *, master: bool) -> Tensor:
+        """What the forward multiplies with, or a float32 copy where it is trained and `master`. Collective, while it is whole."""
+        return values_of(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
+
 
 def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
     """In the model's order; tied ones once."""
     parameters = {hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
     scales = {hf_name(name): scale for name, scale in adapter_scales(engine.module).items()}
+    quantized = {
+        f"{hf_name(name)}.weight": one for name, one in engine.module.named_modules() if isinstance(one, NF4Linear)
+    }
     return [
         Weight(
             base_name(name),
             parameter,
             tuple(parameters[one] for one in adapter_names(name)),
             scales.get(name.removesuffix(f"{BASE}.weight"), 0.0),
+            quantized.get(name),
         )
         for name, parameter in parameters.items()
         if not is_adapter(name)
@@ -54,7 +65,8 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every weight but those named in `without`, with its adapter merged into it: what a model without adapters would have.
 
-    Always computed from the weight that was loaded, which stays as it is. Else as `unmerged_parameters`.
+    Always computed from the weight that was loaded, or from what its 4 bits stand for, and these stay as they are. Else as
+    `unmerged_parameters`.
     """
     for name, tensor, delta in unmerged_parameters(engine, bucket_mb, without=without):
         yield name, tensor if delta is None else delta.added_to(tensor, tensor.dtype)
@@ -66,8 +78,8 @@ def unmerged_parameters(
     """Every weight but those named in `without`, whole, under its Hugging Face name, and what its adapter adds to it.
 
     All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of what is
-    trained) and hold until the next one is asked for. A weight and its adapter are whole together, and at most about
-    `bucket_mb` MiB at a time.
+    trained) or what its 4 bits stand for in the type of the forward, and hold until the next one is asked for. A weight and its
+    adapter are whole together, and at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in weights_of(engine) if weight.name not in without]
     for weight in while_whole([(one, [one.parameter, *one.adapter]) for one in weights], bucket_mb):
@@ -75,4 +87,4 @@ def unmerged_parameters(
         if weight.adapter:
             a, b = (values_of(one, master=master) for one in weight.adapter)
             delta = Delta(a, b, weight.scale)
-        yield weight.name, values_of(weight.parameter, master=master), delta
+        yield weight.name, weight.values(master=master), delta

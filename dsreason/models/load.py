@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -28,6 +29,7 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.attention import use_segments
 from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.mrope import position_ids
+from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
 from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
@@ -218,6 +220,7 @@ def load_model(
     attention: str = "auto",
     device: torch.device | str = "cpu",
     deepspeed: dict[str, Any] | None = None,
+    quantize: Literal["nf4"] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
@@ -225,18 +228,22 @@ def load_model(
     Under ZeRO-3 every rank maps the files and copies its own part of each parameter out of them, one parameter at a
     time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
     `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
+
+    `quantize`: hold the matrices of the language model in 4 bits; they cannot be trained then. All else stays as it is.
     """
     model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    family = family_of(model.config.model_type)
+    quantized = [] if quantize is None else quantized_linears(model, family.modules.text_layers, dtype)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
         from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
 
         map_parameters(model, weights)
         fill_buffers(model, device)
-        partition(model, dtype, deepspeed)
+        partition(model, dtype, deepspeed, quantized)
     else:
-        load_weights(model, weights, dtype, device)
+        load_weights(model, weights, dtype, device, quantized)
     read_generation_config(model, path)
-    share_media(model, family_of(model.config.model_type))
+    share_media(model, family)
     return model.train()
 
 
@@ -252,12 +259,21 @@ def checked_model(
     return model, weights
 
 
-def load_weights(model: PreTrainedModel, weights: Weights, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Put all weights of an empty model on one device."""
+def load_weights(
+    model: PreTrainedModel,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantized: Sequence[NF4Linear] = (),
+) -> None:
+    """Put all weights of an empty model on one device, those of the layers `quantized` in 4 bits."""
     map_parameters(model, weights)
     fill_buffers(model, device)
+    for layer in quantized:
+        quantize_weight(layer, device)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype, copy=True)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(device, dtype, copy=True)
 
 
 def read_generation_config(model: PreTrainedModel, path: Path) -> None:

@@ -18,6 +18,7 @@ from dsreason.errors import ConfigError, DsReasonError
 from dsreason.families import family_of
 from dsreason.job.ranks import gather_objects
 from dsreason.models.freeze import near_names
+from dsreason.monitor.flops import num_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,7 +139,7 @@ def check_alike(model: nn.Module) -> None:
 def trained_share(model: nn.Module) -> str:
     """For the log: how many layers have an adapter, and how much is trained. Parameters may be cut."""
     layers = len(adapters(model))
-    sizes = [(int(getattr(one, "ds_numel", one.numel())), one.requires_grad) for one in model.parameters()]
+    sizes = [(num_values(model, name, one), one.requires_grad) for name, one in model.named_parameters()]
     trained, base = (sum(size for size, is_trained in sizes if is_trained is wanted) for wanted in (True, False))
     return (
         f"adapters on {layers} linear layers: {trained:,} parameters are trained, {trained / base:.2%} of the model's "

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 from torch import Tensor, nn
 
+from dsreason.models.nf4.blocks import ROW_BYTES, num_blocks, quantize
+from dsreason.models.nf4.layers import NF4Linear
 
-def partition(model: nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Leave every rank its part of each parameter of `model`, in `dtype`; all ranks call it with the same values."""
+
+def partition(
+    model: nn.Module, dtype: torch.dtype, config: dict[str, Any], quantized: Sequence[NF4Linear] = ()
+) -> None:
+    """Leave every rank its part of each parameter of `model`, in `dtype`; all ranks call it with the same values.
+
+    The weights of the layers `quantized` are whole, and become 4-bit blocks, of which a rank computes those that it keeps.
+    """
     # DeepSpeed takes the type from its config; its own `dtype` argument turns float32 into bfloat16 on a CPU.
     configured = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
     if dtype != configured:
         raise ValueError(f"load_model: dtype is {dtype}, the DeepSpeed config trains in {configured}")
-    InitWithoutBroadcast(module=model, config_dict_or_path=config)
+    InitWithoutBroadcast(model, config, frozenset(id(layer.weight) for layer in quantized))
 
 
 class InitWithoutBroadcast(Init):
@@ -27,10 +35,19 @@ class InitWithoutBroadcast(Init):
     every parameter whole: what goes there is the part that this rank keeps.
     """
 
+    def __init__(self, model: nn.Module, config: dict[str, Any], quantized: frozenset[int]) -> None:
+        self.quantized = quantized
+        """`id` of the parameters that become 4-bit blocks."""
+        super().__init__(module=model, config_dict_or_path=config)
+
     def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
         for param in param_list:
             if not is_zero_param(param):
-                param.data = self._converted(param.data)
+                if id(param) in self.quantized:
+                    param.requires_grad_(False)
+                    param.data = self._quantized(param.data)
+                else:
+                    param.data = self._converted(param.data)
                 self._convert_to_deepspeed_param(param)
                 param.partition()
                 param.data = param.data.to(self.local_device)  # empty now; it is gathered where it lies
@@ -47,3 +64,12 @@ class InitWithoutBroadcast(Init):
         converted = torch.empty_like(values, dtype=self.dtype)
         converted.view(-1)[part] = values.view(-1)[part]
         return converted
+
+    def _quantized(self, values: Tensor) -> Tensor:
+        """The blocks of `values`, and in the same way those alone that are in this rank's part."""
+        if self.num_param_groups > 1:
+            return quantize(values)
+        blocks = num_blocks(values.shape)
+        size = math.ceil(blocks * ROW_BYTES / self.dp_world_size)
+        first, end = self.rank * size // ROW_BYTES, math.ceil((self.rank + 1) * size / ROW_BYTES)
+        return quantize(values, range(min(first, blocks), min(end, blocks)))

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dsreason.families import family_of
@@ -133,7 +134,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         if kind is not None:
             untouched = in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
             through = 0 if untouched else 2
-            costs[kind] += numel(parameter) * (2 + through + 2 * parameter.requires_grad)
+            costs[kind] += num_values(model, name, parameter) * (2 + through + 2 * parameter.requires_grad)
     if not costs["head"]:  # tied to the embedding, it is no parameter of its own
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
@@ -173,8 +174,12 @@ def in_tower(name: str, modules: Modules) -> bool:
     return modules.vision_tower is not None and name.startswith(f"{modules.vision_tower}.")
 
 
-def numel(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: a ZeRO-3-partitioned one is empty and keeps its size in `ds_numel`."""
+def num_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
+    """Of the whole parameter: a ZeRO-3-partitioned one is empty and keeps its size in `ds_numel`, and one in 4 bits has bytes,
+    while its layer says how many weights they stand for."""
+    if parameter.dtype == torch.uint8:
+        layer: Any = model.get_submodule(name.removesuffix(".weight"))
+        return int(layer.in_features * layer.out_features)
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_on_ranks
+from tests.integration.lora import LORA, trained_adapters
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import Gradients, worst_difference
 
@@ -39,9 +40,13 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "4 ranks, rows of 120": (4, {"max_tokens_per_micro_batch": 120}),
 }
 BY_HAND = "by hand"
+TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", {}), "qwen3_vl": ("qwen3_vl", {}), "adapters": ("qwen3_vl", LORA)}
+"""Family, and the adapters that are trained."""
+OF_ADAPTERS = ("1 rank, rows of 120", "1 rank, padded rows", "2 ranks, a row each", "2 ranks compute each row", BY_HAND)
+WANTED = [(cut, what) for cut in [BY_HAND, *CUTS] for what in TRAINED if what != "adapters" or cut in OF_ADAPTERS]
 
 
-def run_config(rows: str, model: str, settings: dict[str, Any]) -> Any:
+def run_config(rows: str, model: str, settings: dict[str, Any], lora: dict[str, Any]) -> Any:
     from dsreason.config.schema_dpo import DPOConfig
 
     train = {"precision": "fp32", "global_batch_size": 8, **settings}
@@ -52,6 +57,7 @@ def run_config(rows: str, model: str, settings: dict[str, Any]) -> Any:
             "deepspeed": train.pop("deepspeed", "zero3.json"),
             "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 4.0}},
             "train": train,
+            "lora": lora,
             "dpo": LOSS,
         }
     )
@@ -69,7 +75,10 @@ def write_pairs(folder: Path, count: int = 8) -> Path:
     return rows
 
 
-def results_on_rank(cases: list[tuple[str, str, dict[str, Any] | None]]) -> list[tuple[float, Gradients]] | None:
+Case = tuple[str, str, dict[str, Any], dict[str, Any] | None]
+
+
+def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
     """Loss and full gradients of the first step of each case, on rank 0; without settings by hand."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.sources import open_datasets
@@ -83,13 +92,14 @@ def results_on_rank(cases: list[tuple[str, str, dict[str, Any] | None]]) -> list
     from tests.engines import full_gradients
 
     job, found = init_world(), []
-    for rows, model, settings in cases:
-        config = run_config(rows, model, settings or {})
+    for rows, model, lora, settings in cases:
+        config = run_config(rows, model, settings or {}, lora)
         world = with_row_groups(job, config.train.sequence_parallel_size)
         training, _ = open_datasets(config.data)
         encoder = build_encoder(config, Path(model))
         deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
-        engine = build_policy_engine(config, deepspeed, Path(model), world.group)
+        with trained_adapters():
+            engine = build_policy_engine(config, deepspeed, Path(model), world.group)
         if settings is None:
             loss = backward_by_hand(engine, encoder, training)
         else:
@@ -151,22 +161,21 @@ def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
 def results(
     tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
 ) -> dict[tuple[str, str], tuple[float, Gradients]]:
-    """By cut and family. Cases on as many ranks share their processes."""
+    """By cut and what is trained. Cases on as many ranks share their processes."""
     rows = str(write_pairs(tmp_path_factory.mktemp("pairs")))
     models = {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
     wanted: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
     found: dict[tuple[str, str], tuple[float, Gradients]] = {}
     for ranks in (1, 2, 4):
-        keys = [(cut, family) for cut in wanted if wanted[cut][0] == ranks for family in models]
-        cases = [(rows, models[family], wanted[cut][1]) for cut, family in keys]
+        keys = [(cut, what) for cut, what in WANTED if wanted[cut][0] == ranks]
+        cases = [(rows, models[TRAINED[what][0]], TRAINED[what][1], wanted[cut][1]) for cut, what in keys]
         found |= dict(zip(keys, run_on_ranks(results_on_rank, ranks, cases)[0], strict=True))
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("cut", CUTS)
-def test_loss_and_gradient_are_those_of_single_conversations(results, cut, family):
-    loss, gradients = results[cut, family]
-    expected_loss, expected = results[BY_HAND, family]
+@pytest.mark.parametrize(("cut", "what"), [one for one in WANTED if one[0] != BY_HAND])
+def test_loss_and_gradient_are_those_of_single_conversations(results, cut, what):
+    loss, gradients = results[cut, what]
+    expected_loss, expected = results[BY_HAND, what]
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert worst_difference(gradients, expected) <= 1e-5

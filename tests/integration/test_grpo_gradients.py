@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.distributed import run_on_ranks
+from tests.integration.lora import LORA, trained_adapters
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import Gradients, worst_difference
 from tests.unit.media.videos import write_video
@@ -32,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl_k2": {"preset": "dapo", "kl_coef": 0.5, "kl_estimator": "k2"},
     "kl_bias_corrected": {"preset": "dapo", "kl_coef": 0.5, "kl_estimator": "bias_corrected_k3"},
     "entropy": {"preset": "grpo", "kl_coef": 0.0, "entropy_coef": 0.5},
+    "dapo, adapters": {"preset": "dapo"},
+    "kl, adapters": {"preset": "grpo", "kl_coef": 0.5},
 }
 LENGTHS = ((3, 7, 1), (5, 8, 2), (6, 4, 1), (2, 2, 8), (7, 1, 2))
 """Of the completions of each prompt: text alone, an image, a video, two images, and a video of 20 seconds."""
@@ -52,6 +55,7 @@ def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> An
             "model": {"path": model, "gradient_checkpointing": False},
             "data": {"adapter": "jsonl", "path": rows, "workers": 0, "vision": {"fps": 2.0}},
             "train": {"precision": "fp32", **train},
+            "lora": LORA if variant.endswith("adapters") else {},
             "grpo": {"num_generations": 2, "prompts_per_step": 4, **VARIANTS[variant]},
             "rollout": {"max_completion_length": 8, "temperature": 0.9},
             "reward": {"functions": {"exact_match": 1.0}},
@@ -108,16 +112,18 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from tests.engines import full_gradients
 
     world, found = init_world(), {}
-    engine = None
+    engines: dict[int, Any] = {}
     for variant in VARIANTS:
         for number, settings in enumerate(cuts):
             config = run_config(rows, model, variant, settings)
             encoder = build_encoder(config, Path(model))
-            if engine is None:
+            if config.lora.rank not in engines:
                 deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
-                engine = build_policy_engine(config, deepspeed, Path(model))
-                set_learning_rate(engine, 0.0)
+                with trained_adapters():
+                    engines[config.lora.rank] = build_policy_engine(config, deepspeed, Path(model))
+                set_learning_rate(engines[config.lora.rank], 0.0)
                 rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
+            engine = engines[config.lora.rank]
             micro_batches = cut(rollouts, config, encoder)
             micro_batches = [replace(one, old_logprobs=other_logprobs(one, 0.1)) for one in micro_batches]
             if variant.startswith("kl"):
@@ -163,4 +169,6 @@ def test_the_policy_gradient_does_not_depend_on_the_cut(
 
 def test_variants_have_gradients_of_their_own(measured: Callable[[int], ByVariant]) -> None:
     for one, other in itertools.combinations(VARIANTS, 2):
+        if measured(1)[one][0].keys() != measured(1)[other][0].keys():
+            continue  # of all weights, and of adapters
         assert worst_difference(measured(1)[one][0], measured(1)[other][0]) > 1e-3, (one, other)

@@ -46,14 +46,14 @@ def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
 
-def build(folder: str, stage: str, **sections: Any) -> tuple[Any, Any, Any]:
+def build(folder: str, stage: str, base: str = "model", **sections: Any) -> tuple[Any, Any, Any]:
     """Engine, batches of the first step, and configuration."""
     from dsreason.job.ranks import init_world
 
     world = init_world()
     given = {"deepspeed": f"{folder}/{stage}.json"} | sections
-    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/model", **given)
-    return (*first_step(config, Path(folder) / "model", world), config)
+    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/{base}", **given)
+    return (*first_step(config, Path(folder) / base, world), config)
 
 
 def train(engine: Any, batches: Any, steps: int) -> None:
@@ -141,25 +141,25 @@ def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
     return {"constant": constant_names(engine), "names": list(merged) == names}
 
 
-def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any) -> dict[str, Any]:
-    """A checkpoint and exports; then the run goes on, once unbroken and once resumed."""
+def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any, **model: Any) -> dict[str, Any]:
+    """A checkpoint and exports; then the run goes on, once unbroken and once resumed. `model`: keys of that section."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.export import export_engine
     from dsreason.job.ranks import init_world
     from tests.engines import save_checkpoint
 
-    world, model = init_world(), Path(folder) / "model"
-    state = TrainerState(step=STEPS, model_path=str(model), adapter=describe(engine, config, model))
+    world, base = init_world(), Path(folder) / "model"
+    state = TrainerState(step=STEPS, model_path=str(base), adapter=describe(engine, config, base))
     checkpoint = save_checkpoint(engine, Path(folder) / stage, STEPS, state, world, with_frozen=False)
     for dtype in ("fp32", "bf16"):
         output = Path(folder) / f"{stage}_{dtype}"
-        export_engine(engine, model, output, world, dtype=dtype, adapter=state.adapter)
+        export_engine(engine, base, output, world, dtype=dtype, adapter=state.adapter)
     seen = {"logprobs": logprobs(engine, batches).numpy()}
     train(engine, batches, STEPS)
     seen["unbroken"] = logprobs(engine, batches).numpy()
     engine.destroy()
-    engine, batches, _ = build(folder, stage)
+    engine, batches, _ = build(folder, stage, model=model)
     load_checkpoint(engine, checkpoint, world, with_frozen=False)
     train(engine, batches, STEPS)
     seen["resumed"] = logprobs(engine, batches).numpy()
@@ -306,15 +306,16 @@ def test_ranks_that_drew_other_adapters_are_refused(folder: Path) -> None:
 
 
 def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
-    """Gradients with and without recomputation, of adapters that add something."""
+    """Gradients of adapters that add something: without recomputation, with it, and with its inputs on the host."""
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
 
     gradients = []
-    for again in (False, True):
+    for again, offload in ((False, False), (True, False), (True, True)):
+        sections = {"model": {"gradient_checkpointing": again}, "train": {"activation_offload": offload}}
         with trained_adapters():
-            engine, batches, _ = build(folder, "zero3", model={"gradient_checkpointing": again})
+            engine, batches, _ = build(folder, "zero3", **sections)
         accumulate_gradients(engine, batches, init_world())
         gradients.append({name: gradient.numpy() for name, gradient in full_gradients(engine).items()})
         engine.destroy()
@@ -322,6 +323,7 @@ def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
 
 
 def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
-    for plain, again in run_on_ranks(checkpointed, 2, str(folder)):
+    for plain, again, elsewhere in run_on_ranks(checkpointed, 2, str(folder)):
         assert all(gradient.any() for gradient in plain.values())
         assert all(again[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)
+        assert all(np.array_equal(elsewhere[name], again[name]) for name in again)

@@ -88,9 +88,27 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     found["partial"] = explorer.fault(KEY, base=True)
     engine.sync(explorer.weights(), 3)
     found["mended"] = explorer.differences(version=3)
+    found |= explore_quantized(explorer, folder)
     engine.shutdown()
     found["transformers"] = explore_transformers(explorer, folder)
     torch.distributed.barrier()
+    return found
+
+
+def explore_quantized(explorer: LoRAExplorer, folder: Path) -> dict[str, Any]:
+    """Of the same adapters beside a base in 4 bits."""
+    from dsreason.models.load import load_model
+    from dsreason.models.policy import Policy
+
+    unquantized = explorer.policy
+    explorer.policy = Policy(load_model(folder / "model", dtype=torch.float32, quantize="nf4")).eval()
+    add_adapters(explorer.policy.model, LORA)
+    adapters = {name: one for name, one in unquantized.state_dict().items() if "lora_" in name}
+    explorer.policy.load_state_dict(adapters, strict=False)
+    found = {"not quantized": explorer.differences(version=3)}
+    explorer.engine.sync(explorer.weights(), 4)
+    found["quantized"] = explorer.differences(version=4)
+    explorer.policy = unquantized
     return found
 
 
@@ -120,16 +138,17 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_on_ranks(explore, setup.ranks, setup, folder)
 
 
-@pytest.mark.parametrize("when", ["merged", "merged again", "mended", "transformers"])
+@pytest.mark.parametrize("when", ["merged", "merged again", "mended", "quantized", "transformers"])
 def test_merged_weights_answer_as_the_policy_does(found: list[dict[str, Any]], when: str) -> None:
     for rank in found:
         assert rank[when].keys() == set(CASES)
         assert max(rank[when].values()) <= 1e-5
 
 
-def test_without_the_sync_they_do_not(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("when", ["sync skipped", "not quantized"])
+def test_without_the_sync_they_do_not(found: list[dict[str, Any]], when: str) -> None:
     for rank in found:
-        assert min(rank["sync skipped"].values()) > 1e-3
+        assert min(rank[when].values()) > 1e-3
 
 
 def test_only_weights_without_adapters_are_left_in_the_engine(found: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed import run_on_ranks
 from tests.integration import test_grpo_gradients as grpo
+from tests.integration.lora import LORA, trained_adapters
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_gradient_invariance import Gradients, worst_difference
 
@@ -28,8 +29,17 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen tower": {"model": {"freeze": ["visual"]}},
     "one sample a row": {"train": {"micro_batch_size": 1}},
     "zero 2": {"deepspeed": "zero2.json"} | SHORT,
+    "adapters": {"lora": LORA},
+    "adapters, inputs on the host": {
+        **{"lora": LORA, "model": {"gradient_checkpointing": True}},
+        "train": {"activation_offload": True, "max_tokens_per_micro_batch": 160},
+    },
+    "adapters beside 4 bits": {"lora": LORA, "model": {"quantize": "nf4"}},
 }
 """By name: settings beside the usual ones."""
+OF_ONE = {name: name for name in ("frozen tower", "adapters", "adapters beside 4 bits")}
+OF_ONE |= {"adapters, inputs on the host": "adapters"}
+"""The case of one rank with the same gradients; "one row" unless named."""
 
 
 class Ranks(NamedTuple):
@@ -85,7 +95,8 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
                 ranks_per_row=ranks_per_row,
             )
             deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
-            engine = build_policy_engine(config, deepspeed, Path(model), world.group)
+            with trained_adapters():
+                engine = build_policy_engine(config, deepspeed, Path(model), world.group)
             batches = next(iter(loader))
             metrics = {
                 "loss": accumulate_gradients(engine, batches, world),
@@ -112,7 +123,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
     """By ranks, family and case. Those of as many ranks share their processes."""
     found: dict[tuple[Ranks, str, str], Found] = {}
-    for ranks, names in (LAYOUTS | {Ranks(1, 1): ["one row", "frozen tower"]}).items():
+    for ranks, names in (LAYOUTS | {Ranks(1, 1): ["one row", *dict.fromkeys(OF_ONE.values())]}).items():
         measured = run_on_ranks(sft_steps, ranks.count, rows, models, ranks.per_row, names)[0]
         keys = [(ranks, family, name) for family in FAMILIES for name in names]
         found |= dict(zip(keys, measured, strict=True))
@@ -123,7 +134,7 @@ def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
 def test_ranks_that_share_each_row_have_the_gradients_of_one(steps, ranks: Ranks, name: str, family: str) -> None:
     metrics, gradients = steps[ranks, family, name]
-    expected, of_one = steps[Ranks(1, 1), family, "frozen tower" if name == "frozen tower" else "one row"]
+    expected, of_one = steps[Ranks(1, 1), family, OF_ONE.get(name, "one row")]
     assert metrics == pytest.approx(expected, rel=1e-6)
     assert worst_difference(gradients, of_one) <= 1e-5
 
@@ -190,15 +201,18 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients
 
-    world, engine, found = with_row_groups(init_world(), ranks_per_row), None, []
+    world, found = with_row_groups(init_world(), ranks_per_row), []
+    engines: dict[int, Any] = {}
     for variant in variants:
         train = {"sequence_parallel_size": ranks_per_row, "max_tokens_per_micro_batch": 200}
         config = grpo.run_config(rows, model, variant, train)
         encoder = build_encoder(config, Path(model))
-        if engine is None:
+        if config.lora.rank not in engines:
             deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
-            engine = build_policy_engine(config, deepspeed, Path(model), world.group)
-            set_learning_rate(engine, 0.0)
+            with trained_adapters():
+                engines[config.lora.rank] = build_policy_engine(config, deepspeed, Path(model), world.group)
+            set_learning_rate(engines[config.lora.rank], 0.0)
+        engine = engines[config.lora.rank]
         micro_batches = cut(made_up_rollouts(config, encoder), config, encoder, world.row_part)
         micro_batches = [replace(one, old_logprobs=grpo.other_logprobs(one, 0.1)) for one in micro_batches]
         if variant.startswith("kl"):

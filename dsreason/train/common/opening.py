@@ -117,6 +117,7 @@ def build_policy_engine(
         dtype=DTYPES[config.train.precision],
         attention=config.model.attention,
         deepspeed=deepspeed_config,
+        quantize=config.model.quantize,
         trust_remote_code=config.model.trust_remote_code,
     )
     log.info("a forward takes %s", forward_size(config))
@@ -149,6 +150,7 @@ def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Pat
         base=base,
         revision=revision,
         fingerprint=on_rank_zero(lambda: model_fingerprint(model_path)),
+        quantize=config.model.quantize,
         settings=adapter_settings(model) | names,
         scales=adapter_scales(model),
     )

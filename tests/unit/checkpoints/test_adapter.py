@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dsreason.checkpoints.adapter import Merge, write_adapter
-from dsreason.checkpoints.checkpoint_folder import SavedAdapter
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
+from dsreason.errors import CheckpointError
 from dsreason.models.lora import Delta
+from dsreason.train.common.run_folder import check_base
 
 ADAPTER = SavedAdapter(
     "org/base", None, "abc", {"r": 1, "lora_alpha": 2, "peft_type": "LORA"}, {"x.q": 2.0, "x.k": 2.0}
@@ -50,6 +55,30 @@ def test_the_card_says_what_was_merged_and_how_much_it_changes() -> None:
         "of a weight: 0.25 (x.k.weight)"
     )
     assert Merge("bf16", None).summary == ""
+
+
+def test_an_adapter_beside_4_bits_says_what_it_adds_to(tmp_path: Path) -> None:
+    record, _ = merge(0.25, "bf16")
+    (tmp_path / "plain").mkdir()
+    write_adapter(record, tmp_path / "plain")
+    assert not (tmp_path / "plain" / "adapter" / "README.md").exists()
+    record.adapter = replace(ADAPTER, quantize="nf4")
+    (tmp_path / "quantized").mkdir()
+    write_adapter(record, tmp_path / "quantized")
+    card = (tmp_path / "quantized" / "adapter" / "README.md").read_text()
+    assert "trained beside org/base with the matrices of its language model in 4 bits" in card
+    assert "on 2 layers, merged into the base model's weights as their NF4 codes give them back" in record.summary
+
+
+@pytest.mark.parametrize(("then", "now"), [("nf4", None), (None, "nf4")])
+def test_a_base_that_was_held_in_other_bits_is_another_base(then: Any, now: Any) -> None:
+    saved = Mock(state=TrainerState(adapter=replace(ADAPTER, quantize=then)))
+    with patch("dsreason.train.common.run_folder.read_checkpoint", return_value=saved):
+        check_base(Path("step_3"), replace(ADAPTER, quantize=then))
+        with pytest.raises(CheckpointError, match="set it as it was") as raised:
+            check_base(Path("step_3"), replace(ADAPTER, quantize=now))
+    before, after = (f'"{one}"' if one else "unset" for one in (then, now))
+    assert f"with model.quantize {before}, which is {after} now" in str(raised.value)
 
 
 @pytest.mark.parametrize(

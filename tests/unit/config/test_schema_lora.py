@@ -37,6 +37,7 @@ def test_what_is_given_stays() -> None:
     ("schema", "document", "text"),
     [
         (SFTConfig, {"lora": {"rank": 8}, "model": {"freeze": ["visual"]}}, "model.freeze (visual) with lora.rank (8)"),
+        (SFTConfig, {"model": {"quantize": "nf4"}}, 'model.quantize ("nf4") without lora.rank'),
         (SFTConfig, {"lora": {"targets": ["q_proj"], "alpha": 4}}, "alpha (4) and targets (q_proj) without rank"),
         (SFTConfig, {"lora": {"rank": 8, "targets": ["("]}}, "'(' is not a regular expression"),
         (SFTConfig, {"lora": {"rank": 8, "rank_pattern": {"[": 4}}}, "'[' is not a regular expression"),

@@ -1,0 +1,70 @@
+"""NF4 (QLoRA, 2305.14314, appendix E): blocks of 64 values, each a 4-bit code and all of them one float32 scale.
+
+A block is a row of 36 bytes: 32 with two codes each, the first in the high half, and the 4 of its scale. Codes and scale lie
+together in bytes: whoever cuts, gathers or moves weights has one tensor, and casts no scale to the training type.
+Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and scales that are not quantised again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+TABLE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What a code stands for, in units of the block's scale."""
+BLOCK = 64
+"""Values."""
+CODE_BYTES = BLOCK // 2
+ROW_BYTES = CODE_BYTES + 4
+AT_ONCE = 2**18
+"""Blocks that are computed together: what is float32 or an index meanwhile stays below 200 MB."""
+
+
+def num_blocks(shape: torch.Size) -> int:
+    """The last one may be filled up."""
+    return -(-shape.numel() // BLOCK)
+
+
+def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
+    """`[blocks, 36]` uint8 of a whole weight, where it lies. Of others than `blocks` (all unless given) the row may be anything.
+
+    Memory that is never written to takes no room, so that who needs some of the blocks pays for these.
+    """
+    rows = torch.empty(num_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
+    blocks = range(len(rows)) if blocks is None else blocks
+    between = torch.tensor(TABLE, device=weight.device)
+    between = (between[1:] + between[:-1]) / 2
+    for start in range(blocks.start, blocks.stop, AT_ONCE):
+        stop = min(start + AT_ONCE, blocks.stop)
+        values = weight.reshape(-1)[start * BLOCK : stop * BLOCK].float()
+        values = torch.nn.functional.pad(values, (0, (stop - start) * BLOCK - values.numel())).view(-1, BLOCK)
+        scales = values.abs().amax(1, keepdim=True)
+        codes = torch.bucketize(values / torch.where(scales > 0, scales, 1), between, out_int32=True).to(torch.uint8)
+        rows[start:stop, :CODE_BYTES] = codes[:, ::2] << 4 | codes[:, 1::2]
+        rows[start:stop, CODE_BYTES:] = scales.view(torch.uint8)
+    return rows
+
+
+def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The weight of `shape` that the rows of `quantize` stand for: code times scale in float32, rounded once to `dtype`."""
+    values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
+    for part, found in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+        scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
+        pairs = torch.nn.functional.embedding(part[:, :CODE_BYTES].int(), pairs_on(rows.device)).view(-1, BLOCK)
+        found.copy_(pairs * scales)
+    return values.view(-1)[: shape.numel()].view(shape)
+
+
+@cache
+def pairs_on(device: torch.device) -> Tensor:
+    """The two values of each byte of codes: `[256, 2]` float32."""
+    table = torch.tensor(TABLE)
+    byte = torch.arange(256)
+    return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).to(device)

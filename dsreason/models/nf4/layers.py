@@ -1,0 +1,75 @@
+"""Linear layers whose weight is held in 4 bits, and which are linear layers in everything else."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsreason.models.nf4.blocks import dequantize, quantize
+
+
+class NF4Linear(nn.Linear):
+    """Its `weight` is frozen, and `[blocks, 36]` bytes of `quantize`; multiplied as the matrix in `dtype` that they stand for.
+
+    It is an `nn.Linear` with another class, as `quantized_linears` makes it, and its weight is set by who loads it.
+    """
+
+    dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = NF4Product.apply(input, self.weight, self.bias, self.shape, self.dtype)  # type: ignore[no-untyped-call]
+        return found
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.out_features, self.in_features))
+
+    def whole(self) -> Tensor:
+        """The weight `[out, in]` in `dtype`. Under ZeRO-3 the bytes must have been gathered."""
+        return dequantize(self.weight.detach(), self.shape, self.dtype)
+
+
+class NF4Product(torch.autograd.Function):
+    """A linear layer without gradients of its own; between forward and backward its weight waits as bytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, rows: Tensor, bias: Tensor | None, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape, ctx.dtype = shape, dtype
+        return nn.functional.linear(input, dequantize(rows, shape, dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return gradient @ dequantize(rows, ctx.shape, ctx.dtype), None, None, None, None
+
+
+def quantized_linears(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
+    """Make the linear layers whose names match `pattern` ones that compute with 4-bit weights in `dtype`.
+
+    Their weights are still whole or empty: `quantize_weight`.
+    """
+    layers: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and is_quantized(f"{name}.weight", pattern)
+    ]
+    for layer in layers:
+        layer.__class__, layer.dtype = NF4Linear, dtype
+    return layers
+
+
+def is_quantized(parameter: str, pattern: str) -> bool:
+    """Whether a parameter of that name is the weight of a layer that matches `pattern`."""
+    return parameter.endswith(".weight") and re.search(pattern, parameter.removesuffix(".weight")) is not None
+
+
+def quantize_weight(layer: NF4Linear, device: torch.device | str) -> None:
+    """Replace the whole weight of a layer by its bytes, on `device`."""
+    layer.weight.requires_grad_(False)
+    layer.weight.data = quantize(layer.weight.data).to(device)

@@ -1,0 +1,239 @@
+"""Adapters beside a base in 4 bits, on real ranks: equal to adapters beside the plain matrices that the codes stand for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsreason.errors import CheckpointError
+from tests.distributed import run_on_ranks
+from tests.integration.lora import describe, trained_adapters
+from tests.integration.rows import write_mixed_rows
+from tests.integration.test_lora import build, explore_files, explore_merge, frozen, logprobs, same, train
+from tests.unit.models.nf4.test_blocks import reference
+
+pytestmark = pytest.mark.integration
+
+STAGES = ("zero2", "zero3", "zero3_offload")
+QUANTIZED = re.compile(r"\.language_model\..*_proj\.weight$")
+STEPS, SYNCS = 3, 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
+    """With `model/`, `plain/` (the same with matrices that an NF4 of our own stands for), `rows/` and DeepSpeed JSONs."""
+    folder = tmp_path_factory.mktemp("qlora")
+    for name in ("model", "plain"):
+        shutil.copytree(tiny_qwen3_vl, folder / name)
+    file = folder / "plain" / "model.safetensors"
+    weights = load_file(file)
+    chosen = [name for name in weights if QUANTIZED.search(name)]
+    assert len(chosen) == 14
+    save_file(
+        weights | {name: torch.from_numpy(reference(weights[name])) for name in chosen}, file, metadata={"format": "pt"}
+    )
+    write_mixed_rows(folder / "rows")
+    for stage in STAGES:
+        shutil.copyfile(Path(__file__).parents[2] / "ds_configs" / f"{stage}.json", folder / f"{stage}.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, by stage."""
+    by_rank = run_on_ranks(explore, 2, str(folder))
+    return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
+
+
+def quantized(folder: str, stage: str, **model: Any) -> tuple[Any, Any, Any]:
+    return build(folder, stage, model={"quantize": "nf4", **model})
+
+
+def gradients_of(engine: Any, batches: Any) -> dict[str, np.ndarray]:
+    from dsreason.job.ranks import init_world
+    from dsreason.train.sft.loop import accumulate_gradients
+    from tests.engines import full_gradients
+
+    accumulate_gradients(engine, batches, init_world())
+    return {name: gradient.numpy() for name, gradient in full_gradients(engine).items()}
+
+
+def base_weights(engine: Any) -> dict[str, torch.Tensor]:
+    from dsreason.engine.merged import unmerged_parameters
+
+    return {name: tensor.clone() for name, tensor, _ in unmerged_parameters(engine, 0.1)}
+
+
+def explore(folder: str) -> dict[str, dict[str, Any]]:
+    return {stage: explore_stage(folder, stage) for stage in STAGES}
+
+
+def explore_stage(folder: str, stage: str) -> dict[str, Any]:
+    from dsreason.engine.reference import BaseReference
+    from dsreason.models.load import load_model
+    from dsreason.models.policy import Policy
+
+    seen: dict[str, Any] = {"gradients": {}}
+    weights = load_file(Path(folder) / "plain" / "model.safetensors")
+    for again in (False, True):
+        with trained_adapters():
+            engine, batches, _ = quantized(folder, stage, gradient_checkpointing=again)
+        seen["gradients"][again] = gradients_of(engine, batches)
+        engine.destroy()
+    with trained_adapters():
+        engine, batches, _ = build(folder, stage, "plain")
+    seen["gradients"]["plain"] = gradients_of(engine, batches)
+    engine.destroy()
+
+    plain = Policy(load_model(Path(folder) / "plain", dtype=torch.float32)).eval()
+    original = Policy(load_model(Path(folder) / "model", dtype=torch.float32)).eval()
+    engine, batches, config = quantized(folder, stage)
+    base, first = logprobs(plain, batches), frozen(engine)
+    seen["start"] = float((logprobs(engine, batches) - base).abs().max())
+    seen["changed by 4 bits"] = float((logprobs(original, batches) - base).abs().max())
+    seen["types"] = {name: tensor.dtype for name, tensor in first.items()}
+    seen["shares"] = {name: tensor.numel() for name, tensor in first.items()}
+    train(engine, batches, STEPS)
+    policy = logprobs(engine, batches)
+    seen["moved"] = float((policy - base).abs().max())
+    with BaseReference(engine).in_place():
+        seen["reference"] = float((logprobs(engine, batches) - base).abs().max())
+    seen |= explore_merge(engine, plain, SYNCS)
+    seen["merged"] = float((logprobs(plain, batches) - policy).abs().max())
+    seen["same bits"] = same(frozen(engine), first)
+    seen["base"] = all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(engine).items())
+    return seen | explore_files(folder, stage, engine, batches, config, quantize="nf4")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+class TestStage:
+    def test_the_start_is_the_dequantized_base_to_the_last_bit(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert seen["start"] == 0.0
+            assert seen["changed by 4 bits"] > 1e-2
+
+    def test_gradients_are_those_of_adapters_beside_plain_matrices(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            plain = seen["gradients"]["plain"]
+            assert len(plain) == 2 * 26
+            for again in (False, True):
+                own = seen["gradients"][again]
+                assert own.keys() == plain.keys()
+                assert all(difference(own[name], plain[name]) <= 1e-6 for name in plain)
+
+    def test_matrices_of_the_language_model_are_bytes_and_cut_where_all_is(
+        self, found: Any, folder: Path, stage: str
+    ) -> None:
+        weights = load_file(folder / "model" / "model.safetensors")
+        for seen in found[stage]:
+            small = {name for name, dtype in seen["types"].items() if dtype == torch.uint8}
+            assert small == {
+                name for name in seen["types"] if re.search(r"language_model.*_proj\.base_layer\.weight", name)
+            }
+            for name in small:
+                values = weights[name.removeprefix("model.").replace(".base_layer", "")].numel()
+                assert seen["shares"][name] == values // 64 * 36 // (1 if stage == "zero2" else 2)
+
+    def test_codes_stay_as_they_are(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert seen["moved"] > 1e-2
+            assert seen["same bits"]
+            assert seen["base"]
+
+    def test_the_reference_is_the_dequantized_base(self, found: Any, stage: str) -> None:
+        assert [seen["reference"] for seen in found[stage]] == [0.0, 0.0]
+
+    def test_what_is_merged_is_what_is_trained(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert seen["merged"] <= 1e-5
+            assert seen["names"]
+
+    def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
+        for seen in found[stage]:
+            assert (seen["resumed"] == seen["unbroken"]).all()
+            assert np.abs(seen["unbroken"] - seen["logprobs"]).max() > 1e-3
+
+    def test_checkpoint_and_engine_export_the_same_and_say_into_what_it_is_merged(
+        self, found: Any, folder: Path, tmp_path: Path, stage: str
+    ) -> None:
+        from dsreason.checkpoints.export import export_checkpoint
+
+        for dtype in ("fp32", "bf16"):
+            output, live = tmp_path / dtype, folder / f"{stage}_{dtype}"
+            export_checkpoint(folder / stage / f"step_{STEPS}", output, dtype=dtype)
+            for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+                assert same(load_file(output / name), load_file(live / name))
+            assert (
+                "merged into the base model's weights as their NF4 codes give them back"
+                in (output / "README.md").read_text()
+            )
+            for one in (output, live):
+                assert "load_in_4bit=True" in (one / "adapter" / "README.md").read_text()
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def alone(folder: str) -> dict[str, Any]:
+    """On one rank: gradients, a resumed run, and the errors of one with another `model.quantize`."""
+    from dsreason.checkpoints.checkpoint import load_checkpoint
+    from dsreason.job.ranks import init_world
+    from dsreason.train.common.run_folder import check_base
+
+    world = init_world()
+    with trained_adapters():
+        engine, batches, _ = quantized(folder, "zero3")
+    seen: dict[str, Any] = {"gradients": gradients_of(engine, batches)}
+    engine.destroy()
+    checkpoint = Path(folder) / "zero3" / f"step_{STEPS}"
+    engine, batches, _ = quantized(folder, "zero3")
+    load_checkpoint(engine, checkpoint, world, with_frozen=False)
+    train(engine, batches, STEPS)
+    seen["resumed"] = logprobs(engine, batches).numpy()
+    engine.destroy()
+    engine, _, config = build(folder, "zero3")
+    try:
+        check_base(checkpoint, describe(engine, config, Path(folder) / "model"))
+    except CheckpointError as error:
+        seen["refused"] = str(error)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def one_rank(found: Any, folder: Path) -> dict[str, Any]:
+    (seen,) = run_on_ranks(alone, 1, str(folder))
+    return dict(seen)
+
+
+def test_two_ranks_have_the_gradients_of_one(found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]) -> None:
+    for seen in found["zero3"]:
+        two, one = seen["gradients"][False], one_rank["gradients"]
+        assert all(difference(two[name], one[name]) <= 1e-5 for name in one)
+
+
+def test_another_number_of_ranks_goes_on_alike(
+    found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]
+) -> None:
+    two = np.concatenate([seen["unbroken"] for seen in found["zero3"]])
+    assert np.sort(one_rank["resumed"]) == pytest.approx(np.sort(two), abs=1e-3)
+
+
+def test_a_checkpoint_is_not_resumed_with_another_precision_of_its_base(one_rank: dict[str, Any]) -> None:
+    assert 'with model.quantize "nf4", which is unset now' in one_rank["refused"]
+
+
+def test_a_checkpoint_has_adapters_only(found: Any, folder: Path) -> None:
+    for stage in STAGES:
+        state = json.loads((folder / stage / f"step_{STEPS}" / "trainer_state.json").read_text())
+        assert state["state"]["adapter"]["quantize"] == "nf4"
+        files = (folder / stage / f"step_{STEPS}").glob("*.pt")
+        assert sum(file.stat().st_size for file in files) < (folder / "model" / "model.safetensors").stat().st_size
