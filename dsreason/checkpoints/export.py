@@ -22,7 +22,9 @@ from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.merged import unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
+from dsreason.families import family_of
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
+from dsreason.models.load import model_config
 
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -50,8 +52,9 @@ def write_model_folder(
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
 
-    At most one shard (`max_shard_size`, or one larger tensor) and one tensor more are in memory. The folder appears
-    under its name only when complete.
+    They get the names that exports of their family have; what the files of `source` hold of other models is left out. At most
+    one shard (`max_shard_size`, or one larger tensor) and one tensor more are in memory. The folder appears under its name only
+    when complete.
 
     Args:
         dtype: "bf16" or "fp32".
@@ -64,9 +67,11 @@ def write_model_folder(
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
+    family = family_of(model_config(source).model_type)
+    named = ((family.exported_name(name), tensor) for name, tensor in tensors)
     with appearing_folder(output) as partial:
         copy_small_files(source, partial, dtype)
-        write_weights(tensors, partial, DTYPES[dtype], max_bytes)
+        write_weights(named, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
             write_adapter(merge, partial)
         if card is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsreason.engine.engine import hf_name, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.errors import CheckpointError
+from dsreason.families import family_of
 from dsreason.models.lora import adapters_off
 from dsreason.models.weights import find_weights
 
@@ -63,7 +64,7 @@ class ReferencePolicy:
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
-        weights = find_weights(folder, str)
+        weights = find_weights(folder, family_of(self.engine.module.model.config.model_type).rename)
         trained = trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")

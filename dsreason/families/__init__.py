@@ -4,6 +4,7 @@ Nothing here needs torch or transformers before it is called: rows are checked, 
 """
 
 from dsreason.errors import CheckpointError
+from dsreason.families.cosmos3 import COSMOS3
 from dsreason.families.family import Family
 from dsreason.families.qwen2_5_vl import QWEN2_5_VL
 from dsreason.families.qwen3_vl import QWEN3_VL
@@ -11,7 +12,7 @@ from dsreason.families.qwen_text import QWEN2_5, QWEN3
 
 __all__ = ["FAMILIES", "Family", "control_tokens", "family_of"]
 
-FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, QWEN2_5, QWEN3)}
+FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, COSMOS3, QWEN2_5, QWEN3)}
 
 
 def family_of(model_type: str) -> Family:

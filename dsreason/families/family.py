@@ -135,8 +135,8 @@ class Tiny:
     processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin] | None = None
     """`(tokenizer, pixels behind one token, patch sizes) -> processor`, which takes media down to one token. None: the
     model reads text alone, and its folder has a tokenizer only."""
-    published_names: tuple[tuple[str, str], ...] = ()
-    """(name in memory, name in published checkpoints), of parts of parameter names: `Family.renames` backwards."""
+    others: tuple[str, ...] = ()
+    """Tensors of other models that its files hold too, as published ones do."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,30 @@ class Family:
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """`vision_config -> (blocks that attend within windows, a window's side in merged patches)`; None: all see all."""
     renames: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): names in published checkpoints → names in memory."""
+    """(regular expression, replacement): names in published checkpoints → names in memory; the first that matches counts."""
+    published: tuple[tuple[str, str], ...] = ()
+    """The same backwards."""
+    keeps_published_names: bool = False
+    """Whether exports and vLLM need the published names; else both take those in memory."""
+    others: tuple[str, ...] = ()
+    """Regular expressions, searched in the names of published checkpoints: what belongs to another model in the same files."""
 
-    def rename(self, name: str) -> str:
-        """The name in memory of a tensor in a checkpoint."""
-        for pattern, replacement in self.renames:
-            renamed, count = re.subn(pattern, replacement, name)
-            if count:
-                return renamed
-        return name
+    def rename(self, name: str) -> str | None:
+        """The name in memory of a tensor in a checkpoint; None where it is another model's."""
+        return None if any(re.search(pattern, name) for pattern in self.others) else renamed(name, self.renames)
+
+    def published_name(self, name: str) -> str:
+        """The name in published checkpoints of a tensor in memory."""
+        return renamed(name, self.published)
+
+    def exported_name(self, name: str) -> str:
+        """The name of a tensor in memory that exports and vLLM have for it."""
+        return self.published_name(name) if self.keeps_published_names else name
+
+
+def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in rules:
+        found, count = re.subn(pattern, replacement, name)
+        if count:
+            return found
+    return name

@@ -69,11 +69,11 @@ QWEN2_5_VL = Family(
         (r"^visual\.", "model.visual."),
         (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
     ),  # checkpoints that already have the names in memory match neither
+    published=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     tiny=Tiny(
         patch_size=14,
         default_system="You are a helpful assistant.",
         config=tiny_config,
         processor=tiny_processor,
-        published_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
     ),
 )

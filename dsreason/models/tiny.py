@@ -202,13 +202,6 @@ def chat_template(family: Family) -> str:
     return Template(template).substitute(vars(family.tokens), default_system=system)
 
 
-def published_name(family: Family, name: str) -> str:
-    """The name that a parameter has in the family's published checkpoints."""
-    for in_memory, published in family.tiny.published_names:
-        name = name.replace(in_memory, published)
-    return name
-
-
 def _draw(
     name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
@@ -230,7 +223,8 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    parameters = {published_name(family, name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
+    parameters = {family.published_name(name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
+    parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():
         tensors = {name: _draw(name, parameters[name].shape, family.modules, dtype, generator) for name in names}

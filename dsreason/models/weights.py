@@ -53,8 +53,10 @@ class Weights:
         return headers
 
 
-def find_weights(folder: Path, rename: Callable[[str], str], stem: str = STEM) -> Weights:
+def find_weights(folder: Path, rename: Callable[[str], str | None], stem: str = STEM) -> Weights:
     """Reads the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
+
+    Tensors for which `rename` gives no name are left out.
 
     CheckpointError names the file that is missing, damaged or of a kind that is not read.
     """
@@ -64,6 +66,8 @@ def find_weights(folder: Path, rename: Callable[[str], str], stem: str = STEM) -
             keys = list(tensors.keys())
         for key in keys:
             name = rename(key)
+            if name is None:
+                continue
             if name in places:
                 other, first = places[name]
                 raise CheckpointError(

@@ -98,7 +98,8 @@ class VLLMEngine(RolloutEngine):
         set_environment(world)
         with preserved_process_state(world), unique_shared_memory(world):
             config = model_config(path, trust_remote_code=trust_remote_code)
-            self.banned_ids = media_token_ids(tokenizer, family_of(config.model_type))
+            self.family = family_of(config.model_type)
+            self.banned_ids = media_token_ids(tokenizer, self.family)
             hf_model = empty_model(config, dtype, "auto", trust_remote_code)
             self.expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}  # tied ones once
             from vllm import LLM
@@ -111,7 +112,7 @@ class VLLMEngine(RolloutEngine):
             arguments |= settings.engine_options
             self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)
-            self.places = find_places(self.model, list(self.expected))
+            self.places = find_places(self.model, list(self.expected), self.family)
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
             self.state = find_sleep_state(runner, vllm_pools())
             log.info(
@@ -170,7 +171,8 @@ class VLLMEngine(RolloutEngine):
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserved_process_state(self.world):
             try:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(sending)})
+                named = ((self.family.exported_name(name), tensor) for name, tensor in sending)
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             finally:
                 sending.drain()
             sending.finish()

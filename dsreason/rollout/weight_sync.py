@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsreason.families import Family
 from dsreason.problems import listed
 from dsreason.rollout.protocol import SyncError
 
@@ -92,7 +93,7 @@ def raise_sync_error(wrong: list[str]) -> None:
         raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
 
 
-def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
+def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Place]:
     """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
 
     SyncError where a name leads nowhere, or where nothing sent would reach a parameter of the engine.
@@ -105,7 +106,7 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
         if parameter is not None
     }
     places, wrong = [], []
-    for name, engine_name in zip(names, engine_names(model, names), strict=True):
+    for name, engine_name in zip(names, engine_names(model, names, family), strict=True):
         whole, part = find_part(model, engine_name, parameters)
         if whole is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
@@ -125,12 +126,14 @@ def find_places(model: VLLMModule, names: list[str]) -> list[Place]:
     return places
 
 
-def engine_names(model: VLLMModule, names: list[str]) -> list[str]:
-    """The names that vLLM has for tensors of a checkpoint, the parts of its fused layers still apart.
+def engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
+    """The names that vLLM has for tensors of the model, the parts of its fused layers still apart.
 
     Its own table names the fused layer, and forgets which part of it a tensor is.
     """
-    found: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(names)
+    found: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
+        [*map(family.exported_name, names)]
+    )
     return found
 
 

@@ -1,0 +1,117 @@
+"""The reasoner of Cosmos3: the names of its published files, what else they hold, and the same numbers as transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_lora import LoRAConfig
+from dsreason.data.collate import collate, joined, pack
+from dsreason.data.sources import open_datasets
+from dsreason.errors import CheckpointError
+from dsreason.families import FAMILIES
+from dsreason.models.load import load_model, open_encoder
+from dsreason.models.lora import adapted_layers
+from dsreason.models.policy import Policy
+from dsreason.models.tiny import build_tiny
+from dsreason.rollout.protocol import Completion
+from dsreason.train.grpo.rollouts import Rollout, training_sample
+from tests.integration.rows import write_mixed_rows
+
+FAMILY = FAMILIES["cosmos3_omni"]
+NAMES = {
+    "layers.3.self_attn.to_q.weight": "model.language_model.layers.3.self_attn.q_proj.weight",
+    "layers.3.self_attn.to_out.weight": "model.language_model.layers.3.self_attn.o_proj.weight",
+    "layers.3.self_attn.norm_k.weight": "model.language_model.layers.3.self_attn.k_norm.weight",
+    "layers.3.mlp.up_proj.weight": "model.language_model.layers.3.mlp.up_proj.weight",
+    "embed_tokens.weight": "model.language_model.embed_tokens.weight",
+    "norm.weight": "model.language_model.norm.weight",
+    "blocks.1.norm1.bias": "model.visual.blocks.1.norm1.bias",
+    "blocks.1.attn.qkv.weight": "model.visual.blocks.1.attn.qkv.weight",
+    "merger.linear_fc1.weight": "model.visual.merger.linear_fc1.weight",
+    "patch_embed.proj.weight": "model.visual.patch_embed.proj.weight",
+    "pos_embed.weight": "model.visual.pos_embed.weight",
+    "deepstack_merger_list.0.norm.weight": "model.visual.deepstack_merger_list.0.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+"""Published → in memory; from the mappings of transformers and vLLM."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny("cosmos3_omni", tmp_path_factory.mktemp("models") / "cosmos3")
+
+
+def test_names_lead_there_and_back() -> None:
+    for published, in_memory in NAMES.items():
+        assert FAMILY.rename(published) == in_memory
+        assert FAMILY.exported_name(in_memory) == published
+        assert FAMILY.rename(in_memory) == in_memory  # folders that have these already
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.self_attn.add_q_proj.weight",
+        "layers.0.self_attn.to_add_out.weight",
+        "layers.0.self_attn.norm_added_q.weight",
+        "layers.0.self_attn.to_q_moe_gen.weight",
+        "layers.0.mlp_moe_gen.up_proj.weight",
+        "norm_moe_gen.weight",
+        "proj_in.weight",
+        "time_embedder.linear_1.bias",
+        "audio_proj_out.weight",
+        "action_modality_embed",
+    ],
+)
+def test_the_generator_s_tensors_are_left_where_they_are(name: str) -> None:
+    assert FAMILY.rename(name) is None
+
+
+def test_nothing_else_may_be_in_the_files(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "more")
+    file = tmp_path / "more/model.safetensors"
+    save_file(load_file(file) | {"layers.0.self_attn.to_x.weight": torch.zeros(2)}, file)
+    with pytest.raises(CheckpointError, match=r"1 unexpected: .*layers\.0\.self_attn\.to_x\.weight"):
+        load_model(tmp_path / "more", dtype=torch.float32)
+
+
+def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(folder: Path, tmp_path: Path) -> None:
+    """Its own positions, one sample at a time; ours packed, padded, and with an answer that shares its prompt."""
+    rows = write_mixed_rows(tmp_path, 4)
+    config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}})
+    encoder = open_encoder(folder, dtype=torch.float32, max_length=512, max_length_key="model.max_length")
+    samples, _ = open_datasets(config.data)
+    encoded = [encoder.encode(samples[i]) for i in range(4)]
+    assert any("pixel_values_videos" in one.mm_kwargs for one in encoded)
+    own = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = []
+    for one in encoded:
+        inputs = {"input_ids": one.input_ids[None], "mm_token_type_ids": one.mm_token_type_ids[None]}
+        with torch.no_grad():
+            logits = own(**inputs, **one.mm_kwargs).logits[0]
+        places = one.loss_mask.nonzero().flatten()
+        expected.append(logits.log_softmax(-1)[places - 1, one.input_ids[places]])
+    with torch.no_grad():
+        model = load_model(folder, dtype=torch.float32)
+        policy = Policy(model)
+        for batch in (pack(encoded), collate(encoded, pad_id=0)):
+            torch.testing.assert_close(policy(batch), torch.cat(expected), rtol=0, atol=5e-6)
+        prompt = encoder.encode_prompt(samples[2])
+        answers = [
+            training_sample(Rollout(prompt, Completion(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
+            for ids in ((5, 6, 7), (8, 9))
+        ]
+        apart = torch.cat([policy(pack([joined(one)])) for one in answers])
+        torch.testing.assert_close(policy(pack(answers)), apart, rtol=0, atol=5e-6)
+
+
+def test_adapters_go_into_its_layers(folder: Path) -> None:
+    model = load_model(folder, dtype=torch.float32)
+    assert len(adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
