@@ -33,10 +33,10 @@ BUDGET = 4096
 
 
 def grpo_side(task: dict[str, Any]) -> None:
-    from dsreason.train.grpo import update
+    from dsreason.config.schema import RunConfig
 
     if task["side"] == "each its own":
-        update.shares_prompts = lambda config: False
+        RunConfig.shares_prompts = property(lambda config: False)
     grpo_vs_trl.dsreason_side(task | {"side": "transformers"})
 
 
