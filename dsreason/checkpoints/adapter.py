@@ -135,7 +135,7 @@ def adapter_weights(
     }
     names = [name for name in map(hf_name, saved.parameters) if not is_adapter(name)]
     family = family_of(model_config(source).model_type)
-    weights = find_weights(source, family.rename)
+    weights = find_weights(source, family.rename, inside=family.weight_folders)
     lacking = [name for name in map(base_name, names) if name not in weights.places]
     lacking += [one for name in names for one in adapter_names(name) if one not in trained]
     lacking += [

@@ -50,6 +50,8 @@ COSMOS3 = Family(
         (r"^model\.(language_model|visual)\.", ""),
     ),
     keeps_published_names=True,
+    vllm_class="Cosmos3ForConditionalGeneration",
+    weight_folders=("transformer", "vision_encoder"),
     others=(
         r"moe_gen|\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.",
         r"^(proj_in|proj_out|time_embedder|audio_proj_in|audio_proj_out|action_proj_in|action_proj_out)\.",

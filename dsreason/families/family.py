@@ -162,6 +162,10 @@ class Family:
     """The same backwards."""
     keeps_published_names: bool = False
     """Whether exports and vLLM need the published names; else both take those in memory."""
+    vllm_class: str | None = None
+    """vLLM's class, where config.json may name transformers' alone, of which vLLM would take a generic form."""
+    weight_folders: tuple[str, ...] = ()
+    """Folders inside of a published checkpoint that hold its weights, where there are none beside config.json."""
     others: tuple[str, ...] = ()
     """Regular expressions, searched in the names of published checkpoints: what belongs to another model in the same files."""
 

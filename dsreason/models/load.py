@@ -209,7 +209,7 @@ def parameter_names(path: Path) -> list[str]:
     """Parameter names as they are in memory, from the file headers; a tied `lm_head` is not a parameter of its own."""
     config = model_config(path)
     family = family_of(config.model_type)
-    names = find_weights(path, family.rename).places
+    names = find_weights(path, family.rename, inside=family.weight_folders).places
     return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
 
@@ -252,7 +252,8 @@ def checked_model(
 ) -> tuple[PreTrainedModel, Weights]:
     """The empty model of a folder, and its files, which hold all of its weights. For the errors see `load_model`."""
     config = model_config(path, trust_remote_code=trust_remote_code)
-    weights = find_weights(path, family_of(config.model_type).rename)
+    family = family_of(config.model_type)
+    weights = find_weights(path, family.rename, inside=family.weight_folders)
     check_depth(config, weights)
     model = empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)

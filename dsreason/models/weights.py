@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,15 +53,18 @@ class Weights:
         return headers
 
 
-def find_weights(folder: Path, rename: Callable[[str], str | None], stem: str = STEM) -> Weights:
+def find_weights(
+    folder: Path, rename: Callable[[str], str | None], stem: str = STEM, *, inside: Sequence[str] = ()
+) -> Weights:
     """Reads the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
 
-    Tensors for which `rename` gives no name are left out.
+    Where neither is there, those of all such files in the folders `inside`. Tensors for which `rename` gives no name are left
+    out.
 
     CheckpointError names the file that is missing, damaged or of a kind that is not read.
     """
     places: dict[str, tuple[Path, str]] = {}
-    for file in tensor_files(folder, stem):
+    for file in files_inside(folder, inside) or tensor_files(folder, stem):
         with open_file(file) as tensors:
             keys = list(tensors.keys())
         for key in keys:
@@ -75,6 +78,12 @@ def find_weights(folder: Path, rename: Callable[[str], str | None], stem: str = 
                 )
             places[name] = (file, key)
     return Weights(folder, places)
+
+
+def files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
+    """Of a folder without weights of its own."""
+    own = next(folder.glob("*.safetensors*"), None)
+    return [] if own else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
 
 def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:

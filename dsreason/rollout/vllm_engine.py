@@ -38,7 +38,7 @@ from dsreason.rollout.vllm_process import (
     unique_shared_memory,
 )
 from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
-from dsreason.rollout.vllm_versions import keep_video_times
+from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
 from dsreason.rollout.weight_sync import (
     WeightStream,
     changed,
@@ -109,6 +109,9 @@ class VLLMEngine(RolloutEngine):
             arguments = engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
+            if self.family.vllm_class is not None:
+                arguments["hf_overrides"] = {"architectures": [self.family.vllm_class]}
+                read_weights_beside_config(path)
             arguments |= settings.engine_options
             self.llm, self.max_num_seqs = LLM(str(path), **arguments), arguments["max_num_seqs"]
             (self.model,) = self.llm.apply_model(lambda model: model)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dsreason.data.chat import video_metadata
+
+
+def read_weights_beside_config(path: Path) -> None:
+    """vLLM looks for Cosmos3's weights in the folders of the published checkpoint alone; exports have them beside config.json."""
+    from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
+
+    if next(path.glob("*.safetensors"), None) is not None:
+        Cosmos3ForConditionalGeneration.allow_patterns_overrides = None
 
 
 def keep_video_times() -> None:

@@ -82,6 +82,21 @@ def test_nothing_else_may_be_in_the_files(folder: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "more", dtype=torch.float32)
 
 
+def test_weights_may_be_in_the_folders_of_the_published_checkpoint(folder: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    shutil.copytree(folder, published, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    tower = ("blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list")
+    parts = {"transformer": {}, "vision_encoder": {}, "vae": {"encoder.weight": torch.zeros(2)}}
+    for name, tensor in tensors.items():
+        parts["vision_encoder" if name.startswith(tower) else "transformer"][name] = tensor
+    for name, own in parts.items():
+        (published / name).mkdir()
+        save_file(own, published / name / "diffusion_pytorch_model.safetensors")
+    found, expected = (load_model(one, dtype=torch.float32).state_dict() for one in (published, folder))
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
 def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(folder: Path, tmp_path: Path) -> None:
     """Its own positions, one sample at a time; ours packed, padded, and with an answer that shares its prompt."""
     rows = write_mixed_rows(tmp_path, 4)
