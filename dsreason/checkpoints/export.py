@@ -52,9 +52,8 @@ def write_model_folder(
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
 
-    They get the names that exports of their family have; what the files of `source` hold of other models is left out. At most
-    one shard (`max_shard_size`, or one larger tensor) and one tensor more are in memory. The folder appears under its name only
-    when complete.
+    What the files of `source` hold of other models is left out. At most one shard (`max_shard_size`, or one larger tensor) and
+    one tensor more are in memory. The folder appears under its name only when complete.
 
     Args:
         dtype: "bf16" or "fp32".
@@ -67,11 +66,9 @@ def write_model_folder(
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
-    family = family_of(model_config(source).model_type)
-    named = ((family.exported_name(name), tensor) for name, tensor in tensors)
     with appearing_folder(output) as partial:
         copy_small_files(source, partial, dtype)
-        write_weights(named, partial, DTYPES[dtype], max_bytes)
+        write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
             write_adapter(merge, partial)
         if card is not None:
@@ -79,6 +76,13 @@ def write_model_folder(
     if merge is not None:
         merge.report(output)
     return output
+
+
+def exported(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Under the names that exports of their family have."""
+    family = family_of(model_config(source).model_type)
+    for name, tensor in tensors:
+        yield family.exported_name(name), tensor
 
 
 @contextmanager
@@ -204,7 +208,7 @@ def export_engine(
             if world.is_main:
                 merge = Merge(dtype, adapter)
                 write_model_folder(
-                    merge.merged(weights),
+                    exported(merge.merged(weights), source),
                     source,
                     output,
                     dtype=dtype,
@@ -243,7 +247,7 @@ def export_checkpoint(
     else:
         tensors = merge.merged(adapter_weights(checkpoint, saved, adapter, dtype))
     return write_model_folder(
-        tensors,
+        exported(tensors, source),
         source,
         output,
         dtype=dtype,
