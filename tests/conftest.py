@@ -45,7 +45,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
-TRAINED = ("test_builtin_dpo.py", "test_builtin_grpo.py", "test_builtin_sft.py", "test_trained_parity.py")
+TRAINED = (
+    "test_builtin_distillation.py",
+    "test_builtin_dpo.py",
+    "test_builtin_grpo.py",
+    "test_builtin_sft.py",
+    "test_trained_parity.py",
+)
 """They look at the same trained models."""
 
 
