@@ -12,7 +12,9 @@ from typing import Any
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards import BUILT_IN
+from dsreason.rewards.fields import check_fields, json_fields
 from dsreason.rewards.latex import boxed_math, direct_math
+from dsreason.rewards.options import check_values
 from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
@@ -30,12 +32,19 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     """The reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
     Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
-    Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
+    Errors: ConfigError when there is none, when its file does not import, when it cannot be called with (completion, sample),
+    or, of a built-in one, when an option's value is none that it takes.
     """
     function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
-    return with_options(function, dict(options or {}), name, {"completion": "", "sample": Sample("id", [])})
+    given = dict(options or {})
+    bound = with_options(function, given, name, {"completion": "", "sample": Sample("id", [])})
+    if name in BUILT_IN:
+        check_values(function, given, name)
+    if function is json_fields and given.get("fields") is not None:
+        check_fields(given["fields"])
+    return bound
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:

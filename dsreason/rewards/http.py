@@ -39,18 +39,31 @@ class Refused(Exception):
 
 
 class RewardServer:
-    """One address of a reward server. The token goes into the `Authorization` header and nowhere else."""
+    """One address of a reward server. The token goes into the `Authorization` header and nowhere else.
 
-    def __init__(self, url: str, token: str | None) -> None:
+    Args:
+        what: the server is called so in messages.
+        token_name: the environment variable of the token.
+        max_bytes: of an answer; a longer one is an error.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        *,
+        what: str = "reward server",
+        token_name: str = "REMOTE_REWARD_TOKEN",
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
         self.url, self.token = url, token
+        self.what, self.token_name, self.max_bytes = what, token_name, max_bytes
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"the reward server's address must be http://host… or https://host…: {self.place}")
+            raise ConfigError(f"the {what}'s address must be http://host… or https://host…: {self.place}")
         if "@" in urlsplit(url).netloc:
-            raise ConfigError(f"no user and password in the reward server's address; use a token: {self.place}")
+            raise ConfigError(f"no user and password in the {what}'s address; use a token: {self.place}")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ConfigError(
-                "the reward server's token has characters that an HTTP header cannot hold (a line break?)"
-            )
+            raise ConfigError(f"the {what}'s token has characters that an HTTP header cannot hold (a line break?)")
 
     @property
     def place(self) -> str:
@@ -96,8 +109,8 @@ class RewardServer:
         answer = bytearray()
         for part in response.iter_bytes():
             answer += part
-            if len(answer) > MAX_ANSWER_BYTES:
-                raise RewardError(f"reward server {self.place}: the response is longer than {MAX_ANSWER_BYTES} bytes")
+            if len(answer) > self.max_bytes:
+                raise RewardError(f"{self.what} {self.place}: the response is longer than {self.max_bytes} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
         return bytes(answer)
@@ -112,7 +125,7 @@ class RewardServer:
             raise Retry(text, wait=float(after) if after.isdecimal() else 0.0)
         if status in (401, 403):
             given = "the server rejects the token" if self.token else "the server requires a token"
-            text += f": {given}, check REMOTE_REWARD_TOKEN"
+            text += f": {given}, check {self.token_name}"
         elif status < 400:
             text += ": redirects are not followed, since they would carry the token along; set the final address"
         raise Refused(text)
