@@ -13,6 +13,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.fields import check_fields, json_fields
+from dsreason.rewards.judge import check_judge
 from dsreason.rewards.latex import boxed_math, direct_math
 from dsreason.rewards.options import check_values
 from dsreason.user_code import find_code
@@ -24,6 +25,8 @@ ADVICE = (
     f"Built in: {', '.join(BUILT_IN)}. "
     "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
 )
+READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
+"""Built-in rewards that read the reference answer before they look at a completion, with a DataError where they cannot."""
 REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 
@@ -45,6 +48,20 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     if function is json_fields and given.get("fields") is not None:
         check_fields(given["fields"])
     return bound
+
+
+def check_reward(name: str, options: Mapping[str, Any]) -> None:
+    """ConfigError where a reward cannot be had with these options, before anything is started or requested."""
+    find_reward(name, options)
+    if name == "judge":
+        check_judge(options)
+
+
+def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
+    """DataError where one of these rewards cannot read the sample's reference answer."""
+    for name in rewards:
+        if name in READS_REFERENCE:
+            BUILT_IN[name]("", sample, **options.get(name, {}))
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
