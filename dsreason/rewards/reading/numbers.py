@@ -141,13 +141,13 @@ def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
     if verdicts := [token for token in tokens if VERDICT.search(text[max(0, token.start - 60) : token.start])]:
         return verdicts[-1]
     leads = not text[: tokens[0].start].strip("([\"'* \n")
-    return tokens[0] if leads and EXPLAINED.match(text[tokens[0].end :][:60]) else None
+    return tokens[0] if leads and EXPLAINED.match(text[tokens[0].end : tokens[0].end + 60]) else None
 
 
 def is_range(text: str, first: Token, second: Token) -> bool:
     """`3-4`, `3 to 4`, `between 3 and 4`: no single number."""
     gap = text[first.end : second.start + 1].rstrip("0123456789.")  # the sign of the second is the first's dash
-    between = re.search(r"\bbetween\s{1,3}\Z", text[: first.start][-12:]) is not None
+    between = re.search(r"\bbetween\s{1,3}\Z", text[max(0, first.start - 12) : first.start]) is not None
     return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
 
 

@@ -16,6 +16,8 @@ MOST_CHARACTERS = 65_536
 """Of an answer that are read: what a hostile one costs is bounded by this."""
 MOST_FAILURES = 64
 """Brackets that begin no JSON, after which no further ones are tried."""
+MOST_DEPTH = 16
+"""Of lists and objects inside each other; what is deeper is not read."""
 MOST_LITERAL = 8_192
 """Characters of a Python literal."""
 
@@ -56,21 +58,31 @@ def json_values(text: str) -> list[Any]:
             place, failures = begin.end(), failures + 1
         else:
             found.append(value)
-    return found or literal_value(text)
+    return [value for value in found or literal_value(text) if not is_deep(value)]
 
 
 def literal_value(text: str) -> list[Any]:
     """What stands between the first and the last bracket, where Python reads it as a dict or list."""
-    found = re.search(r"[\[{].*[\]}]", text, re.DOTALL)
-    if found is None or len(found[0]) > MOST_LITERAL:
+    begin = min((place for place in (text.find("["), text.find("{")) if place >= 0), default=0)
+    literal = text[begin : max(text.rfind("]"), text.rfind("}")) + 1]
+    if not literal or len(literal) > MOST_LITERAL:
         return []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes
-            value = ast.literal_eval(found[0])
+            value = ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return []
     return [value] if isinstance(value, dict | list) else []
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested deeper than anybody's answer, and than recursive functions may go."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inside = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        level = [item for item in inside if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def no_constant(name: str) -> None:

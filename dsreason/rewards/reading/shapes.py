@@ -39,7 +39,6 @@ LABEL_KEYS = ("label", "class", "classname", "category", "name", "object", "type
 BOX_KEYS = {"bbox", "bbox2d", "box", "box2d", "boundingbox", "boundingbox2d", "boxes", "bboxes", "rect"}
 LARGEST = 1e12
 """Coordinates from here on are not read: nobody means them, and sums of squares of them overflow."""
-MOST_DEPTH = 16
 MOST_STRING = 4_096
 
 
@@ -107,9 +106,7 @@ def corners(numbers: tuple[float, ...], order: Order) -> tuple[float, float, flo
 # ---------------------------------------------------------------- JSON
 
 
-def json_boxes(value: Any, label: str = "", depth: int = 0) -> Iterator[Shape]:
-    if depth > MOST_DEPTH:
-        return
+def json_boxes(value: Any, label: str = "") -> Iterator[Shape]:
     if isinstance(value, dict):
         label = label_of(value) or label
         keys = {key_name(key): item for key, item in value.items()}
@@ -117,21 +114,19 @@ def json_boxes(value: Any, label: str = "", depth: int = 0) -> Iterator[Shape]:
         if all(key in named for key in ("x1", "y1", "x2", "y2")):
             yield Shape((named["x1"], named["y1"], named["x2"], named["y2"]), label)
             return
-        yield from (box for item in value.values() for box in json_boxes(item, label, depth + 1))
+        yield from (box for item in value.values() for box in json_boxes(item, label))
     elif isinstance(value, list):
         numbers = numbers_of([part for item in value for part in (item if isinstance(item, list) else [item])])
         flat = not any(isinstance(item, list) for item in value)
         if len(numbers) == 4 and (flat or [len(item) for item in value if isinstance(item, list)] == [2, 2]):
             yield Shape(numbers, label)
             return
-        yield from (box for item in value for box in json_boxes(item, label, depth + 1))
-    elif isinstance(value, str) and depth:
+        yield from (box for item in value for box in json_boxes(item, label))
+    elif isinstance(value, str):
         yield from (replace(box, label=label) for box in text_boxes(value[:MOST_STRING].lower()))
 
 
-def json_points(value: Any, form: PointForm, label: str = "", depth: int = 0) -> Iterator[Shape]:
-    if depth > MOST_DEPTH:
-        return
+def json_points(value: Any, form: PointForm, label: str = "") -> Iterator[Shape]:
     if isinstance(value, dict):
         label = label_of(value) or label
         keys = {key_name(key): item for key, item in value.items()}
@@ -143,14 +138,14 @@ def json_points(value: Any, form: PointForm, label: str = "", depth: int = 0) ->
             yield Shape(pair, label)
             return
         inside = [item for key, item in value.items() if key_name(key) not in BOX_KEYS]
-        yield from (point for item in inside for point in json_points(item, form, label, depth + 1))
+        yield from (point for item in inside for point in json_points(item, form, label))
     elif isinstance(value, list):
         numbers = numbers_of(value)
         if len(numbers) in form.sizes:
             yield Shape(numbers, label)
             return
-        yield from (point for item in value for point in json_points(item, form, label, depth + 1))
-    elif isinstance(value, str) and depth:
+        yield from (point for item in value for point in json_points(item, form, label))
+    elif isinstance(value, str):
         yield from (replace(point, label=label) for point in text_points(value[:MOST_STRING].lower(), form))
 
 

@@ -167,7 +167,8 @@ def text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
 def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
     """How clearly two neighbouring times are a span, `clear` or `vague`; None where they are none."""
-    gap, before, behind = text[first.end : second.start], text[: first.start][-WINDOW:], text[second.end :][:WINDOW]
+    gap = text[first.end : second.start]
+    before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
         return None
     around = spoken(before)
