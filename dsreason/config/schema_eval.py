@@ -161,7 +161,10 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def check_scorer(self) -> Self:
-        for key, value in (("scorer_threshold", self.scorer_threshold), ("scorer_options", self.scorer_options or None)):
+        for key, value in (
+            ("scorer_threshold", self.scorer_threshold),
+            ("scorer_options", self.scorer_options or None),
+        ):
             if value is not None and self.scorer is None:
                 raise ValueError(f"{key} ({value}) is of evaluation.scorer, which is not set; set scorer, or remove it")
         return self

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
-from dsreason.data.chat import prompt_messages
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
@@ -174,7 +173,7 @@ def messages(
     completion: str, sample: Sample, rubric: str, lowest: float, highest: float, shown: str
 ) -> list[dict[str, str]]:
     answer = completion if shown == "completion" else split_response(completion).answer
-    question = "\n".join(filter(None, (text_of(one) for one in prompt_messages(sample) if one["role"] == "user")))
+    question = "\n".join(filter(None, (text_of(one) for one in sample.messages if one["role"] == "user")))
     parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
     # An answer cannot close a tag that is named after it.
     mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]

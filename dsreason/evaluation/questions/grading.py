@@ -60,7 +60,8 @@ class Grader:
 
     `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response
     and the `scorer_options`; its value is a score under its short name. With a `scorer_threshold` it decides: from that value
-    on an answer is right, if anything was read in it. Without one it says nothing of right or wrong, as the reward `format` does not.
+    on an answer is right, if anything was read in it. Without one it says nothing of right or wrong, as the reward `format`
+    does not.
 
     With `compat` every question is graded as by cosmos-reason1, by the letters alone, whatever its kind and scorer.
 

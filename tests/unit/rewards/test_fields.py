@@ -84,8 +84,14 @@ def test_a_reference_that_cannot_be_compared_is_no_zero(answer, fields, text):
         ({"a": "numerik"}, "fields.a compares by 'numerik', which is none of exact, text.*did you mean numeric"),
         ({"a": {"weight": 1}}, "fields.a compares by None"),
         ({"a": {"compare": "text", "weight": 0}}, r"fields.a.weight \(0\)"),
-        ({"a": {"compare": "numeric", "relativ": 0.1}}, "has relativ, which numeric does not know; it may have .*relative"),
-        ({"a": {"compare": "numeric", "relative": -1}}, r"fields.a.relative \(-1\): input should be greater than or equal to 0"),
+        (
+            {"a": {"compare": "numeric", "relativ": 0.1}},
+            "has relativ, which numeric does not know; it may have .*relative",
+        ),
+        (
+            {"a": {"compare": "numeric", "relative": -1}},
+            r"fields.a.relative \(-1\): input should be greater than or equal to 0",
+        ),
     ],
 )
 def test_wrong_fields_are_found_at_the_start(fields, text):

@@ -52,7 +52,13 @@ def test_spans_are_worth_their_overlap(completion, reference, worth):
 
 @pytest.mark.parametrize(
     ("completion", "threshold", "worth"),
-    [("[15, 25]", 0.3, 1.0), ("[15, 25]", 0.34, 0.0), ("[15, 20]", 0.5, 1.0), ("[15, 25], [1, 2]", 0.3, 0.0), ("", 0.3, 0.0)],
+    [
+        ("[15, 25]", 0.3, 1.0),
+        ("[15, 25]", 0.34, 0.0),
+        ("[15, 20]", 0.5, 1.0),
+        ("[15, 25], [1, 2]", 0.3, 0.0),
+        ("", 0.3, 0.0),
+    ],
 )
 def test_with_a_threshold_a_span_is_right_or_wrong(completion, threshold, worth):
     assert temporal_iou(completion, asks("[10, 20]"), threshold=threshold) == worth
@@ -60,7 +66,13 @@ def test_with_a_threshold_a_span_is_right_or_wrong(completion, threshold, worth)
 
 @pytest.mark.parametrize(
     ("completion", "worth"),
-    [("[10, 20]", 1.0), ("[15, 25]", (1 / 3 + 1) / 2), ("[20, 30]", 0.5), ("[30, 40]", (20 / 30) / 2), ("[20, 10]", 0.0)],
+    [
+        ("[10, 20]", 1.0),
+        ("[15, 25]", (1 / 3 + 1) / 2),
+        ("[20, 30]", 0.5),
+        ("[30, 40]", (20 / 30) / 2),
+        ("[20, 10]", 0.0),
+    ],
 )
 def test_generalized_overlap_tells_near_from_far(completion, worth):
     assert temporal_iou(completion, asks("[10, 20]"), generalized=True) == pytest.approx(worth)
@@ -97,7 +109,10 @@ def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
     # Row by row the first pair would be the best one, 0.9, and leave 0 for the other.
     assert best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
     right = '[{"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [20, 0, 30, 10], "label": "b"}]'
-    given = '[{"bbox_2d": [20, 0, 30, 5], "label": "B"}, {"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [50, 50, 60, 60]}]'
+    given = (
+        '[{"bbox_2d": [20, 0, 30, 5], "label": "B"}, {"bbox_2d": [0, 0, 10, 10], "label": "a"}, '
+        '{"bbox_2d": [50, 50, 60, 60]}]'
+    )
     assert box_iou(given, asks(right)) == pytest.approx(2 * (1 + 0.5) / 5)
     assert box_iou(given, asks(right), labels=True) == pytest.approx(2 * (1 + 0.5) / 5)
     assert box_iou(given.replace('"B"', '"cup"'), asks(right), labels=True) == pytest.approx(2 * 1 / 5)
@@ -105,7 +120,12 @@ def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
 
 @pytest.mark.parametrize(
     ("order", "completion"),
-    [("xywh", "[10, 20, 20, 20]"), ("cxcywh", "[20, 30, 20, 20]"), ("yxyx", "[20, 10, 40, 30]"), ("xyxy", "[10, 20, 30, 40]")],
+    [
+        ("xywh", "[10, 20, 20, 20]"),
+        ("cxcywh", "[20, 30, 20, 20]"),
+        ("yxyx", "[20, 10, 40, 30]"),
+        ("xyxy", "[10, 20, 30, 40]"),
+    ],
 )
 def test_the_order_of_the_numbers_is_an_option(order, completion):
     assert box_iou(completion, asks(completion), order=order) == 1.0

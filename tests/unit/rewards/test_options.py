@@ -25,7 +25,11 @@ REFERENCES = {
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("temporal_iou", {"threshold": 1.5}, r"option temporal_iou.threshold \(1.5\): input should be less than or equal to 1"),
+        (
+            "temporal_iou",
+            {"threshold": 1.5},
+            r"option temporal_iou.threshold \(1.5\): input should be less than or equal to 1",
+        ),
         ("temporal_iou", {"threshold": 0}, "greater than 0"),
         ("temporal_iou", {"threshold": "0.5"}, "should be a valid number"),
         ("temporal_iou", {"generalized": 1}, "valid boolean"),
@@ -66,10 +70,52 @@ def test_values_that_it_takes_are_given_to_the_function(name, options):
 
 def hostile() -> list[str]:
     drawn = random.Random(0)
-    pieces = ["[", "]", "{", "}", "(", ")", "<box>", "</answer>", "<answer>", "12", ":", "-", ",", ".", "e9", "to", "from", '"', "\\frac{", "NaN"]
+    pieces = [
+        "[",
+        "]",
+        "{",
+        "}",
+        "(",
+        ")",
+        "<box>",
+        "</answer>",
+        "<answer>",
+        "12",
+        ":",
+        "-",
+        ",",
+        ".",
+        "e9",
+        "to",
+        "from",
+        '"',
+        "\\frac{",
+        "NaN",
+    ]
     made = ["".join(drawn.choices(pieces, k=200)) for _ in range(200)]
-    fixed = ["\x00", "\ud800", "１２：３０", "٣-٤", "½⅓", "9" * 5000, "1e999", "[" * 5000, '{"a":' * 5000, "[1e400, 2]", "\u202e12", "ﷺ" * 50]
-    return [*made, *fixed, '{"start": null, "end": {}}', '{"bbox_2d": [null, "x", [], {}]}', "true", "[[[[]]]]", '{"x": [1], "y": [2, 3]}']
+    fixed = [
+        "\x00",
+        "\ud800",
+        "１２：３０",
+        "٣-٤",
+        "½⅓",
+        "9" * 5000,
+        "1e999",
+        "[" * 5000,
+        '{"a":' * 5000,
+        "[1e400, 2]",
+        "\u202e12",
+        "ﷺ" * 50,
+    ]
+    return [
+        *made,
+        *fixed,
+        '{"start": null, "end": {}}',
+        '{"bbox_2d": [null, "x", [], {}]}',
+        "true",
+        "[[[[]]]]",
+        '{"x": [1], "y": [2, 3]}',
+    ]
 
 
 @pytest.mark.parametrize("name", READS_REFERENCE)
@@ -80,8 +126,9 @@ def test_any_text_has_a_worth(name):
 
 
 ATTACKS = [
-    "1:", "1 ", "0:1-", "1h 1m ", "from ", "from 1 ", "[", "[1,", "[1, 2] ", "{", '{"a": ', "(1 ", "1,", "1.", "- ", "x1=", "x1=1 ", "\\frac{1}{",
-    "\\text{", "1 and ", "<answer>", "<", "start 1 ", "is ", "=", "1/", "１", " ", "\n", "12:34 - ", "(1, 2), ", "1000 000 ", "-", "e", "_",
+    "1:", "1 ", "0:1-", "1h 1m ", "from ", "from 1 ", "[", "[1,", "[1, 2] ", "{", '{"a": ', "(1 ", "1,", "1.", "- ", "x1=", "x1=1 ",
+    "\\frac{1}{", "\\text{", "1 and ", "<answer>", "<", "start 1 ", "is ", "=", "1/", "１", " ", "\n", "12:34 - ", "(1, 2), ",
+    "1000 000 ", "-", "e", "_",
 ]  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from dsreason.rewards.reading.plain import plain
 from dsreason.rewards.reading.shapes import PointForm, boxes, points
 from dsreason.rewards.reading.times import spans
 
-ROWS = [json.loads(line) for line in (Path(__file__).parent / "readings.jsonl").read_text(encoding="utf-8").splitlines()]
+ROWS = [
+    json.loads(line) for line in (Path(__file__).parent / "readings.jsonl").read_text(encoding="utf-8").splitlines()
+]
 TUNED = [row for row in ROWS if row["part"] == "tuned"]
 
 
