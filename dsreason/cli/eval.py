@@ -318,10 +318,10 @@ def check(config: EvalConfig) -> None:
     """Raise user-fixable errors before ranks start."""
     with quick_imports():
         from dsreason.evaluation.ask.answerers import check_model
-        from dsreason.evaluation.questions.grading import Grader
+        from dsreason.evaluation.questions.grading import Grader, check_scorer
         from dsreason.evaluation.questions.questions import load_questions
 
-    load_questions(config)
+    check_scorer(config.evaluation, load_questions(config))
     with Grader(config.evaluation):
         check_model(config)
 

@@ -152,6 +152,8 @@ class EvaluationConfig(Section):
     scorer: str | None = None
     """A reward, built in or of your own (`package.module:attr`, `file.py:attr`), that scores each answer too. The report has
     its mean; what is right goes by the questions' kinds unless `scorer_threshold` is set."""
+    scorer_options: dict[str, Any] = {}
+    """Arguments of `scorer`, as `[reward.options]` has them."""
     scorer_threshold: float | None = Field(None, allow_inf_nan=False)
     """An answer is right where `scorer` gives at least this and something was read in it. Unset: `scorer` decides nothing."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=EVALUATION))] = {}
@@ -159,10 +161,12 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def check_scorer(self) -> Self:
-        if self.scorer_threshold is not None and self.scorer is None:
-            raise ValueError(
-                f"scorer_threshold ({self.scorer_threshold}) is of evaluation.scorer, which is not set; set scorer, or remove it"
-            )
+        for key, value in (
+            ("scorer_threshold", self.scorer_threshold),
+            ("scorer_options", self.scorer_options or None),
+        ):
+            if value is not None and self.scorer is None:
+                raise ValueError(f"{key} ({value}) is of evaluation.scorer, which is not set; set scorer, or remove it")
         return self
 
 

@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.ask.answerers import Answering, open_answering
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.sampling import sampling
-from dsreason.evaluation.questions.grading import Graded, Grader
+from dsreason.evaluation.questions.grading import Graded, Grader, check_scorer
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import (
     dataset_files,
@@ -72,6 +72,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
             not the same on all hosts.
     """
     questions = load_questions(config)
+    check_scorer(config.evaluation, questions)
     if absent := [question for question in questions if question.problem]:
         log.warning(
             *("%d of %d questions cannot be asked and count as wrong, such as %s: %s", len(absent), len(questions)),

@@ -16,7 +16,8 @@ from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_fil
 from dsreason.job.record import git_state, versions
 
 COMPARED = ("evaluation", "generation", "vision")
-NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", "engine_options"}
+OPTIONS = ("engine_options", "scorer_options")
+NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", *OPTIONS}
 """What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
 answer is compared with its question."""
 SOURCES = "vision of "
@@ -62,8 +63,9 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
         found["server.video"] = config.server.video
     for section in COMPARED:
         found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
-    if options := document["evaluation"]["engine_options"]:
-        found["evaluation.engine_options"] = options
+    for name in OPTIONS:
+        if options := document["evaluation"][name]:
+            found[f"evaluation.{name}"] = options
     if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
         found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     for source in config.sources:

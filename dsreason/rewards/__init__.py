@@ -1,17 +1,23 @@
 """Rewards: what a completion is worth.
 
 A reward is `fn(completion: str, sample: Sample) -> float | (float, dict)`, plain or async; the dict holds metrics. The
-built-in ones below are pure and can be imported from here. `scoring.Scorer` calls them, and a user's own, in worker
-processes.
+built-in ones below can be imported from here and are pure, but for `judge`, which asks another model. `scoring.Scorer`
+calls them, and a user's own, in worker processes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from dsreason.rewards.choice import ordinal_choice, single_choice, single_choice_lenient
+from dsreason.rewards.fields import json_fields
+from dsreason.rewards.grounding import box_iou, points, temporal_iou
+from dsreason.rewards.judge import judge
 from dsreason.rewards.latex import boxed_math, direct_math
+from dsreason.rewards.numeric import numeric
 from dsreason.rewards.text import exact_match, format, gsm8k, overlong
+from dsreason.rewards.trajectory import trajectory
 
-BUILT_IN: dict[str, Callable[..., float]] = {
+BUILT_IN: dict[str, Callable[..., Any]] = {
     "format": format,
     "single_choice": single_choice,
     "single_choice_lenient": single_choice_lenient,
@@ -21,4 +27,11 @@ BUILT_IN: dict[str, Callable[..., float]] = {
     "direct_math": direct_math,
     "overlong": overlong,
     "exact_match": exact_match,
+    "temporal_iou": temporal_iou,
+    "box_iou": box_iou,
+    "points": points,
+    "trajectory": trajectory,
+    "numeric": numeric,
+    "json_fields": json_fields,
+    "judge": judge,
 }

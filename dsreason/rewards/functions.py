@@ -12,7 +12,10 @@ from typing import Any
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
 from dsreason.rewards import BUILT_IN
+from dsreason.rewards.fields import check_fields, json_fields
+from dsreason.rewards.judge import check_judge
 from dsreason.rewards.latex import boxed_math, direct_math
+from dsreason.rewards.options import check_values
 from dsreason.user_code import find_code
 
 Result = float | tuple[float, Mapping[str, float]]
@@ -22,6 +25,8 @@ ADVICE = (
     f"Built in: {', '.join(BUILT_IN)}. "
     "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
 )
+READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
+"""Built-in rewards that read the reference answer before they look at a completion, with a DataError where they cannot."""
 REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 
@@ -30,12 +35,33 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     """The reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
     Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
-    Errors: ConfigError when there is none, when its file does not import, or when it cannot be called with (completion, sample).
+    Errors: ConfigError when there is none, when its file does not import, when it cannot be called with (completion, sample),
+    or, of a built-in one, when an option's value is none that it takes.
     """
     function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
-    return with_options(function, dict(options or {}), name, {"completion": "", "sample": Sample("id", [])})
+    given = dict(options or {})
+    bound = with_options(function, given, name, {"completion": "", "sample": Sample("id", [])})
+    if name in BUILT_IN:
+        check_values(function, given, name)
+    if function is json_fields and given.get("fields") is not None:
+        check_fields(given["fields"])
+    return bound
+
+
+def check_reward(name: str, options: Mapping[str, Any]) -> None:
+    """ConfigError where a reward cannot be had with these options, before anything is started or requested."""
+    find_reward(name, options)
+    if name == "judge":
+        check_judge(options)
+
+
+def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
+    """DataError where one of these rewards cannot read the sample's reference answer."""
+    for name in rewards:
+        if name in READS_REFERENCE:
+            BUILT_IN[name]("", sample, **options.get(name, {}))
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:

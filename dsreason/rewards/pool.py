@@ -110,7 +110,7 @@ class Pool:
         start_limit: float,
     ) -> None:
         self.names = [name for name, _ in functions]
-        self.time_limit, self.start_limit = time_limit, start_limit
+        self.start_limit = start_limit
         self._start = messages.Start(kind, functions, time_limit)
         self._count = workers if functions else 0
         self._workers: list[Worker] = []
@@ -209,7 +209,8 @@ class Pool:
     def _deadline(self, worker: Worker) -> float:
         if worker.traits is None:
             return worker.since + self.start_limit
-        return worker.since + self.time_limit + (GRACE if self._trait(worker).is_async else 0.0)
+        trait = self._trait(worker)
+        return worker.since + trait.time_limit + (GRACE if trait.is_async else 0.0)
 
     def _over_time(
         self, worker: Worker, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]
@@ -226,13 +227,13 @@ class Pool:
         if self._trait(worker).is_async:
             others = f" (or one of {len(rest)} others that run beside it)" if rest else ""
             raise RewardError(
-                f"{self._too_slow(calls[call])}{others}: it blocks the event loop, see above where; "
+                f"{self._too_slow(worker, calls[call])}{others}: it blocks the event loop, see above where; "
                 "in async functions use await for everything that waits"
             )
         score = self._trait(worker).score_on_timeout
         if score is None:
-            raise RewardError(f"{self._too_slow(calls[call])}, see above where it was")
-        log.warning("%s; it counts as %g", self._too_slow(calls[call]), score)
+            raise RewardError(f"{self._too_slow(worker, calls[call])}, see above where it was")
+        log.warning("%s; it counts as %g", self._too_slow(worker, calls[call]), score)
         results[call] = messages.Scored(call, score, {})
         if rest:
             jobs.appendleft(rest)
@@ -241,8 +242,8 @@ class Pool:
     def _subject(self, call: Call) -> str:
         return f'reward "{self.names[call.function]}", {call.subject}:'
 
-    def _too_slow(self, call: Call) -> str:
-        return f"{self._subject(call)} {messages.no_result_within(self.time_limit)}"
+    def _too_slow(self, worker: Worker, call: Call) -> str:
+        return f"{self._subject(call)} {messages.no_result_within(self._trait(worker).time_limit)}"
 
     def _died(self, worker: Worker, calls: Sequence[Call]) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):

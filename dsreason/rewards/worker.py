@@ -66,6 +66,10 @@ class Trait:
 
     is_async: bool
     score_on_timeout: float | None
+    time_limit: float
+    """Seconds that one call may take."""
+    concurrent_calls: int
+    """In one worker, of an async one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def main(descriptor: int) -> None:
             start: Start = connection.recv()
             restore_script_folders()
             functions = [start.kind.find(name, options) for name, options in start.functions]
-            connection.send(Ready([_trait(function) for function in functions]))
+            connection.send(Ready([_trait(function, start.time_limit) for function in functions]))
             while True:
                 job: Job = connection.recv()
                 _run(job, functions[job.function], start, runner, connection.send)
@@ -126,16 +130,20 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _trait(function: Function) -> Trait:
-    inner = function.func if isinstance(function, functools.partial) else function
+def _trait(function: Function, time_limit: float) -> Trait:
+    """`time_limit`: of functions that do not say, as `judge` does, how long a call takes with their options."""
+    inner, options = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     score = getattr(inner, "score_on_timeout", None)
-    return Trait(is_async, None if is_async or score is None else float(score))
+    limits = getattr(inner, "call_limits", None)
+    seconds, calls = limits(**options) if limits is not None else (time_limit, CONCURRENT_CALLS)
+    return Trait(is_async, None if is_async or score is None else float(score), seconds, calls)
 
 
 def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, send: Send) -> None:
-    if _trait(function).is_async:
-        runner.run(_call_all(function, job.items, send, start))
+    trait = _trait(function, start.time_limit)
+    if trait.is_async:
+        runner.run(_call_all(function, job.items, send, start.kind, trait))
         return
     for call, arguments in job.items:
         try:
@@ -152,28 +160,30 @@ async def _wait(result: Any) -> Any:
     return await result
 
 
-async def _call_all(function: Function, items: Sequence[tuple[int, tuple[Any, ...]]], send: Send, start: Start) -> None:
-    gate = asyncio.Semaphore(CONCURRENT_CALLS)
+async def _call_all(
+    function: Function, items: Sequence[tuple[int, tuple[Any, ...]]], send: Send, kind: Kind, trait: Trait
+) -> None:
+    gate = asyncio.Semaphore(trait.concurrent_calls)
 
     async def one(call: int, arguments: tuple[Any, ...]) -> None:
         async with gate:
             send(Begun(call))
-            send(await _answer(call, function(*arguments), arguments, start))
+            send(await _answer(call, function(*arguments), arguments, kind, trait.time_limit))
 
     await asyncio.gather(*(one(*item) for item in items))
 
 
 async def _answer(
-    call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], start: Start
+    call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], kind: Kind, time_limit: float
 ) -> Scored | Failed:
-    scope = asyncio.timeout(start.time_limit)
+    scope = asyncio.timeout(time_limit)
     try:
         async with scope:
             result = await running
     except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
         # The function may itself raise a TimeoutError: one of its requests took too long.
-        return Failed(call, no_result_within(start.time_limit) if scope.expired() else described(error))
-    return _checked(call, result, arguments, start.kind)
+        return Failed(call, no_result_within(time_limit) if scope.expired() else described(error))
+    return _checked(call, result, arguments, kind)
 
 
 def no_result_within(time_limit: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,6 +13,8 @@ from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.evaluation.questions.similarity import Similarity, overlap
 from dsreason.evaluation.types import KIND, Question
+from dsreason.rewards import BUILT_IN
+from dsreason.rewards.functions import check_references, check_reward
 from dsreason.rewards.scoring import Scorer
 from dsreason.text import split_response
 
@@ -27,6 +30,21 @@ class Graded:
     """What decided `is_correct`: `kind`, or the scorer, as in `helpful >= 0.5`."""
 
 
+def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> None:
+    """What is wrong with a built-in scorer before anything is asked.
+
+    Raises:
+        ConfigError: its options, or the judge's address or key.
+        DataError: it cannot read a question's reference; the text names the question.
+    """
+    if config.scorer not in BUILT_IN:
+        return
+    check_reward(config.scorer, config.scorer_options)
+    for question in questions:
+        sample = replace(question.sample, id=question.id, answer=question.answer)
+        check_references([config.scorer], {config.scorer: config.scorer_options}, sample)
+
+
 class Grader:
     """Parses and grades answers; a context manager, since a user's scorer runs in worker processes.
 
@@ -40,9 +58,10 @@ class Grader:
     Nothing read is never right. Free texts also score `bleu` (0 to 100), `rouge1`, `rouge2`, `rougeL` (0 to 1) and, with the
     folder of a `similarity_model`, `similarity` (-1 to 1), see `similarity`; all are 0 where nothing was read.
 
-    `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response;
-    its value is a score under its short name. With a `scorer_threshold` it decides: from that value on an answer is right,
-    if anything was read in it. Without one it says nothing of right or wrong, as the reward `format` does not.
+    `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response
+    and the `scorer_options`; its value is a score under its short name. With a `scorer_threshold` it decides: from that value
+    on an answer is right, if anything was read in it. Without one it says nothing of right or wrong, as the reward `format`
+    does not.
 
     With `compat` every question is graded as by cosmos-reason1, by the letters alone, whatever its kind and scorer.
 
@@ -55,7 +74,10 @@ class Grader:
         self.answer_type, self.parser = config.answer_type, config.parser
         self._similarity = Similarity(config.similarity_model) if config.similarity_model is not None else None
         self.threshold = None if self.parser == "compat" else config.scorer_threshold
-        self._scorer = Scorer(RewardConfig(functions={config.scorer: 1.0})) if config.scorer is not None else None
+        self._scorer: Scorer | None = None
+        if config.scorer is not None:
+            options = {config.scorer: config.scorer_options}
+            self._scorer = Scorer(RewardConfig(functions={config.scorer: 1.0}, options=options))
 
     def __enter__(self) -> Self:
         if self._scorer is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from dsreason.answers.compat import hash_number
 from dsreason.answers.parsing import parse
@@ -15,13 +16,13 @@ from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards import BUILT_IN
-from dsreason.rewards.functions import REMOTE, find_reward
+from dsreason.rewards.functions import READS_REFERENCE, REMOTE, check_references, check_reward
 from dsreason.rewards.scoring import open_remote
 from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
 from dsreason.train.grpo.teacher_server import check_no_media
 
-WITHOUT_ANSWER = {"format", "overlong"}
-"""Built-in rewards that look at the completion alone."""
+WITHOUT_ANSWER = {"format", "overlong", "judge"}
+"""Built-in rewards that can do without a reference answer."""
 
 
 def check_functions(config: GRPOConfig) -> None:
@@ -32,7 +33,7 @@ def check_functions(config: GRPOConfig) -> None:
     for name in config.reward.functions:
         options = config.reward.options.get(name, {})
         if not name.startswith(REMOTE):
-            find_reward(name, options)
+            check_reward(name, options)
         elif name == REMOTE:
             raise ConfigError(f'reward.functions: "{REMOTE}" names no score of the server; write {REMOTE}<score>')
         elif options:
@@ -48,7 +49,8 @@ def check_functions(config: GRPOConfig) -> None:
 
 def row_check(config: GRPOConfig) -> Check:
     """What a row must have for the rewards of this run; raises DataError."""
-    of_rewards = partial(check_answer, tuple(name for name in config.reward.functions if name in BUILT_IN))
+    names = tuple(name for name in config.reward.functions if name in BUILT_IN)
+    of_rewards = partial(check_answer, names, options=config.reward.options)
     if not config.distill.by_server:
         return of_rewards
 
@@ -59,8 +61,16 @@ def row_check(config: GRPOConfig) -> Check:
     return check
 
 
-def check_answer(rewards: Iterable[str], sample: Sample) -> None:
-    """DataError for a reference answer that one of these built-in rewards cannot use."""
+def held_out_check(config: GRPOConfig) -> Check:
+    """What a held-out row must have: a reward that reads its reference would stop the run at the first validation."""
+    names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
+    return partial(check_references, names, config.reward.options)
+
+
+def check_answer(
+    rewards: Sequence[str], sample: Sample, options: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """DataError for a reference answer that one of these built-in rewards cannot use with its options."""
     for name in rewards:
         if name in WITHOUT_ANSWER:
             continue
@@ -72,6 +82,7 @@ def check_answer(rewards: Iterable[str], sample: Sample) -> None:
         problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
         if problem is not None:
             raise DataError(f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, {problem} ({name})")
+    check_references(rewards, options or {}, sample)
 
 
 def no_option(answer: str, options: dict[str, str]) -> str | None:

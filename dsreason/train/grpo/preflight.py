@@ -22,7 +22,7 @@ from dsreason.errors import ConfigError
 from dsreason.losses.objective import objective_of
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine, find_model
-from dsreason.train.grpo.check_rewards import check_format, check_functions, row_check
+from dsreason.train.grpo.check_rewards import check_format, check_functions, held_out_check, row_check
 from dsreason.train.grpo.teacher import check_teacher
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def check(config: GRPOConfig) -> None:
     first = [read_row(training, index, lambda sample: sample) for index in coarse_to_fine(len(training))[:NUM_PROMPTS]]
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
     check_dataset("training", training, prompts, config, row_check(config))
-    check_dataset("validation", validation, encoder, config)
+    check_dataset("validation", validation, encoder, config, held_out_check(config))
     check_best_metric(config, validation)
 
 

@@ -1,0 +1,218 @@
+r"""The number that an answer gives: `about 1,200.5 kg`, `12 %`, `3 1/2`, `\boxed{3.2\,\text{m}}`, `three boxes`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNITS = {
+    "length": {
+        "mm": 0.001,
+        "millimeter": 0.001,
+        "cm": 0.01,
+        "centimeter": 0.01,
+        "dm": 0.1,
+        "m": 1.0,
+        "meter": 1.0,
+        "km": 1000.0,
+    }
+    | {"kilometer": 1000.0, "in": 0.0254, "inch": 0.0254, "inche": 0.0254, "ft": 0.3048, "foot": 0.3048, "feet": 0.3048}
+    | {"yd": 0.9144, "yard": 0.9144, "mi": 1609.344, "mile": 1609.344},
+    "time": {"ms": 0.001, "millisecond": 0.001, "s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0}
+    | {"h": 3600.0, "hr": 3600.0, "hour": 3600.0},
+    "speed": {"m/s": 1.0, "mps": 1.0, "km/h": 1 / 3.6, "kmh": 1 / 3.6, "kph": 1 / 3.6, "mph": 0.44704, "ft/s": 0.3048},
+    "mass": {
+        "mg": 1e-6,
+        "g": 0.001,
+        "gram": 0.001,
+        "kg": 1.0,
+        "kilogram": 1.0,
+        "t": 1000.0,
+        "ton": 1000.0,
+        "tonne": 1000.0,
+    }
+    | {"lb": 0.45359237, "pound": 0.45359237, "oz": 0.028349523125},
+    "angle": {"°": 1.0, "deg": 1.0, "degree": 1.0, "rad": 57.29577951308232, "radian": 57.29577951308232},
+    "area": {"mm^2": 1e-6, "cm^2": 1e-4, "m^2": 1.0, "km^2": 1e6},
+    "volume": {"ml": 0.001, "l": 1.0, "liter": 1.0, "litre": 1.0, "cm^3": 0.001, "m^3": 1000.0},
+    "acceleration": {"m/s^2": 1.0, "g0": 9.80665},
+    "temperature": {"°c": 1.0, "celsius": 1.0},
+    "share": {"%": 1.0, "percent": 1.0, "pct": 1.0},
+}
+"""Dimension → unit → what it is in the first one of its kind."""
+FACTORS = {unit: (dimension, factor) for dimension, units in UNITS.items() for unit, factor in units.items()}
+MULTIPLES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "billion": 1e9}
+NAMES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+WORDS = {word: value for value, word in enumerate(NAMES.split())}
+
+DIGITS = r"[0-9]{1,40}(?:[.,'_][0-9]{1,40}){0,12}(?: [0-9]{3}(?![0-9.,/]))*|\.[0-9]{1,40}"
+TOKEN = re.compile(
+    rf"(?<![\w.])(?P<sign>[+-]\s?)?(?:(?P<whole>[0-9]{{1,6}})\s(?=[0-9]{{1,12}}\s?/))?(?P<digits>{DIGITS})(?![0-9])(?:\s?/\s?(?P<below>[0-9]{{1,12}})(?![0-9/.]))?"
+    r"(?:e(?P<exponent>[+-]?[0-9]{1,3})(?![0-9a-z])|\s?[x*]\s?10\s?\^\s?\{?(?P<power>[+-]?[0-9]{1,3})\}?)?"
+    r"(?:\s?(?P<multiple>thousand|million|billion|k)(?![a-z]))?"
+    r"(?:[\s-]{0,2}(?P<unit>%|°\s?[cf]?(?![a-z])|[a-zμ]{1,12}(?:\^?[23](?![0-9]))?(?:\s?/\s?[a-z]{1,3}(?:\^?2)?|\sper\s[a-z]{1,12})?))?"
+)
+RANGE = re.compile(r"\s{0,2}(?:-|~|\.{2,3}|to|or)\s{0,2}")
+VERDICT = re.compile(
+    r"(?:=|:|\b(?:is|are|was|were|equals?|equal to|measures|answer|total|has|have|count|there(?:'s)?|gives|get))"
+    r"(?:[\s*\"(\[]|about|around|approximately|approx\.?|roughly|nearly|almost|exactly|only|of|~|a total of|the|at){0,6}\Z"
+)
+EXPLAINED = re.compile(r"[^0-9]{0,40}?(?:\(|\.\s|;|\n|\b(?:because|since|as|i\.e|namely|made up of)\b)")
+"""What may follow an answer's number before further ones do."""
+MOST_POWER = 100
+LATEX = (
+    (re.compile(r"\\[dt]?frac\s?\{([0-9]{1,12})\}\s?\{([0-9]{1,12})\}"), r" \1/\2"),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname)\s?\{([^{}]{0,99})\}"), r" \1"),
+    (re.compile(r"\\(?:,|;|:|!|quad|qquad|left|right)|\{,\}|[$`~]|\*\*"), " "),
+    (re.compile(r"\\(?:times|cdot)"), "x"),
+    (re.compile(r"\\(?:approx|sim|simeq)"), "="),
+    (re.compile(r"\^?\\circ"), "°"),
+    (re.compile(r"\\%"), "%"),
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Example: `3.2 m` is `Quantity(3.2, "length", 1.0)`; with a unit that is not known the last two are "" and 1."""
+
+    value: float
+    dimension: str = ""
+    factor: float = 1.0
+
+    @property
+    def base(self) -> float:
+        """In the first unit of its dimension."""
+        return self.value * self.factor
+
+
+@dataclass(frozen=True)
+class Token:
+    quantity: Quantity | None
+    """None for digits that are no number, such as `1.2.3`."""
+    start: int
+    end: int
+
+
+def quantity(text: str, dimension: str = "") -> Quantity | None:
+    """The one number that a `plain` text gives; None where there is none, or several of which none is the answer's.
+
+    Args:
+        dimension: that of the reference: of several numbers one that has it is meant.
+    """
+    text = clean(text.lower())
+    tokens = [token_of(found) for found in TOKEN.finditer(text)]
+    if not tokens:
+        named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS]
+        return Quantity(float(WORDS[named[0]])) if len(named) == 1 else None
+    return chosen(text, joined(tokens, text), dimension)
+
+
+def clean(text: str) -> str:
+    r"""Without LaTeX, and what is inside the last `\boxed{…}`."""
+    _, boxed, inside = text.rpartition(r"\boxed{")
+    if boxed:
+        text = inside.rpartition("}")[0] or inside
+    for pattern, replaced in LATEX:
+        text = pattern.sub(replaced, text)
+    return text
+
+
+def chosen(text: str, tokens: Sequence[Token], dimension: str) -> Quantity | None:
+    ranged = [end for pair in zip(tokens, tokens[1:], strict=False) if is_range(text, *pair) for end in pair]
+    token = pick(text, tokens, dimension)
+    return token.quantity if token is not None and token not in ranged else None
+
+
+def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
+    """Of several numbers: the only one of the dimension, what follows `is` or `=` last, or the one that all else explains."""
+    tokens = [
+        token for token in tokens if not re.search(r"(?:±|\+/-?)\s?\Z", text[max(0, token.start - 4) : token.start])
+    ]
+    for found in (
+        tokens,
+        [token for token in tokens if token.quantity and token.quantity.dimension == dimension != ""],
+    ):
+        if len({f"{token.quantity.base:.9g}" if token.quantity else "" for token in found}) == 1:
+            return found[0]
+    if verdicts := [token for token in tokens if VERDICT.search(text[max(0, token.start - 60) : token.start])]:
+        return verdicts[-1]
+    leads = not text[: tokens[0].start].strip("([\"'* \n")
+    return tokens[0] if leads and EXPLAINED.match(text[tokens[0].end : tokens[0].end + 60]) else None
+
+
+def is_range(text: str, first: Token, second: Token) -> bool:
+    """`3-4`, `3 to 4`, `between 3 and 4`: no single number."""
+    gap = text[first.end : second.start + 1].rstrip("0123456789.")  # the sign of the second is the first's dash
+    between = re.search(r"\bbetween\s{1,3}\Z", text[max(0, first.start - 12) : first.start]) is not None
+    return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
+
+
+def joined(tokens: Sequence[Token], text: str) -> list[Token]:
+    """With `1 m 20 cm` and `5 feet 3 inches` as one."""
+    found: list[Token] = []
+    for token in tokens:
+        if found and is_part(found[-1], token, text):
+            whole, last = found[-1], found[-1].quantity or Quantity(0.0)
+            base = last.base + (token.quantity or Quantity(0.0)).base
+            found[-1] = Token(Quantity(base / last.factor, last.dimension, last.factor), whole.start, token.end)
+        else:
+            found.append(token)
+    return found
+
+
+def is_part(whole: Token, part: Token, text: str) -> bool:
+    """Whether `part` follows `whole` directly, in a smaller unit of the same dimension."""
+    a, b = whole.quantity, part.quantity
+    if a is None or b is None or not a.dimension or a.dimension != b.dimension or a.factor <= b.factor:
+        return False
+    return a.value >= 0 <= b.value and re.fullmatch(r"\s{0,2}(?:and\s)?", text[whole.end : part.start]) is not None
+
+
+def token_of(found: re.Match[str]) -> Token:
+    start, end = found.span()
+    dimension, factor = unit_of(found["unit"] or "")
+    if found["unit"] and not dimension:
+        end = found.start("unit")  # a word
+    value, below = digits_value(found["digits"]), float(found["below"] or 1)
+    power = int(found["exponent"] or found["power"] or 0)
+    of_clock = re.match(r":[0-9]", found.string[end : end + 2]) or re.match(
+        r"[0-9]:", found.string[max(0, start - 2) : start]
+    )
+    if value is None or not below or abs(power) > MOST_POWER or of_clock:
+        return Token(None, start, end)
+    value = (value / below + float(found["whole"] or 0)) * MULTIPLES.get(found["multiple"] or "", 1.0) * 10.0**power
+    sign = -1.0 if (found["sign"] or "").startswith("-") else 1.0
+    return Token(Quantity(sign * value, dimension, factor), start, end)
+
+
+def unit_of(text: str) -> tuple[str, float]:
+    """Dimension and factor of a unit; ("", 1) of one that is not known."""
+    unit = re.sub(r"\s?/\s?|\sper\s", "/", text).replace("metre", "meter")
+    unit = re.sub(r"(?<=[a-z])\^?([23])\Z", r"^\1", unit)
+    unit = {"meter/second": "m/s", "kilometer/hour": "km/h", "mile/hour": "mph"}.get(unit.replace("s/", "/"), unit)
+    return FACTORS.get(unit) or FACTORS.get(unit.removesuffix("s")) or ("", 1.0)
+
+
+def digits_value(text: str) -> float | None:
+    """`1,234.5`, `1.234,5`, `1 234`, `3,2` and `.5` as a float; None where the separators fit no number."""
+    text = re.sub(r"[ '_]", "", text)
+    commas, dots = text.count(","), text.count(".")
+    if commas and dots:
+        decimal = max(",.", key=text.rfind)
+        thousands = "," if decimal == "." else "."
+    elif commas == 1:
+        decimal, thousands = ("", ",") if re.fullmatch(r"[1-9][0-9]{0,2},[0-9]{3}", text) else (",", "")
+    elif commas > 1 or dots > 1:
+        decimal, thousands = "", "," if commas else "."
+    else:
+        return float(text)
+    whole, _, fraction = text.rpartition(decimal) if decimal else (text, "", "")
+    if decimal and (decimal in whole or thousands and thousands in fraction):
+        return None
+    if thousands and not re.fullmatch(rf"[0-9]{{1,3}}(?:{re.escape(thousands)}[0-9]{{3}})+", whole):
+        return None
+    return float(f"{whole.replace(thousands, '') if thousands else whole}.{fraction or 0}")

@@ -1,0 +1,202 @@
+"""Spans of time in texts: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
+
+Times are found first; what stands before, between and behind two of them says whether they are a span. Each look is at a
+bounded piece of text, so the time that it takes grows with the length alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsreason.rewards.reading.plain import finite, json_values, key_name, says_none
+
+Span = tuple[float, float]
+"""Start and end in seconds, as written: the end may come first."""
+
+NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+UNITS = {
+    "h": (3600.0, r"h(?:ours?|rs?)?"),
+    "m": (60.0, r"m(?:in(?:ute)?s?)?"),
+    "ms": (0.001, r"(?:ms|msecs?|milliseconds?)"),
+    "s": (1.0, r"s(?:ec(?:ond)?s?)?"),
+}
+"""Seconds, and how the unit is written; of lower case, as all of the text."""
+HOURS, MINUTES, MILLISECONDS, SECONDS = (rf"({NUMBER})[\s-]?{written}(?![a-z])" for _, written in UNITS.values())
+AND = r"[\s,]{0,2}(?:and\s)?"
+CLOCK = r"(?:([0-9]{1,3}):)?([0-9]{1,4}):([0-9]{1,2}(?:\.[0-9]{1,9}|,[0-9]{3}(?![0-9:]))?)(?:\s?s(?:ec)?(?![a-z]))?"
+TIME = re.compile(
+    rf"(?<![\w.:])(?:(?P<clock>{CLOCK})|(?P<h>{HOURS}(?:{AND}{MINUTES})?(?:{AND}{SECONDS})?)|(?P<m>{MINUTES}(?:{AND}{SECONDS})?)"
+    rf"|(?P<ms>{MILLISECONDS})|(?P<s>{SECONDS})|(?P<bare>{NUMBER}))(?![\w:])(?!\.[0-9])"
+)
+PART = re.compile("|".join(rf"(?P<{unit}>{NUMBER})[\s-]?{written}(?![a-z])" for unit, (_, written) in UNITS.items()))
+
+WINDOW = 80
+"""Characters around a time that are looked at."""
+WORD = re.compile(r"[a-z][a-z_]*|-{1,3}>|=>|-{1,3}|\.{2,3}|[~/]")
+TO = {"to", "until", "till", "til", "through", "thru", "->", "-->", "--->", "=>", "-", "--", "---", "..", "...", "~"}
+EMPTY_WORDS = (
+    "a at is are was about around approximately roughly approx the of in on its it time timestamp mark video clip point "
+    "second seconds sec secs s min mins minute minutes t and then lasts lasting running up all way also or"
+)
+FILLING = set(EMPTY_WORDS.split())
+"""Words that change nothing."""
+GOING_ON = "when while as where during with for that which this after before i he she they there"
+FOLLOWING = FILLING | set(GOING_ON.split())
+"""Words that may follow a span whose times have no units."""
+START_WORDS = {"start", "starts", "started", "starting", "begin", "begins", "beginning", "began", "onset", "tmin"}
+END_WORDS = {
+    "end",
+    "ends",
+    "ended",
+    "ending",
+    "finish",
+    "finishes",
+    "finished",
+    "stop",
+    "stops",
+    "stopped",
+    "tmax",
+} | TO
+START_KEYS = ("start", "begin", "from", "tstart", "tmin", "onset", "s", "starts", "timestart")
+END_KEYS = ("end", "to", "until", "tend", "tmax", "finish", "stop", "e", "ends", "timeend")
+TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
+
+
+def spans(text: str) -> list[Span] | None:
+    """All spans of a `plain` text; [] where it says that there are none; None where nothing was read."""
+    values = json_values(text)
+    found = [span for value in values for span in json_spans(value)]
+    if not found and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
+        return []
+    return found or text_spans(text.lower()) or None
+
+
+def holds_anything(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return any(not isinstance(item, dict | list) or holds_anything(item) for item in inside)
+
+
+def json_spans(value: Any) -> Iterator[Span]:
+    if isinstance(value, dict):
+        keys = {bare_key(key): item for key, item in value.items()}
+        ends = [next((json_time(keys[key]) for key in names if key in keys), None) for names in (START_KEYS, END_KEYS)]
+        inside = list(value.values())
+    elif isinstance(value, list):
+        ends = [json_time(item) for item in value] if len(value) == 2 else []
+        inside = value
+    else:
+        yield from text_spans(value[:WINDOW].lower(), whole=True) if isinstance(value, str) else ()
+        return
+    match ends:
+        case [float(start), float(end)]:
+            yield start, end
+        case _:
+            for item in inside:
+                yield from json_spans(item)
+
+
+def bare_key(key: Any) -> str:
+    """`start_time` → `start`."""
+    name = key_name(key)
+    return TIME_WORDS.sub("", name) or name
+
+
+def json_time(value: Any) -> float | None:
+    """A number of seconds, or the text of one time."""
+    if not isinstance(value, str):
+        return finite(value)
+    found = TIME.search(value[:WINDOW].lower())
+    alone = found is not None and not words(value[:WINDOW].lower().replace(found[0], " ", 1)) - FILLING
+    return Time.of(found).seconds() if found is not None and alone and not value.strip().startswith("-") else None
+
+
+def words(text: str) -> set[str]:
+    return set(WORD.findall(text))
+
+
+@dataclass(frozen=True)
+class Time:
+    start: int
+    end: int
+    value: float
+    unit: float | None
+    """Seconds of its first unit, 1 for a clock's; None for a number without one."""
+
+    @classmethod
+    def of(cls, found: re.Match[str]) -> Time:
+        if found["bare"]:
+            return cls(found.start(), found.end(), float(found["bare"]), None)
+        if found["clock"]:
+            *hours, minutes, seconds = found["clock"].rstrip("sec ").replace(",", ".").split(":")
+            value = 3600 * float(hours[0] if hours else 0) + 60 * float(minutes) + float(seconds)
+            return cls(found.start(), found.end(), value, 1.0)
+        parts = [
+            (UNITS[part.lastgroup or ""][0], float(part[part.lastgroup or ""])) for part in PART.finditer(found[0])
+        ]
+        return cls(found.start(), found.end(), sum(unit * count for unit, count in parts), parts[0][0])
+
+    def seconds(self, unit: float | None = None) -> float:
+        """`unit`: that of the other end, for a number without one."""
+        return self.value * (unit or 1.0) if self.unit is None else self.value
+
+
+def text_spans(text: str, *, whole: bool = False) -> list[Span]:
+    """The spans of a text in lower case. Those of two numbers without units count where there are no others.
+
+    `whole`: only a text that is nothing but a span.
+    """
+    times = [Time.of(found) for found in TIME.finditer(text)]
+    if whole and (len(times) != 2 or words(text) - FILLING - TO - {"from", "between"}):
+        return []
+    clear: list[Span] = []
+    vague: list[Span] = []
+    number = 0
+    while number + 1 < len(times):
+        first, second = times[number : number + 2]
+        kind = relation(text, first, second, alone=len(times) == 2)
+        if kind is not None:
+            span = (first.seconds(second.unit), second.seconds())
+            (vague if kind == "vague" else clear).append(span)
+            number += 1
+        number += 1
+    return clear or vague
+
+
+def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
+    """How clearly two neighbouring times are a span, `clear` or `vague`; None where they are none."""
+    gap = text[first.end : second.start]
+    before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
+    if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
+        return None
+    around = spoken(before)
+    between = spoken(gap)
+    if {"frame", "frames"} & {*around[-1:], *between, *spoken(behind)[:1]}:
+        return None
+    bare = first.unit is None and second.unit is None
+    inside = re.search(r"[\[(<{]\s{0,3}\Z", before) is not None and re.match(r"\s{0,3}[\])>}]", behind) is not None
+    if inside and re.fullmatch(r"\s{0,3}(?:[,;|]|[\])>}]\s{0,3}[,;]?\s{0,3}[\[(<{])\s{0,3}", gap):
+        return "clear"
+    if around[-1:] and keyword(around[-1]) in START_WORDS and between and keyword(between[-1]) in END_WORDS:
+        return "clear"
+    joined = len(between) == 1 and between[0] in TO
+    if joined or (not between and "and" in words(gap) and around[-1:] == ["between"]):
+        if not bare or inside:
+            return "clear"
+        following = WORD.match(behind.lstrip())
+        return "vague" if following is None or following[0] in FOLLOWING else None
+    nothing_else = alone and not around and not between and not spoken(behind)
+    return "vague" if nothing_else and re.fullmatch(r"[\s,;|\])>}\[(<{]{1,9}", gap) else None
+
+
+def spoken(text: str) -> Sequence[str]:
+    """The words and signs that mean something."""
+    return [word for word in WORD.findall(text) if word not in FILLING and word != "/"]
+
+
+def keyword(word: str) -> str:
+    """`start_time` → `start`, `t_end` → `end`."""
+    bare = TIME_WORDS.sub("", key_name(word)) or word
+    return bare.removeprefix("t") if bare in ("tstart", "tend") else bare

@@ -1,0 +1,53 @@
+"""What is read in varied answers, against the reading that a person gives. `held out` ones were written before they were run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.rewards.reading.numbers import quantity
+from dsreason.rewards.reading.plain import plain
+from dsreason.rewards.reading.shapes import PointForm, boxes, points
+from dsreason.rewards.reading.times import spans
+
+ROWS = [
+    json.loads(line) for line in (Path(__file__).parent / "readings.jsonl").read_text(encoding="utf-8").splitlines()
+]
+TUNED = [row for row in ROWS if row["part"] == "tuned"]
+
+
+def reading(kind: str, text: str) -> Any:
+    """As the fixture has it: lists of numbers, or of a number its value in the first unit of its dimension."""
+    text = plain(text)
+    if kind == "number":
+        found = quantity(text)
+        return None if found is None else found.base
+    if kind == "span":
+        times = spans(text)
+        return None if times is None else [list(span) for span in times]
+    shapes = boxes(text) if kind == "box" else points(text, PointForm((2, 3) if kind == "waypoints" else (2,)))
+    return None if shapes is None else [list(shape.numbers) for shape in shapes]
+
+
+def outcome(row: dict[str, Any]) -> str:
+    found, right = reading(row["kind"], row["text"]), row["read"]
+    if found is None:
+        return "read" if right is None else "unread"
+    flat = [pytest.approx(part) for part in right] if isinstance(right, list) else pytest.approx(right)
+    return "read" if right is not None and found == flat else "misread"
+
+
+@pytest.mark.parametrize("row", TUNED, ids=lambda row: row["text"][:40])
+def test_an_answer_is_read_as_a_person_reads_it(row):
+    assert outcome(row) == "read"
+
+
+def test_how_many_of_the_others_are_read():
+    counts = Counter(outcome(row) for row in ROWS if row["part"] == "held out")
+    wrong = [row["text"] for row in ROWS if row["part"] == "held out" and outcome(row) == "misread"]
+    assert counts["misread"] <= 3, wrong
+    assert counts["read"] >= 70, [row["text"] for row in ROWS if outcome(row) == "unread"]
