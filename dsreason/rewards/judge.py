@@ -130,15 +130,17 @@ async def vote(
     for attempt in range(retries + 1):
         pause = 0.0
         try:
-            _, answer = await loop.run_in_executor(threads(), server.post, body, HEADERS, time_limit)
+            asked = loop.run_in_executor(threads(), server.post, body, HEADERS, time_limit)
+            _, answer = await asyncio.wait_for(asked, time_limit)  # also where a byte comes now and then
             reply = parsed(answer, server)
             spent = [before + now for before, now in zip(spent, tokens_of(reply), strict=True)]
             return Vote(score_of(reply, scale, server), attempt, *spent)
         except Refused as error:
             raise failure(server, sample_id, str(error)) from error
-        except (Retry, Unreadable) as error:
+        except (Retry, Unreadable, RewardError, TimeoutError) as error:
+            said = f"no answer within {time_limit:g} s" if isinstance(error, TimeoutError) else str(error)
             if attempt == retries:
-                raise failure(server, sample_id, f"{error} ({attempt + 1} attempts)") from error
+                raise failure(server, sample_id, f"{said} ({attempt + 1} attempts)") from error
             pause = error.pause(FIRST_PAUSE, attempt) if isinstance(error, Retry) else 0.0
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
