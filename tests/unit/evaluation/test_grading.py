@@ -249,6 +249,24 @@ def test_without_a_threshold_a_score_says_nothing_of_right_or_wrong(tmp_path, sc
     assert [(grade.scores, grade.graded_by) for grade in graded] == [({scorer: value}, "kind")] * 2
 
 
+@pytest.mark.parametrize(
+    ("scorer", "options", "text", "answer", "value"),
+    [
+        ("temporal_iou", {}, "<think>Early?</think> from 00:13 to 00:16", "[12.0, 15.0]", 0.5),
+        ("box_iou", {"coordinates": "0-1000"}, "[[200, 100, 400, 200]]", "[100, 100, 300, 200]", 1 / 3),
+        ("points", {"limit": 200.0}, "(530, 540)", '{"point_2d": [500, 500]}', 0.75),
+        ("trajectory", {"limit": 4.0}, "[[2, 0], [4, 1]]", "[[2, 0], [4, 0]]", (1 + 0.75) / 2),
+        ("numeric", {"absolute": 0.1}, "about 85 cm", "0.8 m", 1.0),
+        ("json_fields", {}, '{"kind": "Cut-in.", "lane": 2}', '{"kind": "cut-in", "lane": 3}', 0.5),
+    ],
+)
+def test_rewards_of_physical_ai_grade_with_their_options(scorer, options, text, answer, value):
+    with grader_for("reasoning", scorer=scorer, scorer_options=options, scorer_threshold=0.4) as grader:
+        graded = grader.grade(asks("open", answer), text)
+    assert graded.scores == {scorer: pytest.approx(value)}
+    assert graded.is_correct is (value >= 0.4)
+
+
 def test_an_answer_in_which_nothing_was_read_is_never_right_by_a_scorer(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def always(completion, sample):\n    return 1.0\n")
