@@ -22,8 +22,8 @@ Count = Annotated[int, Field(ge=0)]
 
 class ModelConfig(Section):
     path: str = "tiny:qwen2_5_vl"
-    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random models
-    to try things, and `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) such that read text alone."""
+    """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
+    models to try things, and `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) such that read text alone."""
     revision: str | None = None
     """Hub revision."""
     max_length: int = Field(4096, ge=8)
