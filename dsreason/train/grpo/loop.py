@@ -25,6 +25,8 @@ from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs,
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""
+SHOWN_OF_TEACHER = {"distance": "distill/kl", "length": "completion/length_mean"}
+"""The same where there is a teacher and no reward."""
 MAX_UNTRAINED = 10
 """Rollouts in a row that may have nothing to train."""
 
@@ -127,10 +129,12 @@ def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[st
     rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
     own = sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)
     tokens = sum(grpo.world.of_groups(gather_objects(own)))
-    shown = {name: grpo.rollout_metrics[key] for name, key in SHOWN.items() if key in grpo.rollout_metrics}
+    metrics |= grpo.rollout_metrics
+    names = SHOWN if grpo.config.reward.functions else SHOWN_OF_TEACHER
+    shown = {name: metrics[key] for name, key in names.items() if key in metrics}
     show_step(
         grpo,
-        metrics | grpo.rollout_metrics,
+        metrics,
         shown,
         num_samples=grpo.config.samples_per_step,
         num_tokens=tokens,
