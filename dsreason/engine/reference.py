@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dsreason.engine.engine import hf_name, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
 from dsreason.models.lora import adapters_off
 from dsreason.models.weights import find_weights
 
@@ -62,9 +61,9 @@ class ReferencePolicy:
             self._reference.restore(own_shares(self.engine))
             yield
 
-    def load(self, folder: Path) -> None:
-        """Take the weights of a Hugging Face folder. CheckpointError where one of them is missing."""
-        weights = find_weights(folder, family_of(self.engine.module.model.config.model_type).rename)
+    def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
+        """Take the weights of a Hugging Face folder, whose names `rename` knows. CheckpointError where one is missing."""
+        weights = find_weights(folder, rename)
         trained = trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")

@@ -16,6 +16,7 @@ from dsreason.checkpoints.export import export_engine
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
+from dsreason.families import family_of
 from dsreason.job.ranks import World, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
-    reference.load(folder)
+    reference.load(folder, family_of(reference.engine.module.model.config.model_type).rename)
     own = output_dir / "reference" / folder.name
     if own.resolve() != folder:
         on_rank_zero(lambda: shutil.copytree(folder, own, dirs_exist_ok=True))

@@ -36,7 +36,9 @@ def test_a_checkpoint_is_resumed_with_the_reference_it_had(tmp_path: Path) -> No
         {"reward": {"functions": {"format": 1.0}}, "grpo": {"reference_reset_every": 10}}
     )
     loaded: list[str] = []
-    reference: Any = SimpleNamespace(load=lambda folder: loaded.append(folder.name))
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_vl"))
+    engine = SimpleNamespace(module=SimpleNamespace(model=model))
+    reference: Any = SimpleNamespace(engine=engine, load=lambda folder, rename: loaded.append(folder.name))
     (tmp_path / "reference/step_20").mkdir(parents=True)
     load_reference(reference, config, tmp_path / "checkpoints/step_25", tmp_path)
     load_reference(reference, config, tmp_path / "checkpoints/step_5", tmp_path)  # still the first model

@@ -160,7 +160,7 @@ def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
 ) -> None:
     run = made_run(Engine(), [], overlong_filter=overlong_filter)
     run.num_untrained, run.total_steps, run.encoder = 0, 9, None
-    run.engine = run.reference = run.banned_ids = None
+    run.engine = run.reference = run.teacher = run.banned_ids = None
     monkeypatch.setattr(loop, "cut", lambda rollouts, *_: rollouts)
     monkeypatch.setattr(loop, "add_fixed_logprobs", lambda steps, *_: steps)
     rollouts = [

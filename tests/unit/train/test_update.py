@@ -162,9 +162,9 @@ def test_old_log_probabilities_are_measured_for_several_steps_and_the_references
             inside.append(engine.calls)
 
     one = micro_batch(((-1.0,), 1.0))
-    ((alone,),) = update.add_fixed_logprobs([[one]], engine, None, config(), BANNED)  # type: ignore[arg-type]
+    ((alone,),) = update.add_fixed_logprobs([[one]], engine, None, None, config(), BANNED)  # type: ignore[arg-type]
     assert (alone.old_logprobs, alone.ref_logprobs, engine.calls) == (None, None, 0)
-    steps = update.add_fixed_logprobs([[one], [one]], engine, Reference(), config(), BANNED)  # type: ignore[arg-type]
+    steps = update.add_fixed_logprobs([[one], [one]], engine, Reference(), None, config(), BANNED)  # type: ignore[arg-type]
     found = [(batch.old_logprobs, batch.ref_logprobs) for step in steps for batch in step]
     assert [(old.tolist(), ref.tolist()) for old, ref in found if old is not None and ref is not None] == [
         ([-1.0], [-9.0])
