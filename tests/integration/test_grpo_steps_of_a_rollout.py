@@ -74,7 +74,7 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
             reference = ReferencePolicy(engine)
             reference.load(Path(other))
         run: Any = SimpleNamespace(
-            engine=engine, reference=reference, config=config, encoder=encoder, world=world, num_untrained=0,
+            engine=engine, reference=reference, teacher=None, config=config, encoder=encoder, world=world, num_untrained=0,
             objective=objective_of(config.grpo), state=SimpleNamespace(step=0), total_steps=9,
             banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family)),
         )  # fmt: skip
