@@ -248,7 +248,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
         micro_batches = cut(rollouts, changed, encoder)
         against = reference if algorithm["kl_coef"] else None
-        (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, changed, banned)
+        (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, None, changed, banned)
         metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
         found.append({**metrics, "norm": engine_grad_norm(engine)})
