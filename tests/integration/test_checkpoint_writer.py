@@ -199,6 +199,11 @@ def test_the_copies_of_all_ranks_of_a_host_must_find_room_together(tmp_path: Pat
     assert run_on_ranks(copy_with_little_memory, 2, str(tmp_path)) == [[True, False, True]] * 2
 
 
+def make_base(folder: Path) -> None:
+    make_export(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+
+
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, complete_checkpoints
@@ -229,7 +234,7 @@ def save_on_a_bad_disk(folder: str) -> list[str]:
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10**9)):
         errors.append(failure(lambda: save_checkpoint(engine, disk, 3, TrainerState(step=3), world)))
     base = disk.with_name("base")
-    on_rank_zero(lambda: make_export(base) and None)
+    on_rank_zero(lambda: make_base(base))
     errors.append(failure(lambda: export_engine(engine, base, disk / "export", world, dtype="fp32")))
     on_rank_zero(lambda: set_read_only(disk))
     errors.append(failure(lambda: save_checkpoint(engine, disk, 4, TrainerState(step=4), world)))

@@ -101,7 +101,12 @@ def test_it_goes_on_where_it_stopped(folder: Path) -> None:
     (clips / "3.json").unlink()
     ended = dsreason("eval", "--config", "run.toml", "--results-dir", "results", cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    assert {file.name: file.read_bytes() for file in clips.glob("*.json")} == before
+    after = {file.name: file.read_bytes() for file in clips.glob("*.json")}
+    again, first = (json.loads(found.pop("3.json")) for found in (after, before))
+    assert after == before
+    # MKL's last bit may depend on where the memory lies.
+    assert again.pop("rewards") == pytest.approx(first.pop("rewards"), abs=1e-6)
+    assert again == first
     assert {name: (clips / name).stat().st_mtime_ns for name in kept} == kept
 
 
