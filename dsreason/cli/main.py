@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import data, demo, eval, export, infer, push, reward_serve, score, unpickle
+from dsreason.cli import demo, eval, export, infer, push, reward_serve, score
+from dsreason.cli.data import commands as data
+from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text

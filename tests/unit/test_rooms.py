@@ -18,6 +18,7 @@ FLOORS = [
     {"files"},
     {"config", "media"},
     {"monitor", "job"},
+    {"cosmos_rl"},
     {"data"},
     {"datasets", "answers", "losses", "models"},
     {"data_adapters", "rewards", "engine"},
@@ -26,6 +27,7 @@ FLOORS = [
     {"world"},
     {"evaluation"},
     {"train"},
+    {"doctor", "planning"},
     {"cli"},
     {"__main__"},
 ]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from dsreason.cli.data import app
+from dsreason.cli.data.commands import app
 from dsreason.datasets import raw
 from dsreason.errors import ConfigError, DataError
 from dsreason.monitor import progress

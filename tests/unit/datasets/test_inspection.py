@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.cli.inspection_tables import facts
+from dsreason.cli.data.inspection_tables import facts
 from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
 from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder

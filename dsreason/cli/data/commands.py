@@ -251,7 +251,7 @@ def inspect(
         run = read_values(SFTConfig, {"data": data}, "the options", overrides or ())
     launch.prepare_environment()
     with quick_imports():
-        from dsreason.cli.inspection_tables import show_inspection
+        from dsreason.cli.data.inspection_tables import show_inspection
         from dsreason.data.sources import open_datasets
         from dsreason.datasets.inspection import inspect_data
 

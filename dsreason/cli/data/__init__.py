@@ -1,0 +1,1 @@
+"""`dsreason data`: its commands, and the tables that they show."""
