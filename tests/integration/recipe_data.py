@@ -81,8 +81,8 @@ def cosmos_reason1_rl(source: SourceConfig, media: Path, folder: Path) -> dict[s
 
 
 def llava(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
-    """Rows as LLaVA's own, those of the warehouse (two images, a number) and those of WTS (a video, options in the question)."""
-    choice = "<video> \n Does the ball fall? \n A: Yes \n B: No \n \nAnswer with the option's letter from the given choices directly."
+    """Rows as LLaVA's own, the warehouse's (two images, a number) and those of WTS (a video, options in the question)."""
+    choice = "<video> \n Does the ball fall? \n A: Yes \n B: No \n \nAnswer with the option's letter."
     forms = [
         ({"image": "images/0.png"}, "<image>\nDescribe the picture.", "A shape on a plain ground."),
         ({"images": ["images/1.png", "images/2.png"]}, "<image>\n<image>\nHow far is Region [0]?", "6.36"),

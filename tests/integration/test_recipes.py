@@ -21,8 +21,6 @@ from tests.integration.recipe_data import write_media, write_source
 pytestmark = pytest.mark.integration
 
 RECIPES = [name for name in shipped_names("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
-WITH_VLLM = ("cosmos_reason1_7b_grpo.toml", "physical_plausibility_reason1_7b_grpo.toml")
-"""Starting vLLM takes long; the other GRPO recipes sample with transformers."""
 
 
 def command(recipe: str) -> str:
@@ -98,11 +96,11 @@ SMALLER_GRPO = {
 def test_a_recipe_trains_from_end_to_end(recipe: str, swap: Swap, tmp_path: Path) -> None:
     changes = SMALLER | (SMALLER_GRPO if command(recipe) == "grpo" else SMALLER_SFT)
     options = [*swap(recipe), *(f"--set={key}={json.dumps(value)}" for key, value in changes.items())]
-    if command(recipe) == "grpo" and recipe not in WITH_VLLM:
-        options.append("--set=rollout.engine=transformers")
     ended = dsreason(command(recipe), "--config", recipe, "--output-dir", "out", "--nproc", 1, *options, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    losses = [line["train/loss"] for line in metrics(tmp_path / "out") if "train/loss" in line]
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
+    steps = [line for line in metrics(tmp_path / "out") if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(math.isfinite(line["train/loss"]) for line in steps)
+    rewards = json.loads((tmp_path / "out" / "config.json").read_text()).get("reward", {"functions": {}})["functions"]
+    assert [name for name in rewards if not all(f"reward/{name}/mean" in line for line in steps)] == []
     assert (tmp_path / "out" / "export" / "final" / "model.safetensors").is_file()
