@@ -199,9 +199,10 @@ def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
         return []
     name = cosmos["train.ckpt.hf_repo_name"]
     if name.count("/") != 1:
-        draft.wrong(
+        draft.refuse(
             "train.ckpt.hf_repo_name",
-            f'{name!r} does not say whose repository it is (cosmos-rl asks the hub, and adds the time); write "you/{name}"',
+            f'{name!r} does not say whose repository it is (cosmos-rl asks the hub, and adds the time); write "you/{name}", '
+            "or there is no upload to the hub",
         )
         return []
     return [{"to": f"hub:{name}", "what": "final"}]
