@@ -41,6 +41,10 @@ class Answer:
     content: bytes
 
     @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
     def text(self) -> str:
         return self.content.decode(errors="replace").strip()
 
@@ -134,7 +138,7 @@ def cause(error: BaseException) -> str:
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
-        inner = error.__cause__
+        inner = error.__cause__ or error.__context__
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return f"[Errno {error.errno}] {os.strerror(error.errno)}"
     return str(error)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from dsreason.errors import ConfigError, RewardError
+from dsreason.errors import ConfigError
 from dsreason.files import http
 
 LONGEST_PAUSE = 30.0
@@ -31,6 +31,10 @@ class Retry(Exception):
 
 class Refused(Exception):
     """A status that will be the same on another try."""
+
+
+class Unusable(Refused):
+    """An answer that is too long, or packed in an unknown way."""
 
 
 class RewardServer:
@@ -76,7 +80,6 @@ class RewardServer:
 
         Raises:
             Retry, Refused: there is none.
-            RewardError: the answer is too long, or packed in an unknown way.
         """
         sent = dict(headers) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
@@ -86,8 +89,8 @@ class RewardServer:
         except http.NoAnswer as error:
             raise Retry(self.without_token(str(error))) from None
         except http.BadAnswer as error:
-            raise RewardError(f"{self.what} {self.place}: {self.quoted(str(error))}") from None
-        if not 200 <= answer.status < 300 and answer.status not in expected:
+            raise Unusable(self.quoted(str(error))) from None
+        if not answer.is_success and answer.status not in expected:
             self._raise_for_status(answer)
         return answer.status, answer.content
 

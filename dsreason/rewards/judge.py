@@ -22,7 +22,7 @@ from annotated_types import Interval, MinLen
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
-from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer
+from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer, Unusable
 from dsreason.rewards.options import NotNegative, Positive, defaults_of
 from dsreason.rewards.reading.plain import finite, json_values
 from dsreason.secrets import SECRET_NAME
@@ -132,12 +132,12 @@ async def vote(
             reply = parsed(answer, server)
             spent = [before + now for before, now in zip(spent, tokens_of(reply), strict=True)]
             return Vote(score_of(reply, scale, server), attempt, *spent)
-        except Refused as error:
-            raise failure(server, sample_id, str(error)) from error
-        except (Retry, Unreadable, RewardError) as error:
+        except (Retry, Unreadable, Unusable) as error:
             if attempt == retries:
                 raise failure(server, sample_id, f"{error} ({attempt + 1} attempts)") from error
             pause = error.pause(FIRST_PAUSE, attempt) if isinstance(error, Retry) else 0.0
+        except Refused as error:
+            raise failure(server, sample_id, str(error)) from error
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
 

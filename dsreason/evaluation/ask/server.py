@@ -126,7 +126,7 @@ class ServerAnswerer:
             messages, fields = as_request(request.question.sample, self.config.video)
             asked = {"model": self.model, "messages": messages, **sampling_fields(request), **fields}
             found = self._request("POST", "/chat/completions", json.dumps(asked).encode())
-            if found.status != 200:
+            if not found.is_success:
                 return self._refused(found, fields)
             answer = Answer.model_validate_json(found.content)
         except ValidationError as error:
@@ -186,7 +186,7 @@ class ServerAnswerer:
             found = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if found.status in (401, 403):
                 raise self._refusal(found)
-            if found.status not in (200, 404):
+            if not found.is_success and found.status != 404:
                 raise self._failed(f"the server answers {self._said(found)}")
             return [model.id for model in ModelList.model_validate_json(found.content).data]
         except ValidationError:  # servers that only chat
