@@ -17,6 +17,7 @@ from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
 from dsreason.files.deadline import within
 from dsreason.files.retries import with_retries
+from dsreason.screen import in_one_line
 from dsreason.secrets import hide_secrets, quiet_libraries, without_credentials
 
 Answer: TypeAlias = Mapping[str, Any]
@@ -218,7 +219,7 @@ def refused(address: S3Address, response: Answer) -> StorageError:
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {hide_secrets(answer)}{advice(status, code, address)}"
+    text = f"{address}: the server answers {in_one_line(hide_secrets(answer))}{advice(status, code, address)}"
     transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
     return StorageError(text, status=status, transient=transient)
 

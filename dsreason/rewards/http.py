@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from dsreason.errors import ConfigError
 from dsreason.files import http
+from dsreason.screen import in_one_line
 
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -116,7 +117,7 @@ class RewardServer:
 
     def quoted(self, text: str) -> str:
         """The beginning of what the server said, without the token, should it be in there."""
-        clean = self.without_token(text)
+        clean = in_one_line(self.without_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 
     def without_token(self, text: str) -> str:

@@ -25,6 +25,7 @@ from dsreason.evaluation.types import Question
 from dsreason.files import http
 from dsreason.problems import first_problem, listed, nearest
 from dsreason.rollout.protocol import Sampling
+from dsreason.screen import in_one_line
 
 CHECK_SECONDS = 20.0
 """In which a server that is up says which models it has."""
@@ -226,7 +227,7 @@ class ServerAnswerer:
         )
 
     def _failed(self, text: str) -> ConfigError:
-        return ConfigError(self._without_key(f"server.url ({self.url}): {text}"))
+        return ConfigError(self._without_key(in_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
         """A request that failed may be at fault itself; a server that does not answer another one either is down."""
@@ -241,7 +242,7 @@ class ServerAnswerer:
     def _said(self, answer: http.Answer) -> str:
         """Status and message. The key is masked before the message is cut: half a key is a secret too."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
-        return f"{answer.status}: {self._without_key(text):.500}"
+        return f"{answer.status}: {in_one_line(self._without_key(text)):.500}"
 
     def _without_key(self, text: str) -> str:
         return text.replace(self.key, "[key]") if self.key else text
@@ -302,4 +303,4 @@ def request_seed(sampling: Sampling, question_id: str) -> int:
 
 
 def reason(error: http.NoAnswer) -> str:
-    return "it takes too long; see server.time_limit" if error.late else str(error)
+    return "it takes too long; see server.time_limit" if error.late else in_one_line(str(error))
