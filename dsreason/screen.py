@@ -22,7 +22,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def visible(text: str) -> str:
     r"""Control characters as JSON writes them, `\u001b`; tabs and line breaks stay."""
-    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return CONTROL.sub(escaped, text)
+
+
+def escaped(found: re.Match[str]) -> str:
+    return re.sub("(....)", r"\\u\1", found[0].encode("utf-16-be", "surrogatepass").hex())
 
 
 def in_one_line(text: str) -> str:
