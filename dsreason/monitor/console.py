@@ -27,8 +27,8 @@ class VisibleTexts(RenderHook):
         return [Visible(one) for one in renderables]
 
 
-def open_console(*, file: TextIO | None = None, stderr: bool = False) -> Console:
+def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:
     """rich's, for stdout where nothing else is said. It lets control characters in cells through."""
-    made = Console(file=file, stderr=stderr)
+    made = Console(file=file, stderr=stderr, highlight=highlight)
     made.push_render_hook(VisibleTexts())
     return made
