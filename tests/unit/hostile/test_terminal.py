@@ -64,7 +64,9 @@ def ended(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def crashed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    logging.disable(logging.CRITICAL)  # pytest keeps log lines as they are, and cannot report half a character
     launch.report(RuntimeError(text))
+    logging.disable(logging.NOTSET)
     return capsys.readouterr().err
 
 
