@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dsreason.errors import ConfigError
 from dsreason.secrets import quiet_libraries
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ async def answer_to(
 
     Raises:
         NoAnswer, BadAnswer: there is none, or one that cannot be used.
+        ConfigError: the environment's proxies or certificates cannot be used.
     """
     import httpx2  # a fifth of a second, for those who need it
 
@@ -91,7 +93,7 @@ async def answer_to(
     try:
         async with (
             asyncio.timeout(limit),
-            httpx2.AsyncClient(verify=tls(), timeout=None) as client,
+            open_client() as client,
             client.stream(method, url, content=content, headers=sent) as response,
         ):
             found = await read(response, max_bytes)
@@ -100,7 +102,6 @@ async def answer_to(
     except zlib.error as error:
         raise BadAnswer(f"the response cannot be unpacked ({error})") from None
     except (httpx2.RequestError, httpx2.InvalidURL, OSError, ValueError) as error:
-        # The latter two: certificates or a proxy in the environment that are none.
         raise NoAnswer(f"{type(error).__name__}: {cause(error)}") from None
     return Answer(response.status_code, response.reason_phrase, response.headers, found)
 
@@ -142,6 +143,19 @@ def cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return f"[Errno {error.errno}] {os.strerror(error.errno)}"
     return str(error)
+
+
+def open_client() -> httpx2.AsyncClient:
+    """It follows no redirects, and has no limit of its own."""
+    import httpx2
+
+    try:
+        return httpx2.AsyncClient(verify=tls(), timeout=None)
+    except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+        raise ConfigError(
+            f"no request can be sent: {cause(error)}; correct the environment's proxies (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, "
+            "NO_PROXY) or certificates (SSL_CERT_FILE, SSL_CERT_DIR)"
+        ) from None
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib
+import os
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from dsreason.evaluation.ask import server as eval_server
 from dsreason.evaluation.ask.asking import Request
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.types import Question
+from dsreason.files import http
 from dsreason.rewards.remote import RemoteReward
 from dsreason.rollout.protocol import Sampling
 from dsreason.train.grpo import teacher_server
@@ -279,3 +283,45 @@ def test_json_is_utf_8_whatever_the_server_calls_it(charset: str) -> None:
     odd = b'{"scores": {"a": ["no number"]}}'
     with misbehaving(content(odd, f"Content-Type: application/json; charset={charset}")) as server:
         assert "scores.a.0 is 'no number'" in ask_remote(server.url, LONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SSL_CERT_FILE", "/no/such/file"),
+        ("SSL_CERT_FILE", "/proc/version"),
+        ("http_proxy", "nonsense://proxy"),
+        ("all_proxy", "http://proxy:port"),
+    ],
+)
+def test_an_environment_that_lets_no_request_out_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    http.tls.cache_clear()
+    with (
+        misbehaving(answer({})) as server,
+        pytest.raises(ConfigError, match=f"correct the environment's .*{name.upper()}"),
+    ):
+        http.ask("GET", server.url, limit=LONG, max_bytes=100)
+    http.tls.cache_clear()
+    assert server.requests == []
+
+
+def test_a_forked_process_asks_too() -> None:
+    """Its parent's loop has no thread there."""
+    with misbehaving(answer({"a": 1})) as server:
+        assert http.ask("GET", server.url, limit=LONG, max_bytes=100).content == b'{"a": 1}'
+        child = os.fork()
+        if child == 0:
+            os._exit(http.ask("GET", server.url, limit=LONG, max_bytes=100).status - 200)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
+def test_a_packed_answer_is_read(encoding: str) -> None:
+    body = b'{"a": 1}'
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding](body)
+    with misbehaving(content(packed, f"Content-Encoding: {encoding}")) as server:
+        assert http.ask("GET", server.url, limit=LONG, max_bytes=len(body)).content == body
