@@ -1,8 +1,8 @@
 """What people see: text on the terminal and in logs, where nothing in it can act on the terminal or pass for another line.
 
-File names, rows, models and servers may hold any character. `say`, the formatter of log lines (`dsreason.secrets`), the error
-that ends a command (`dsreason.job.launch.report`), and the console of tables and bars (`dsreason.monitor.console`) are all ways
-to the terminal, and each makes them visible; a test finds any other one.
+File names, rows, models and servers may hold any character. `say` and `write`, the formatter of log lines (`dsreason.secrets`)
+and the console of tables and bars (`dsreason.monitor.console`) are all ways to the terminal, and each makes them visible; a
+test finds any other one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def as_message(text: str) -> str:
     return re.sub(r"\n(?=\S)", "\n  ", visible(text))
 
 
-def say(
-    text: object = "", *, err: bool = False, file: TextIO | None = None, end: str = "\n", dim: bool = False
-) -> None:
-    """Print to stdout, stderr or `file`."""
-    shown = visible(str(text))
-    target = file or (sys.stderr if err else sys.stdout)
-    print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=target, end=end, flush=True)
+def say(text: object = "", *, err: bool = False) -> None:
+    """Print a message, see `as_message`."""
+    write(as_message(str(text)), file=sys.stderr if err else sys.stdout)
+
+
+def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool = False) -> None:
+    """Print a text of many lines to stdout or `file`: an answer, JSON, a traceback."""
+    shown = visible(text)
+    print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=file or sys.stdout, end=end, flush=True)

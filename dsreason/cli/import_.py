@@ -13,7 +13,7 @@ from dsreason.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
 from dsreason.cosmos_rl.tables import show
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.screen import say
+from dsreason.screen import say, write
 
 
 def import_(
@@ -44,7 +44,7 @@ def import_(
     text = toml_of(imported, file.name)
     read_values(trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
     if output is None:
-        say(text, end="")
+        write(text, end="")
         return
     try:
         write_file(output, text)

@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
-from dsreason.screen import say
+from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import StreamedAnswer
@@ -142,17 +142,17 @@ def frame_settings(
 def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
     for _ in answering:
         pass
-    say(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
+    write(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
 
 
 def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
     """The text as it comes; thoughts are dim on a terminal."""
     if heading:
-        say(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
+        write(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
     for text, thought in split_thoughts(answering):
-        say(text, file=stdout, end="", dim=thought and stdout.isatty())
+        write(text, file=stdout, end="", dim=thought and stdout.isatty())
         stdout.flush()
-    say("\n" if heading else "", file=stdout)
+    write("\n" if heading else "", file=stdout)
     tokens, seconds = len(answering.ids), answering.seconds
     say(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s", err=True)
     if answering.finish_reason == "length":

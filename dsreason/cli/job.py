@@ -26,7 +26,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
-from dsreason.screen import say
+from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.data.chat import Encoder
@@ -252,4 +252,4 @@ def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
 
 
 def _print_config(config: JobConfig, deepspeed: dict[str, Any]) -> None:
-    say(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))
+    write(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))

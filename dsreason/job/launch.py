@@ -45,7 +45,7 @@ from dsreason.job.failures import (
 )
 from dsreason.job.gpu import cuda_fault
 from dsreason.job.launchers import end_with_launchers
-from dsreason.screen import as_message, say
+from dsreason.screen import say, write
 from dsreason.secrets import hide_secrets
 
 LOG_DIR = "DSREASON_LOG_DIR"
@@ -148,13 +148,13 @@ def report(error: Exception) -> int:
                 write_file(shared_file("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
-            say(as_message(hide_secrets(f"{error.label}{error}")), err=True)
+            say(hide_secrets(f"{error.label}{error}"), err=True)
         return error.exit_code
     has_log = bool(logging.getLogger().handlers)
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, failure.text)
     if should_print_error(failure.text) and not (started_by_us() and has_log):
-        say(failure.text, err=True, end="")
+        write(failure.text, file=sys.stderr, end="")
     return 1
 
 
@@ -264,9 +264,9 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         if not failure.restarts or attempt > max_restarts:
             if failure.user_fixable:
                 raise RankError(failure)
-            say(f"error: {text}\n\n{failure.text.rstrip()}", err=True)
+            write(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
             raise SystemExit(failure.exit_code)
-        say(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", err=True)
+        write(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
 
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:

@@ -17,7 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from dsreason.monitor.console import open_console
-from dsreason.screen import in_one_line, say, visible
+from dsreason.screen import as_message, in_one_line, say, visible, write
 
 Advance = Callable[[int], None]
 """Call with the number of units just done."""
@@ -166,7 +166,7 @@ class LineProgress(Progress):
         return due
 
     def say(self, text: str) -> None:
-        say(text, file=self.stream)
+        write(as_message(text), file=self.stream)
 
 
 class FactsColumn(bars.TextColumn):

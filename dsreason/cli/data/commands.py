@@ -21,7 +21,7 @@ from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
-from dsreason.screen import say
+from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
@@ -273,7 +273,7 @@ def inspect(
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
-        say(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        write(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
         show_inspection(found)
     say(f"written to {folder}", err=True)

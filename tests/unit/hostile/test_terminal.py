@@ -21,7 +21,7 @@ from dsreason.job import launch, logs
 from dsreason.job.failures import Failure, RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import open_progress, track
-from dsreason.screen import as_message, in_one_line, say, visible
+from dsreason.screen import as_message, in_one_line, say, visible, write
 from dsreason.secrets import HidingFormatter
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +52,14 @@ ACTING = re.compile(
 def said(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     say(text)
     say(text, err=True)
+    write(text)
+    out = capsys.readouterr()
+    return out.out + out.err
+
+
+def notice(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    say(f"row 3: {text}")
+    say(f"note: {text}", err=True)
     out = capsys.readouterr()
     return out.out + out.err
 
@@ -113,6 +121,7 @@ def from_s3(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 WAYS: dict[str, Callable[[str, pytest.CaptureFixture[str]], str]] = {
     "said": said,
+    "notice": notice,
     "error": ended,
     "crash": crashed,
     "log": logged,
@@ -131,7 +140,7 @@ def test_no_character_acts_on_the_terminal(way: str, name: str, capsys: pytest.C
     assert not ACTING.search(shown)
 
 
-@pytest.mark.parametrize("way", ["error", "log", "screen", "lines", "S3"])
+@pytest.mark.parametrize("way", ["error", "log", "screen", "lines", "S3", "notice"])
 def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = WAYS[way](LINE, capsys)
     assert "all is lost" in shown
@@ -163,7 +172,7 @@ def test_lines_of_a_message_that_are_indented_stay_as_they_are() -> None:
 
 def test_colours_of_our_own_reach_the_terminal() -> None:
     stream = io.StringIO()
-    say("thought\x1b[2J", file=stream, dim=True)
+    write("thought\x1b[2J", file=stream, dim=True)
     assert stream.getvalue() == "\x1b[2mthought\\u001b[2J\x1b[0m\n"
 
 
@@ -176,7 +185,7 @@ NOT_SHOWN = {"dsreason/monitor/memory.py"}
 
 
 def ways_to_the_terminal(source: str) -> list[str]:
-    """What prints, but for `say` and `open_console`."""
+    """What prints, but for `say`, `write` and `open_console`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
