@@ -1,0 +1,218 @@
+"""The phases of a training step on one GPU: forward and backward at its fullest moment, and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.families import family_of
+from dsreason.models.logprobs import MAX_LOGITS, MAX_LOGITS_ON_GPU
+from dsreason.planning.phases import Item, Phase, largest
+from dsreason.planning.request import Request
+from dsreason.planning.states import FP32, States, gathered
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one rank's row."""
+
+    inputs: int
+    """Of the text layers, or with all that they keep where nothing is computed again; until the backward pass."""
+    around: int
+    """Embeddings, last hidden states and those of trained tokens, norms: beside the layers."""
+    tower: int
+    """What the vision tower keeps."""
+    pixels: int
+    features: int
+    """Of media, as wide as tokens, in and out of the mergers."""
+    layer: int
+    block: int
+    head: int
+    logits: int
+    """Tokens whose logits are there at a time."""
+    on_host: int = 0
+    """What waits there instead."""
+
+
+def activations_of(request: Request) -> Activations:
+    config, shape, pieces = request.config, request.shape, request.pieces
+    tokens, width = request.tokens, request.width
+    hidden = tokens * shape.hidden * width
+    layer = pieces.text_layer(tokens)
+    recomputing = config.model.gradient_checkpointing
+    inputs = shape.layers * (hidden if recomputing else layer.kept)
+    moved = inputs if config.train.activation_offload else 0
+    tower, pixels, features, block = vision_bytes(request)
+    chunk = max(1, (MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS) // shape.vocabulary)
+    head = pieces.head(tokens, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
+    return Activations(
+        inputs=hidden if moved else inputs,
+        # Embeddings with and without media, the last layer's output, and the hidden states of trained tokens.
+        around=4 * hidden + pieces.final_norm(tokens).kept,
+        tower=tower,
+        pixels=pixels,
+        features=features,
+        layer=(layer.peak if recomputing else layer.peak - layer.kept) + exchanged(request),
+        block=block,
+        head=head.peak,
+        logits=min(chunk, tokens),
+        on_host=moved,
+    )
+
+
+def vision_bytes(request: Request) -> tuple[int, int, int, int]:
+    """What waits in the tower, pixels, features, and the work of one block, of a row that is all media."""
+    shape, width, pieces = request.shape, request.width, request.pieces
+    if not shape.vision_depth:
+        return 0, 0, 0, 0
+    trained = tower_is_trained(request)
+    tokens = media_tokens(request)
+    patches = shape.patches(tokens)
+    block = pieces.vision_block(patches, needs_grad=trained)
+    tower = 0
+    if trained:
+        recomputing = request.config.model.gradient_checkpointing
+        each = patches * shape.vision_hidden * width if recomputing else block.kept
+        tower = shape.vision_depth * each
+    pixels = patches * shape.patch_values * (FP32 + width)
+    merger = pieces.merger(patches, needs_grad=trained)
+    features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
+    return tower, pixels, features, max(block.peak, merger.peak)
+
+
+def media_tokens(request: Request) -> int:
+    """Of a row on one rank, at most: all of it, or what the samples of a row may show by `[data.vision]`."""
+    budget, _ = request.config.token_budget
+    shape = request.shape
+    if budget is not None:
+        return request.tokens
+    limits = [request.config.model.max_length]
+    for source in request.config.data.all_sources():
+        vision = source.vision
+        if vision.total_pixels:
+            limits.append(-(-vision.total_pixels // shape.token_pixels))
+        if vision.nframes and vision.max_pixels:
+            limits.append(-(-vision.nframes // 2) * -(-vision.max_pixels // shape.token_pixels))
+    samples = request.row_tokens // request.config.model.max_length
+    return min(request.tokens, samples * min(limits))
+
+
+def exchanged(request: Request) -> int:
+    """What the ranks of a row send each other for attention, and get: queries, keys and values."""
+    shape, ranks = request.shape, request.config.ranks_per_row
+    if ranks == 1:
+        return 0
+    heads = shape.heads + 2 * max(shape.kv_heads, ranks)
+    return 2 * request.tokens * heads * shape.head_size * request.width
+
+
+def tower_is_trained(request: Request) -> bool:
+    tower = family_of(request.architecture.config.model_type).modules.vision_tower
+    return tower is not None and any(one.name.startswith(f"{tower}.") for one in request.parameters.trained)
+
+
+def head_name(request: Request) -> str:
+    """Of the parameter that the output layer multiplies with."""
+    names = {one.name for one in request.parameters.all}
+    own = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
+    return own if own in names else next(name for name in names if name.endswith("embed_tokens.weight"))
+
+
+def head_is_trained(request: Request) -> bool:
+    return head_name(request) in {one.name for one in request.parameters.trained}
+
+
+def is_tied(request: Request) -> bool:
+    return head_name(request).endswith("embed_tokens.weight")
+
+
+def reduction(request: Request) -> int:
+    """Copies that a rank makes of gradients on their way to the ranks that keep them, at most.
+
+    Those that share the bucket are put in order in a copy of it. One that is larger than the bucket goes by itself: as it
+    is, and in fp32.
+    """
+    bucket = request.zero.number("reduce_bucket_size")
+    large = max((one.numel for one in request.parameters.trained if one.numel > bucket), default=0)
+    small = sum(one.numel for one in request.parameters.trained if one.numel <= bucket)
+    return max(FP32 * min(bucket, small), (request.width + FP32) * large)
+
+
+def training_phases(request: Request, states: States, extra: tuple[Item, ...] = ()) -> list[Phase]:
+    """Of one GPU. `extra`: what lies there throughout."""
+    held = (
+        Item("weights", states.weights + states.persistent),
+        Item("gradients, fp32", states.gradients),
+        Item("optimizer: master weights and moments, fp32", states.optimizer),
+        Item("bucket of gradients on their way", states.bucket),
+        *extra,
+    )
+    copied = FP32 * min(request.parameters.trained_shares(request.machine.gpus), request.zero.number("sub_group_size"))
+    if request.zero.offloads("optimizer"):
+        copied = 0
+    step = Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
+    return [forward_backward(request, held), step]
+
+
+def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
+    found = activations_of(request)
+    at_work, ahead = gathered(request)
+    tokens = f"{request.tokens:,} tokens"
+    waiting = (
+        Item(
+            "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers",
+            found.inputs,
+            tokens,
+        ),
+        Item("hidden states beside the layers", found.around),
+    )
+    seen = (
+        Item("vision tower, kept for its backward", found.tower),
+        Item("pixels", found.pixels),
+        Item("features of media", found.features),
+    )
+    whole = (Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
+    tied = (
+        request.width
+        * request.shape.vocabulary
+        * request.shape.hidden
+        * (is_tied(request) and head_is_trained(request))
+    )
+    moving = Item("copies of gradients on their way", reduction(request))
+    name = "forward and backward"
+    moments = [
+        Phase(
+            f"{name} (output layer)",
+            (
+                *held,
+                *waiting,
+                *seen,
+                *whole,
+                Item("output layer and loss", found.head, f"logits of {found.logits:,} tokens at a time"),
+            ),
+        ),
+        Phase(
+            f"{name} (a text layer)",
+            (
+                *held,
+                *waiting,
+                *seen,
+                *whole,
+                moving,
+                Item("gradient of the tied embedding", tied),
+                Item("one text layer at work", found.layer),
+            ),
+        ),
+        Phase(
+            f"{name} (vision tower)",
+            (
+                *held,
+                *seen,
+                *whole,
+                moving,
+                Item("gradient of the tied embedding", tied),
+                Item("one vision block at work", found.block),
+            ),
+        ),
+    ]
+    return largest(moments)
