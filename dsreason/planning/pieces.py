@@ -37,7 +37,7 @@ class Pieces:
     dtype: torch.dtype
 
     @cache  # noqa: B019 (as many as there are plans)
-    def text_layer(self, tokens: int, *, needs_grad: bool = True) -> Traced:
+    def text_layer(self, tokens: int, *, training: bool = True) -> Traced:
         decoder: Any = self.model.get_decoder()
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
 
@@ -48,10 +48,10 @@ class Pieces:
             )
             return tensor_of(found)
 
-        return trace(run, (1, tokens, self.shape.hidden), self.dtype, needs_grad=needs_grad)
+        return trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
-    def vision_block(self, patches: int, *, needs_grad: bool = True) -> Traced:
+    def vision_block(self, patches: int, *, training: bool = True) -> Traced:
         tower, head = self._tower, self.shape.vision_hidden // self._tower.config.num_heads
 
         def run(hidden: Tensor) -> Tensor:
@@ -59,15 +59,15 @@ class Pieces:
             starts = torch.tensor([0, patches], dtype=torch.int32)
             return tensor_of(tower.blocks[0](hidden, cu_seqlens=starts, position_embeddings=(angles, angles)))
 
-        return trace(run, (patches, self.shape.vision_hidden), self.dtype, needs_grad=needs_grad)
+        return trace(run, (patches, self.shape.vision_hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
-    def merger(self, patches: int, *, needs_grad: bool = True) -> Traced:
+    def merger(self, patches: int, *, training: bool = True) -> Traced:
         return trace(
             lambda hidden: tensor_of(self._tower.merger(hidden)),
             (patches, self.shape.vision_hidden),
             self.dtype,
-            needs_grad=needs_grad,
+            training=training,
         )
 
     @cache  # noqa: B019

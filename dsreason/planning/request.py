@@ -86,6 +86,8 @@ class Request:
     ds_config: str
     """Name or path of the DeepSpeed JSON."""
     config_name: str = "the run configuration"
+    media_tokens: int | None = None
+    """Of a row on one rank; None: as many as the configuration allows."""
     architecture: Architecture = field(init=False)
     zero: Zero = field(init=False)
 

@@ -87,20 +87,24 @@ class Traced(NamedTuple):
 
 
 def trace(
-    run: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype, *, needs_grad: bool = True
+    run: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    training: bool = True,
 ) -> Traced:
-    """Of `run` on an input of that shape, which needs a gradient itself where `needs_grad`.
+    """Of `run` on an input of that shape, which needs a gradient itself.
 
-    `run` must have been given modules of `without_gradients`.
+    `training=False`: of the forward alone, which keeps nothing.
     """
-    given = torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+    given = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
     live = LiveBytes()
-    with live:
+    with live, torch.set_grad_enabled(training):
         found = run(given)
-        kept = live.now
+        kept = live.now if found.requires_grad else 0
         if found.requires_grad:
             found.backward(torch.empty_like(found))  # type: ignore[no-untyped-call]
-    return Traced(kept if found.requires_grad else 0, live.peak)
+    return Traced(kept, live.peak)
 
 
 def give_gradients_away(module: nn.Module) -> None:

@@ -68,20 +68,22 @@ def vision_bytes(request: Request) -> tuple[int, int, int, int]:
     trained = tower_is_trained(request)
     tokens = media_tokens(request)
     patches = shape.patches(tokens)
-    block = pieces.vision_block(patches, needs_grad=trained)
+    block = pieces.vision_block(patches, training=trained)
     tower = 0
     if trained:
         recomputing = request.config.model.gradient_checkpointing
         each = patches * shape.vision_hidden * width if recomputing else block.kept
         tower = shape.vision_depth * each
     pixels = patches * shape.patch_values * (FP32 + width)
-    merger = pieces.merger(patches, needs_grad=trained)
+    merger = pieces.merger(patches, training=trained)
     features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
     return tower, pixels, features, max(block.peak, merger.peak)
 
 
 def media_tokens(request: Request) -> int:
     """Of a row on one rank, at most: all of it, or what the samples of a row may show by `[data.vision]`."""
+    if request.media_tokens is not None:
+        return request.media_tokens
     budget, _ = request.config.token_budget
     shape = request.shape
     if budget is not None:
