@@ -70,7 +70,7 @@ class Zero:
         return self.number("stage")
 
     def offloads(self, what: Literal["optimizer", "param"]) -> bool:
-        return (self.section.get(f"offload_{what}") or {}).get("device", "none") != "none"
+        return bool((self.section.get(f"offload_{what}") or {}).get("device", "none") != "none")
 
     def pins(self, what: Literal["optimizer", "param"]) -> bool:
         return bool((self.section.get(f"offload_{what}") or {}).get("pin_memory", False))

@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     """Inside, bytes of the tensors that operations have made and nobody has let go: `now`, and their `peak`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.known: set[int] = set()
 
@@ -103,7 +103,7 @@ def trace(
         found = run(given)
         kept = live.now if found.requires_grad else 0
         if found.requires_grad:
-            found.backward(torch.empty_like(found))  # type: ignore[no-untyped-call]
+            found.backward(torch.empty_like(found))
     return Traced(kept, live.peak)
 
 

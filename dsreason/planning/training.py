@@ -149,11 +149,15 @@ def training_phases(request: Request, states: States, extra: tuple[Item, ...] = 
         Item("bucket of gradients on their way", states.bucket),
         *extra,
     )
-    copied = FP32 * min(request.parameters.trained_shares(request.machine.gpus), request.zero.number("sub_group_size"))
-    if request.zero.offloads("optimizer"):
-        copied = 0
-    step = Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
-    return [forward_backward(request, held), step]
+    return [forward_backward(request, held), optimizer_step(request, held)]
+
+
+def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
+    copied = 0
+    if not request.zero.offloads("optimizer"):
+        own = request.parameters.trained_shares(request.machine.gpus)
+        copied = FP32 * min(own, request.zero.number("sub_group_size"))
+    return Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
 
 
 def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
