@@ -153,7 +153,7 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     before = held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
     found = {"tokens": len(sample), "media": 256 * case.images}
-    for step in range(2):
+    for _ in range(2):
         (batch,) = batches()
         engine.set_gradient_accumulation_boundary(True)
         gc.collect()

@@ -90,7 +90,15 @@ def suggestion(request: Request, change: Change) -> Suggestion | None:
 def changed(request: Request, change: Change) -> Request:
     machine = request.machine if change.gpus is None else replace(request.machine, gpus=change.gpus)
     config = with_values(request.config, change.sets)
-    return Request(request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name)
+    found = Request(request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name)
+    if model_settings(config) == model_settings(request.config):
+        found.parameters, found.pieces = request.parameters, request.pieces
+    return found
+
+
+def model_settings(config: RunConfig) -> tuple[Any, ...]:
+    """What decides how the model is counted."""
+    return config.model.freeze, config.model.quantize, config.lora, config.train.precision
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
