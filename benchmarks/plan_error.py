@@ -226,21 +226,66 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"largest error: {worst:.1%} (goal {GOAL:.0%})")
 
 
+def vllm(arguments: argparse.Namespace, folder: Path) -> None:
+    from dsreason.job import launch
+
+    if not torch.cuda.is_available():
+        print("vllm: needs a GPU, and there is none")
+        return
+    launch.prepare_environment()
+    task = json.dumps({"model": arguments.vllm_model, "folder": str(folder)})
+    launch.start_ranks(lambda attempt: [__file__, "--side", task], ranks=1, log_dir=folder / "logs")
+    found = json.loads((folder / "vllm.json").read_text())
+    error = found["estimate"] / found["measured"] - 1
+    print(f"KV cache of vLLM: {found['estimate']:,} tokens estimated, {found['measured']:,} measured, {error:+.1%}")
+
+
+def vllm_side(task: dict[str, Any]) -> None:
+    """Starts the engine of a GRPO run, beside no policy, and asks how many tokens its cache holds."""
+    from dsreason.cli.plan import find_machine
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.files.cache import cache_dir
+    from dsreason.job.ranks import init_world
+    from dsreason.models.load import load_processor, resolve_model
+    from dsreason.planning.request import Request
+    from dsreason.planning.sampling import VLLM
+    from dsreason.rollout.opening import open_rollout_engine
+    from dsreason.train.grpo.build import engine_settings
+
+    world = init_world()
+    config = GRPOConfig.model_validate({"model": {"path": task["model"]}, "reward": {"functions": {"format": 1.0}}})
+    folder = resolve_model(config.model, cache_dir() / "models")
+    settings, tokenizer = engine_settings(config, world), load_processor(folder).tokenizer
+    with open_rollout_engine(folder, tokenizer, world, settings, dtype=torch.bfloat16) as engine:
+        cache = engine.llm.llm_engine.vllm_config.cache_config  # type: ignore[attr-defined]
+        measured = cache.num_gpu_blocks * cache.block_size
+    planned = VLLM(Request("grpo", config, find_machine(1, None, 8), config.deepspeed), config).cache_tokens
+    (Path(task["folder"]) / "vllm.json").write_text(json.dumps({"measured": measured, "estimate": planned}))
+
+
 def rank_side(task: dict[str, Any]) -> None:
     from dsreason.job import launch
 
     launch.enter_rank()
+    if "case" not in task:
+        vllm_side(task)
+        return
     case = Case(**task["case"] | {"freeze": tuple(task["case"]["freeze"])})
     found = measure(case, Path(task["model"]), Path(task["ds_config"]), Path(task["folder"]))
     (Path(task["folder"]) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
+PARTS = {"training": training, "vllm": vllm}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="all, unless named")
     parser.add_argument("--cases", nargs="*", help="names, or how they begin; all, unless given")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="also what forward and backward are estimated from")
+    parser.add_argument("--vllm-model", default="tiny:qwen2_5_vl", help="folder or name on the Hub")
     parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -250,8 +295,9 @@ def main() -> None:
     if arguments.side:
         rank_side(arguments.side)
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        training(arguments, Path(scratch))
+    for name in arguments.parts or PARTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            PARTS[name](arguments, Path(scratch))
 
 
 if __name__ == "__main__":
