@@ -17,9 +17,11 @@ import typer
 
 from dsreason import train
 from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
-from dsreason.config.load import dump_config, load_config
+from dsreason.config.load import dump_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import JobConfig, RunConfig
+from dsreason.cosmos_rl.loading import load_run
+from dsreason.cosmos_rl.tables import show
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
@@ -141,15 +143,23 @@ class Job(Generic[C]):
 
 
 def load_job(job: Job[C]) -> C:
-    """The run configuration with the command line's own options in it; says which recipe runs without --config."""
-    if job.config is None and launch.is_first_rank() and not launch.started_by_us():
+    """The run configuration with the command line's own options in it; says which recipe runs without --config.
+
+    A configuration of cosmos-rl is one as well, and what became of its keys is shown.
+    """
+    speaks = launch.is_first_rank() and not launch.started_by_us()
+    if job.config is None and speaks:
         typer.echo(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
     overrides = list(job.overrides)
     if job.ds_config is not None:
         overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
     if job.output_dir is not None:
         overrides.append(f"output_dir={json.dumps(str(job.output_dir))}")
-    return load_config(job.trainer.schema, job.config, overrides, default_recipe=job.trainer.recipe)
+    trainer = job.trainer
+    config, imported = load_run(trainer.name, trainer.schema, job.config, overrides, default_recipe=trainer.recipe)
+    if imported is not None and speaks:
+        show(imported)
+    return config
 
 
 def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:

@@ -100,6 +100,8 @@ class SourceConfig(Section):
     """One split or several, concatenated; row ranges as in `train[:100]`."""
     limit: int | None = Field(None, ge=1)
     """At most this many rows, from the first on."""
+    columns: dict[str, str] = {}
+    """Fields that the adapter reads, and what the rows call them: `{question = "problem", answer = "solution"}`."""
     system_prompt: str = ""
     """System message for samples that have none."""
     question: str = "Describe what you see in this video."
@@ -185,12 +187,20 @@ class OptimConfig(Section):
     """Warmup steps: a whole number (at most all steps), or a share (below 1) of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
     """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
-    decay_share: float = Field(0.2, gt=0, le=1)
-    """wsd: share of all steps that decays."""
+    decay_share: float | None = Field(None, gt=0, le=1)
+    """Share of all steps, the last ones, that decays; before them the rate is held. Unset: all after the warmup (wsd: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end as a share of `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradient clipping; 0 only measures the norm."""
+
+    @model_validator(mode="after")
+    def check_decay(self) -> Self:
+        if self.decay_share is not None and self.schedule == "constant":
+            raise ValueError(
+                f"decay_share ({self.decay_share:g}): the schedule is constant, which never decays; remove one"
+            )
+        return self
 
 
 class JobTrainConfig(Section):

@@ -89,7 +89,7 @@ class Source:
         """Row `index` as the adapter returns it."""
         where = self.rows.location(index)
         try:
-            sample = self.adapter.to_sample(self.rows[index], self.config)
+            sample = self.adapter.to_sample(renamed(self.rows[index], self.config.columns), self.config)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except KeyError as error:
@@ -149,6 +149,24 @@ class SampleDataset(Sequence[Sample]):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
         return self.sources[part], int(self.rows[index] - self.starts[part])
+
+
+def renamed(row: Any, columns: dict[str, str]) -> Any:
+    """The row with the fields that the adapter reads; what had such a name before is no longer there.
+
+    Raises:
+        DataError: the row has no such column.
+    """
+    if not columns:
+        return row
+    if not isinstance(row, dict):
+        raise DataError(
+            f"data.columns names {', '.join(columns.values())}, and the row is {row!r:.100}; give rows with fields"
+        )
+    if missing := [theirs for theirs in columns.values() if theirs not in row]:
+        raise DataError(f"data.columns names {missing[0]!r}, and the row has {', '.join(map(str, row))}")
+    kept = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:

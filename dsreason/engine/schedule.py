@@ -6,6 +6,9 @@ import math
 
 from dsreason.config.schema import OptimConfig
 
+WSD_SHARE = 0.2
+"""Share of all steps that decays in the schedule wsd, unless `optim.decay_share` says otherwise."""
+
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
     """`optim.warmup` in steps, at most `total_steps`; below 1 it is a share of them."""
@@ -30,14 +33,14 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """What the peak learning rate is multiplied with in 0-based `step`.
 
     Rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
-    `optim.min_lr_share` at `total_steps` (one step after the last).
+    `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share` it stays at 1 until the last
+    steps of that share.
     """
     warmup = warmup_steps(total_steps, optim)
     if step < warmup:
         return step / (warmup - 1) if warmup > 1 else 1.0
-    start = warmup
-    if optim.schedule == "wsd":
-        start = max(warmup, total_steps - round(optim.decay_share * total_steps))
+    share = WSD_SHARE if optim.decay_share is None and optim.schedule == "wsd" else optim.decay_share
+    start = warmup if share is None else max(warmup, total_steps - round(share * total_steps))
     progress = min(max(step - start, 0) / max(total_steps - start, 1), 1.0)
     return optim.min_lr_share + (1 - optim.min_lr_share) * _decay(optim.schedule, progress)
 

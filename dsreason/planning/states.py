@@ -50,9 +50,7 @@ def sharded(request: Request) -> States:
     if ranks > 1 or params_off:
         threshold = zero.number("stage3_param_persistence_threshold")
         persistent = sum(one.nbytes for one in parameters.all if one.elements <= threshold)
-    # In fp32 the master weights are the weights, unless they are to lie elsewhere.
-    masters = 0 if request.width == FP32 and not off and not params_off else FP32 * trained
-    gradients, moments = FP32 * trained, MOMENTS * FP32 * trained
+    gradients, masters, moments = FP32 * trained, FP32 * trained, MOMENTS * FP32 * trained
     contiguous = bool(zero.section.get("contiguous_gradients", True))
     bucket = FP32 * zero.number("reduce_bucket_size") if contiguous else 0
     pinned = pinned_size if zero.pins("optimizer") else int
@@ -66,7 +64,7 @@ def sharded(request: Request) -> States:
         host_weights=weights if params_off else 0,
         # One buffer that micro-batches add to, and one that the optimizer reads.
         host_gradients=2 * pinned(gradients) if off else 0,
-        host_masters=FP32 * trained if off else 0,
+        host_masters=masters if off else 0,
         host_moments=moments if off else 0,
     )
 

@@ -137,7 +137,8 @@ def reduction(request: Request) -> int:
     bucket = request.zero.number("reduce_bucket_size")
     large = max((one.numel for one in request.parameters.trained if one.numel > bucket), default=0)
     small = sum(one.numel for one in request.parameters.trained if one.numel <= bucket)
-    return max(FP32 * min(bucket, small), (request.width + FP32) * large)
+    copies = FP32 if request.width == FP32 else request.width + FP32
+    return max(FP32 * min(bucket, small), copies * large)
 
 
 def training_phases(request: Request, states: States, extra: tuple[Item, ...] = ()) -> list[Phase]:

@@ -26,6 +26,7 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file
+from dsreason.cosmos_rl.loading import find_import, load_run
 from dsreason.data.adapters import find_adapter, shipped_adapters
 from dsreason.data.types import Sample
 from dsreason.losses.presets import PRESETS
@@ -63,7 +64,9 @@ def by_name(item: Block | Path) -> str:
 
 
 def load(kind: str, file: Path | None, *overrides: str) -> Any:
-    """The configuration in `file`, where a part that it lacks is made up."""
+    """The configuration in `file`, where a part that it lacks is made up; of cosmos-rl, what becomes of it."""
+    if imported := find_import(file):
+        return load_run(imported.trainer, SCHEMAS[imported.trainer], file, overrides, default_recipe="")[0]
     text = file.read_text() if file else ""
     needed = [one for one in NEEDED[kind] if not re.search(rf"^\W*{re.split(r'[.=]', one)[0]}\b", text, re.MULTILINE)]
     return load_config(SCHEMAS[kind], file, [*needed, *overrides], default_recipe=RECIPES[kind])

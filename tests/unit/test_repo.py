@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -18,10 +21,13 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.data.adapters import find_adapter
+from dsreason.rewards.functions import find_reward
+from dsreason.world.rewards.functions import find_clip_reward
 
 ROOT = Path(__file__).parents[2]
 EVAL_RECIPES = sorted((ROOT / "launch" / "recipes").glob("*eval*.toml"))
 RECIPES = sorted(set((ROOT / "launch" / "recipes").glob("*.toml")) - set(EVAL_RECIPES))
+FOR_GPUS = [recipe for recipe in RECIPES if "builtin" not in recipe.stem]
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 MAX_BYTES = 500_000
@@ -36,13 +42,13 @@ PERSONAL = {
 }
 
 
-def load(recipe: Path) -> JobConfig:
+def load(recipe: Path, overrides: Sequence[str] = ()) -> JobConfig:
     schema: type[JobConfig] = GRPOConfig if recipe.stem.endswith("grpo") else SFTConfig
     if recipe.stem.endswith("dpo"):
         schema = DPOConfig
     if "world" in recipe.stem:
         schema = WorldConfig
-    return load_config(schema, recipe, default_recipe="builtin_sft.toml")
+    return load_config(schema, recipe, overrides, default_recipe="builtin_sft.toml")
 
 
 def tracked_files() -> list[Path]:
@@ -52,12 +58,42 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in out.split("\0") if name and (ROOT / name).is_file()]
 
 
+def head_of(recipe: Path) -> str:
+    """The comment that a recipe begins with, its lines joined."""
+    lines = takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
+    return "\n".join(line.removeprefix("#") for line in lines)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_loads_and_its_adapter_exists(recipe: Path) -> None:
+def test_a_recipe_loads_and_what_it_names_exists(recipe: Path) -> None:
     config = load(recipe)
+    assert config.deepspeed in {file.name for file in DS_CONFIGS}
     if isinstance(config, RunConfig):
         for source in config.data.all_sources():
             find_adapter(source.adapter)
+    if isinstance(config, GRPOConfig):
+        for name in config.reward.functions:
+            find_reward(name, config.reward.options.get(name))
+    if isinstance(config, WorldConfig):
+        for name in config.reward.functions:
+            if ":" not in name:  # a server's
+                find_clip_reward(name, config.reward.options.get(name))
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.name)
+def test_a_recipe_names_the_gpus_that_it_was_sized_for(recipe: Path) -> None:
+    assert re.search(r"(Sized for [1-9]\d* GPUs?|GPUs: [1-9]\d*) of 80 GB", head_of(recipe))
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.name)
+def test_the_command_in_a_recipe_is_one_and_starts_it(recipe: Path) -> None:
+    (line,) = re.findall(r"^   (dsreason .*)$", head_of(recipe).replace("\\\n", " "), re.MULTILINE)
+    _, name, *options = shlex.split(line)
+    assert name == ("world" if "world" in recipe.stem else recipe.stem.rpartition("_")[2])
+    given = list(zip(options[::2], options[1::2], strict=True))
+    assert {option for option, _ in given} <= {"--config", "--set", "--output-dir"}
+    assert dict(given)["--config"] == recipe.name
+    load(recipe, [value for option, value in given if option == "--set"])
 
 
 @pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)

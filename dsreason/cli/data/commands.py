@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 import typer
 
 from dsreason.cli.job import ConfigOption, SetOption, Trainer, trainers
-from dsreason.config.load import load_config, read_config, read_values
+from dsreason.config.load import read_config, read_values
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
+from dsreason.cosmos_rl.loading import find_import
+from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
@@ -384,6 +386,8 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
         if command not in known:
             raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(known)}")
         return known[command]
+    if imported := find_import(config):
+        return known[imported.trainer]
     document = {} if config is None else read_config(config)
     sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
     chosen = max(known.values(), key=lambda trainer: len(trainer.own_sections & sections))
@@ -403,7 +407,7 @@ def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
     if config is None:
         typer.echo(f"no --config: the built-in recipe {trainer.recipe}", err=True)
-    return load_config(trainer.schema, config, overrides or (), default_recipe=trainer.recipe)
+    return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]
 
 
 def num_workers(workers: int | None) -> int:

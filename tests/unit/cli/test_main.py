@@ -278,10 +278,12 @@ def test_without_a_config_the_builtin_recipe_runs_and_says_so(
 ) -> None:
     recipe = Path("run.toml").absolute()
 
-    def load(schema: Any, path: Path | None, overrides: Any, *, default_recipe: str) -> SFTConfig:
-        return load_config(schema, recipe if path is None else path, overrides, default_recipe=default_recipe)
+    def load(
+        trainer: str, schema: Any, path: Path | None, overrides: Any, *, default_recipe: str
+    ) -> tuple[SFTConfig, None]:
+        return load_config(schema, recipe if path is None else path, overrides, default_recipe=default_recipe), None
 
-    monkeypatch.setattr(job, "load_config", load)
+    monkeypatch.setattr(job, "load_run", load)
     assert call("sft", "--ds-config", "zero3.json", monkeypatch=monkeypatch) == 0
     assert capsys.readouterr().err.startswith("no --config: running the built-in recipe builtin_sft.toml\n")
     assert started[0]["ranks"] == 1

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dsreason.config import shipped
 from dsreason.config.load import load_config
-from dsreason.config.schema import SFTConfig
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file, shipped_file, shipped_names, shipped_root
+from dsreason.data.order import Part
 from dsreason.errors import ConfigError
 
 WORLD = [name for name in shipped_names("launch/recipes") if "world" in name]
@@ -101,6 +104,70 @@ def test_a_recipe_that_names_one_of_cosmos_rl_has_its_values(name: str) -> None:
     )
     values += (world.conditional_frames, world.kl_coef, world.data_coef, world.data_noise)
     assert ", ".join(map(str, values)) == UPSTREAM[name]
+
+
+PUBLISHED = {
+    "cosmos_reason1_7b_sft": "2e-06 constant 20, 128 x 1 of 4096, fps 1.0 max_pixels 81920, every 100 keep 2",
+    "cosmos_reason1_7b_llava_sft": "1e-06 constant 20, 128 x 1 of 4096, fps 1.0 max_pixels 81920, every 100 keep 2",
+    "cosmos_reason2_2b_sft": "1e-06 constant 20, 128 x 1 of 4096, fps 1.0 total_pixels 3774873, every 100 keep 2",
+    "cosmos_reason2_8b_sft": "1e-06 constant 20, 128 x 1 of 4096, fps 1.0 total_pixels 3774873, every 100 keep 2",
+    "av_captions_reason1_7b_sft": "2e-06 constant 20, 128 x 20 of 4096, fps 2.0 max_pixels 112897, every 25 keep 2",
+    "physical_plausibility_reason1_7b_sft": (
+        "1e-06 constant 20, 256 x 10 of 4096, fps 1.0 max_pixels 81920, every 20 keep 2"
+    ),
+    "physical_plausibility_reason2_8b_sft": (
+        "1e-06 cosine 0.03, 256 x 10 of 4096, fps 1.0 total_pixels 3774873, every 20 keep 2"
+    ),
+    "warehouse_reason1_7b_sft": "1e-05 constant 20, 256 x 1 of 8192, max_pixels 518400, every 50 keep 2",
+    "intelligent_transportation_reason2_2b_sft": "2e-05 cosine 0, 256 x 3 of 32768, nframes 8, every 20 keep 2",
+    "av_caption_vqa_reason2_8b_sft": (
+        "2e-07 cosine 0.03, 256 x 3 of 4096, nframes 16 min_pixels 3136 max_pixels 360000, every 20 keep 2"
+    ),
+    "cosmos_reason1_7b_grpo": "2e-06 constant 20, 128 x 80 of 10240, fps 1.0 max_pixels 81920, every 100 keep 2",
+    "physical_plausibility_reason1_7b_grpo": (
+        "2e-06 constant 20, 128 x 80 of 10240, fps 1.0 max_pixels 81920, every 100 keep 2"
+    ),
+}
+"""Learning rate, schedule and warmup; samples of a step x epochs; tokens; what is shown; checkpoints. Fewer of these are kept
+than there, and the LLaVA recipes save less often."""
+BLENDED = (1_100_000, 10_000, 12_000)
+"""Rows of the sources of the published blend."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_of_cosmos_reason_or_its_cookbook_has_its_values(name: str) -> None:
+    schema: type[RunConfig] = GRPOConfig if name.endswith("_grpo") else SFTConfig
+    config = load_config(schema, Path(f"{name}.toml"), default_recipe=f"{name}.toml")
+    optim = config.optim
+    (vision,) = {source.vision for source in config.data.all_sources()}
+    shown = " ".join(f"{key} {value}" for key, value in vision.model_dump(exclude_none=True).items())
+    values = f"{optim.lr} {optim.schedule} {optim.warmup}"
+    values += f", {config.samples_per_step} x {config.train.epochs} of {config.model.max_length}, {shown}"
+    assert f"{values}, every {config.checkpoint.every} keep {config.checkpoint.keep}" == PUBLISHED[name]
+    assert (optim.weight_decay, optim.max_grad_norm, config.train.precision) == (0.01, 1.0, "bf16")
+    assert optim.eps == (1e-8 if "warehouse" in name else 1e-6)
+    assert optim.betas == ((0.9, 0.95) if name.endswith("_grpo") else (0.9, 0.999))
+
+
+@pytest.mark.parametrize(
+    ("file", "kl_coef", "reward"),
+    [
+        ("cosmos_reason1_7b_grpo.toml", 0.0, "single_choice"),
+        ("physical_plausibility_reason1_7b_grpo.toml", 0.05, "ordinal_choice"),
+    ],
+)
+def test_a_published_grpo_recipe_samples_and_rewards_as_there(file: str, kl_coef: float, reward: str) -> None:
+    config = load_config(GRPOConfig, Path(file), default_recipe=file)
+    assert (config.grpo.num_generations, config.grpo.kl_coef) == (8, kl_coef)
+    assert (config.rollout.temperature, config.rollout.max_completion_length) == (0.9, 6144)
+    assert config.reward.functions == {reward: 1.0, "format": 1.0}
+
+
+def test_the_blend_of_sources_is_the_published_one() -> None:
+    name = "av_caption_vqa_reason2_8b_sft.toml"
+    sources = load_config(SFTConfig, Path(name), default_recipe=name).data.sources
+    rows = [Part(np.arange(count), source.weight).per_epoch for count, source in zip(BLENDED, sources, strict=True)]
+    assert [round(count / sum(rows), 2) for count in rows] == [0.3, 0.5, 0.2]
 
 
 def test_without_a_path_the_default_recipe_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

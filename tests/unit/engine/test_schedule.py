@@ -78,3 +78,18 @@ def test_a_single_step_trains() -> None:
 
 def test_wsd_decay_never_begins_before_the_warmup_has_ended() -> None:
     assert factors(4, warmup=3, schedule="wsd", decay_share=1.0) == [0, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]), ("sqrt", [0, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975])],
+)
+def test_any_schedule_can_hold_before_it_decays(schedule: str, expected: list[float]) -> None:
+    found = [lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_wsd_decays_over_a_fifth_unless_it_is_told() -> None:
+    assert [lr_factor(step, 10, OptimConfig(warmup=0, schedule="wsd")) for step in (7, 8, 9)] == pytest.approx(
+        [1, 1, 1 - 0.5**0.5]
+    )

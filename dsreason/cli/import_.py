@@ -1,0 +1,52 @@
+"""`dsreason import`: a configuration of cosmos-rl becomes one of ours, and every key is accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsreason.cli.job import trainers
+from dsreason.config.load import read_config, read_values
+from dsreason.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
+from dsreason.cosmos_rl.tables import show
+from dsreason.errors import ConfigError
+from dsreason.files.atomic import write_file
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="COSMOS.TOML", help="Configuration of cosmos-rl.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; default: print it.")] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="A key of cosmos-rl without an equal here: take what is nearest, or leave it out."
+        ),
+    ] = None,
+) -> None:
+    """Turn a configuration of cosmos-rl into one of dsreason, and say of every key what became of it."""
+    from dsreason.cosmos_rl.write import command, gpus, toml_of  # tomlkit takes a while
+
+    document = read_config(file)
+    if is_evaluation(document):
+        raise ConfigError(
+            f"{file}: nothing to import: `dsreason eval --config {file}` reads cosmos-reason1's file as it is"
+        )
+    if not is_cosmos_rl(document):
+        raise ConfigError(f"{file}: has no section of cosmos-rl ([policy], [train.train_policy], …); give a file of it")
+    if output is not None and output.exists():
+        raise ConfigError(f"{output}: is there already; name another file, or remove it")
+    imported = convert(document, accept or ())
+    show(imported)
+    imported.check(str(file))
+    text = toml_of(imported, file.name)
+    read_values(trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        write_file(output, text)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written ({error.strerror}); name another file") from None
+    typer.echo(f"written to {output}, for {gpus(imported)}. Then: {command(imported, str(output))} --dry-run", err=True)

@@ -1,0 +1,1 @@
+"""Every key of cosmos-rl: what it takes, what becomes of it, or why nothing does."""

@@ -1,0 +1,83 @@
+"""What is known of one key of cosmos-rl, and the forms in which the tables beside this file say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Takes = Literal["bool", "int", "number", "string", "list", "table", "any"]
+"""What a value may be; "int" and "number" are checked as in TOML, where 1 is also a number."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of cosmos-rl.
+
+    Example: `Key(1e-6, "number", ("optim.lr",), copies=True)` is copied as it is.
+    """
+
+    default: Any
+    """What cosmos-rl takes where a file does not have the key."""
+    takes: Takes
+    becomes: tuple[str, ...] = ()
+    """Our keys that it decides, alone or with others; none: it is left out."""
+    copies: bool = False
+    """Whether its value becomes that of the first of them."""
+    convert: Callable[[Any], Any] = lambda value: value
+    """How, where it is copied. ValueError says what is wrong with the value."""
+    because: str = ""
+    """Why it can be left out."""
+    only: tuple[Any, ...] | None = None
+    """The values for which that holds; None: all."""
+    instead: str = ""
+    """What to do about any other value."""
+    trainers: tuple[str, ...] = ("sft", "dpo", "grpo")
+    """For which of our trainers cosmos-rl reads it."""
+
+    def of(self, *trainers: str) -> Key:
+        """The same, read for these trainers only."""
+        return replace(self, trainers=trainers)
+
+
+def takes_of(default: Any) -> Takes:
+    """What a key with this default takes."""
+    kinds: dict[type, Takes] = {bool: "bool", int: "int", float: "number", str: "string", list: "list", dict: "table"}
+    return kinds.get(type(default), "any")
+
+
+def copied(
+    default: Any, key: str, takes: Takes | None = None, *, convert: Callable[[Any], Any] = lambda value: value
+) -> Key:
+    """A key whose value, converted, is that of `key` here."""
+    return Key(default, takes or takes_of(default), (key,), copies=True, convert=convert)
+
+
+def joint(default: Any, *keys: str, takes: Takes | None = None) -> Key:
+    """A key that decides these of ours together with others."""
+    return Key(default, takes or takes_of(default), keys)
+
+
+def unused(default: Any, because: str, takes: Takes | None = None) -> Key:
+    """A key without an equivalent, whatever its value: nothing that is computed depends on it."""
+    return Key(default, takes or takes_of(default), because=because)
+
+
+def only(default: Any, *values: Any, because: str, instead: str, takes: Takes | None = None) -> Key:
+    """A key without an equivalent, which can be left out for these values."""
+    return Key(default, takes or takes_of(default), because=because, only=values, instead=instead)
+
+
+def same_for(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
+    """All of these, read for the same trainers."""
+    return {name: key.of(*trainers) for name, key in keys.items()}
+
+
+def fits(value: Any, takes: Takes) -> bool:
+    """Whether a value is of the kind; True is no number."""
+    if takes == "any":
+        return True
+    if isinstance(value, bool) or takes == "bool":
+        return isinstance(value, bool) and takes == "bool"
+    kinds = {"int": int, "number": (int, float), "string": str, "list": list, "table": dict}
+    return isinstance(value, kinds[takes])  # type: ignore[arg-type]

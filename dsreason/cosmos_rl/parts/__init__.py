@@ -1,0 +1,1 @@
+"""What several keys of theirs decide together: each file one part of our configuration."""

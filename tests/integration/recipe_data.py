@@ -1,0 +1,130 @@
+"""Tiny data sets in the formats of the recipes: rows enough for one published batch, of few clips and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from dsreason.config.schema import SourceConfig
+from dsreason.datasets.builtin import BALLS, WAYS, write_medium
+from dsreason.datasets.builtin_scenes import COLOURS, falling_ball, moving_ball, one_shape
+
+NUM_ROWS = 400
+"""More than a published batch and the rows held out of it."""
+Row = dict[str, Any]
+
+
+def write_media(folder: Path) -> Path:
+    """`clips/0.mp4` … `clips/3.mp4` and `images/0.png` … `images/3.png`, below `folder`."""
+    random = np.random.default_rng(0)
+    for name in ("clips", "images"):
+        (folder / name).mkdir(parents=True)
+    for i, (way, colour, ball) in enumerate(zip(WAYS.values(), COLOURS, cycle(BALLS.values()))):
+        clip = moving_ball(random, way) if i % 2 else falling_ball(random, ball)
+        write_medium(folder, str(i), np.concatenate([clip, clip]))  # 16 frames: no recipe asks for more
+        write_medium(folder, str(i), one_shape(random, colour))
+    return folder
+
+
+def write_source(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    """A data set that the source's adapter reads, in a new folder; returns what `data.path` and `data.media_path` become.
+
+    Args:
+        media: a folder of `write_media`.
+    """
+    folder.mkdir(parents=True)
+    return WRITERS[source.adapter](source, media, folder)
+
+
+def repeated(rows: list[Row]) -> list[Row]:
+    return [{**row, "id": str(i)} for i, row in enumerate(islice(cycle(rows), NUM_ROWS))]
+
+
+def write_json(path: Path, rows: list[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def hub_layout(source: SourceConfig, media: Path, folder: Path, name: str, rows: list[Row]) -> dict[str, str]:
+    """A copy of a data set of the hub: annotations and clips below the folder of the subset."""
+    subset = folder / str(source.subset)
+    write_json(subset / name, repeated(rows))
+    (subset / "clips").symlink_to(media / "clips")
+    return {"path": str(folder)}
+
+
+def cosmos_reason1(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    asked = {"role": "user", "content": "What does the robot do next?"}
+    rows = [
+        {"video": f"clips/{i}.mp4", "conversations": [asked, {"role": "assistant", "content": f"It takes cup {i}."}]}
+        for i in range(4)
+    ]
+    return hub_layout(source, media, folder, f"{source.subset}_{source.split}.json", rows)
+
+
+def cosmos_reason1_rl(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    rows = [
+        {
+            "video": f"clips/{i}.mp4",
+            "qa_pairs": {"question": "Which way does the ball move?", "index2ans": WAYS, "answer": "ABCD"[i]},
+        }
+        for i in range(4)
+    ]
+    return hub_layout(source, media, folder, f"{source.subset}_{source.split}_qa_pairs.json", rows)
+
+
+def llava(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    """Rows as LLaVA's own, the warehouse's (two images, a number) and those of WTS (a video, options in the question)."""
+    choice = "<video> \n Does the ball fall? \n A: Yes \n B: No \n \nAnswer with the option's letter."
+    forms = [
+        ({"image": "images/0.png"}, "<image>\nDescribe the picture.", "A shape on a plain ground."),
+        ({"images": ["images/1.png", "images/2.png"]}, "<image>\n<image>\nHow far is Region [0]?", "6.36"),
+        ({"video": "clips/0.mp4"}, choice, "A"),
+        ({"video": "clips/1.mp4"}, choice, "B"),
+    ]
+    rows = [
+        {**shown, "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
+        for shown, asked, answer in forms
+    ]
+    return {"path": str(write_json(folder / "annotations.json", repeated(rows))), "media_path": str(media)}
+
+
+def conversations(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    """A saved Hugging Face data set whose only column has JSON text: scores from 1 to 5, as of VideoPhy-2."""
+    rows = []
+    for i in range(NUM_ROWS):
+        video = {"type": "video", "video": f"clips/{i % 4}.mp4"}
+        text = {"type": "text", "text": "Does this video adhere to the physical laws?"}
+        answer = f"<answer>\n{1 + i % 5}\n</answer>"
+        messages = [{"role": "user", "content": [video, text]}, {"role": "assistant", "content": answer}]
+        rows.append({"conversations": json.dumps(messages)})
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "saved"))
+    return {"path": str(folder / "saved"), "media_path": str(media)}
+
+
+def local_labels(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
+    for name in ("videos", "metas"):
+        (folder / name).mkdir()
+    for i in range(NUM_ROWS):
+        video = str(source.video_pattern).replace("*", f"2023.05.{i}")
+        (folder / "videos" / video).symlink_to(media / "clips" / f"{i % 4}.mp4")
+        label = {"weather": ("Light rain", "Clear skies")[i % 2], "driving_difficulty": 1 + i % 4}
+        (folder / "metas" / f"2023.05.{i}.label.json").write_text(json.dumps(label))
+    return {"path": str(folder)}
+
+
+WRITERS: dict[str, Callable[[SourceConfig, Path, Path], dict[str, str]]] = {
+    "cosmos_reason1": cosmos_reason1,
+    "cosmos_reason1_rl": cosmos_reason1_rl,
+    "llava": llava,
+    "conversations": conversations,
+    "local_labels": local_labels,
+}
+"""By adapter."""

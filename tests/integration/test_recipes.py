@@ -1,0 +1,106 @@
+"""Every shipped recipe for real models, with a tiny model and tiny data in its place: a dry run as it is, and two steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsreason.cli.main import main
+from dsreason.config.load import load_config
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.shipped import shipped_names
+from tests.integration.command import dsreason, metrics
+from tests.integration.recipe_data import write_media, write_source
+
+pytestmark = pytest.mark.integration
+
+RECIPES = [name for name in shipped_names("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
+
+
+def command(recipe: str) -> str:
+    return "grpo" if recipe.endswith("_grpo.toml") else "sft"
+
+
+@pytest.fixture(scope="session")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_media(tmp_path_factory.mktemp("media"))
+
+
+Swap = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path) -> Swap:
+    """`--set`s that put a tiny model of the same family and tiny data of the same format in a recipe's place."""
+
+    def options(recipe: str) -> list[str]:
+        schema: type[RunConfig] = GRPOConfig if command(recipe) == "grpo" else SFTConfig
+        config = load_config(schema, Path(recipe), default_recipe=recipe)
+        model = {"nvidia/Cosmos-Reason1": tiny_qwen2_5_vl, "nvidia/Cosmos-Reason2": tiny_qwen3_vl}
+        changes = {"model.path": model[config.model.path.rpartition("-")[0]]}
+        for number, source in enumerate(config.data.all_sources()):
+            section = f"data.sources.{number}" if config.data.sources else "data"
+            written = write_source(source, media, tmp_path / "data" / str(number))
+            changes |= {f"{section}.{key}": value for key, value in written.items()}
+        return [f"--set={key}={json.dumps(str(value))}" for key, value in changes.items()]
+
+    return options
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_passes_all_checks_with_nothing_changed_but_paths(
+    recipe: str, swap: Swap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", recipe, "--output-dir", "out", "--dry-run", *swap(recipe)]
+    monkeypatch.setattr(sys, "argv", ["dsreason", command(recipe), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 0, told.err
+    shown = json.loads(told.out)
+    assert shown["model"]["path"].startswith("/")
+    assert not (tmp_path / "out").exists()
+
+
+SMALLER = {
+    "model.max_length": 2048,
+    "train.precision": "fp32",
+    "train.max_steps": 2,
+    "train.max_tokens_per_micro_batch": 2048,
+    "data.workers": 1,
+    "data.validation": 2,
+    "validation.before_training": False,
+    "validation.max_completion_length": 4,
+    "checkpoint.last": False,
+    "checkpoint.keep_best": False,
+    "checkpoint.every": 0,
+}
+SMALLER_SFT = {"train.global_batch_size": 4}
+SMALLER_GRPO = {
+    "grpo.num_generations": 2,
+    "grpo.prompts_per_step": 2,
+    "rollout.max_completion_length": 8,
+    "reward.workers": 1,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains_from_end_to_end(recipe: str, swap: Swap, tmp_path: Path) -> None:
+    changes = SMALLER | (SMALLER_GRPO if command(recipe) == "grpo" else SMALLER_SFT)
+    options = [*swap(recipe), *(f"--set={key}={json.dumps(value)}" for key, value in changes.items())]
+    ended = dsreason(command(recipe), "--config", recipe, "--output-dir", "out", "--nproc", 1, *options, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    steps = [line for line in metrics(tmp_path / "out") if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(math.isfinite(line["train/loss"]) for line in steps)
+    rewards = json.loads((tmp_path / "out" / "config.json").read_text()).get("reward", {"functions": {}})["functions"]
+    assert [name for name in rewards if not all(f"reward/{name}/mean" in line for line in steps)] == []
+    assert (tmp_path / "out" / "export" / "final" / "model.safetensors").is_file()

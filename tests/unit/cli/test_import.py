@@ -1,0 +1,139 @@
+"""`dsreason import`, and the training commands that are given a file of cosmos-rl."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.cli import job, main
+from dsreason.cli.job import trainers
+from dsreason.config.load import load_config
+from dsreason.config.schema import SFTConfig
+from dsreason.job import launch
+from tests.unit.cosmos_rl.test_convert import GRPO, SFT
+from tests.unit.cosmos_rl.test_keys import SHARED, needs_configs
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", launch.ERROR_DIR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    Path("cosmos.toml").write_text(SFT)
+    Path("rows.json").write_text("[]")
+
+
+def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["dsreason", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    return int(caught.value.code or 0)
+
+
+def test_a_file_is_written_that_the_command_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("import", "cosmos.toml", "-o", "run.toml", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "written to run.toml, for 1 GPU. Then: dsreason sft --config run.toml --dry-run" in printed.err
+    config = load_config(SFTConfig, Path("run.toml"), default_recipe="builtin_sft.toml")
+    assert (config.data.adapter, config.train.global_batch_size, config.optim.lr) == ("llava", 8, 1e-6)
+
+
+def test_without_a_name_it_is_printed_and_the_tables_are_not_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("import", "cosmos.toml", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["data"]["path"] == "rows.json"
+    assert "mapped" in printed.err
+    assert "What they mean" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "text"),
+    [
+        (
+            SFT + "[train.fp8]\nenable_fp8 = true",
+            [],
+            "cosmos.toml: train.fp8.enable_fp8: there is no training in 8 bits",
+        ),
+        ("[model]\npath = 'x'", [], "cosmos.toml: has no section of cosmos-rl"),
+        ("datasets = []\n[evaluation]\nfps = 4", [], "dsreason eval --config cosmos.toml"),
+        (SFT, ["--accept", "train.x"], "--accept train.x: the file has no such key"),
+        (SFT, ["-o", "rows.json"], "rows.json: is there already"),
+        (SFT, ["-o", "no/such/run.toml"], "no/such/run.toml: cannot be written"),
+        ("[policy", [], "not valid TOML"),
+        (SFT + "[train]\nepoch = 0", [], "train.epochs: 0 is less than 1"),
+    ],
+)
+def test_an_error_is_told_once_and_leaves_nothing(
+    content: str, arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cosmos.toml").write_text(content)
+    before = sorted(path.name for path in Path().iterdir())
+    assert call("import", "cosmos.toml", *(arguments or ["-o", "run.toml"]), monkeypatch=monkeypatch) == 2
+    printed = capsys.readouterr().err
+    assert printed.count(text) == 1
+    assert "Traceback" not in printed
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_control_characters_of_a_file_are_shown_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cosmos.toml").write_text(SFT + '[odd]\n"a\\u001b[31m" = 1')
+    assert call("import", "cosmos.toml", monkeypatch=monkeypatch) == 0
+    assert "\x1b[31m" not in capsys.readouterr().err
+
+
+@needs_configs
+@pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*.toml")) if SHARED.is_dir() else [])
+def test_what_is_written_is_what_is_trained_with(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the file or directly."""
+    assert call("import", str(SHARED / name), "-o", "run.toml", monkeypatch=monkeypatch) == 0
+    first = tomllib.loads((SHARED / name).read_text())
+    command = "world" if "is_diffusers" in first.get("policy", {}) or "model_parallel" in first else None
+    command = command or first["train"]["train_policy"]["type"]
+    found = trainers()[command]
+    written = load_config(found.schema, Path("run.toml"), default_recipe="x")
+    direct = job.load_job(job.Job(found, SHARED / name))
+    assert written == direct
+    assert "What they mean" in capsys.readouterr().err
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: seen.append(config))
+    return seen
+
+
+def test_a_training_command_takes_the_file_as_it_is(
+    checked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sft", "--config", "cosmos.toml", "--set", "train.global_batch_size=4", "--dry-run"]
+    assert call(*arguments, monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["data"]["adapter"] == "llava"
+    assert checked[0].train.global_batch_size == 4
+    assert "What they mean" in printed.err
+
+
+def test_the_file_of_another_command_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cosmos.toml").write_text(GRPO)
+    assert call("sft", "--config", "cosmos.toml", monkeypatch=monkeypatch) == 2
+    assert "is a configuration of cosmos-rl for `dsreason grpo`, and this is `dsreason sft`" in capsys.readouterr().err
