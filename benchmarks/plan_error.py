@@ -53,6 +53,7 @@ class Case:
     precision: str = "bf16"
     freeze: tuple[str, ...] = ()
     recompute: bool = True
+    offload: bool = False
     hidden: int = 1024
     layers: int = 4
     vocabulary: int = 32768
@@ -69,6 +70,7 @@ CASES = [
     replace(FULL, name="full, no recomputation", recompute=False),
     replace(FULL, name="full, Qwen3-VL, tied", family="qwen3_vl", tied=True, ranks=2),
     replace(FULL, name="fp32", precision="fp32", tokens=4096),
+    replace(FULL, name="offload", offload=True),
     replace(FULL, name="lora", lora=16, tokens=4096),
     replace(FULL, name="lora", lora=16, ranks=2, tokens=4096),
     replace(FULL, name="nf4", lora=16, quantize="nf4", tokens=4096),
@@ -117,8 +119,25 @@ def run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> Any:
     return SFTConfig.model_validate(document)
 
 
+def conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
+    """About as many tokens as the case says: pictures of `side` pixels, and an answer that fills the row."""
+    random = np.random.default_rng(0)
+    parts: list[dict[str, Any]] = []
+    for number in range(case.images):
+        file = folder / f"{number}_{os.environ['RANK']}.png"
+        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+        parts.append({"type": "image", "image": str(file)})
+    answer = case.tokens - 256 * case.images - 64 - 2 * case.images
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": words(16)}]},
+        {"role": "assistant", "content": words(answer)},
+    ]
+
+
 def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str, float]:
     """On one rank: bytes held, and what the two halves of the second step add."""
+    import peft  # noqa: F401 (what the libraries take is no part of a plan's phases)
+
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.micro_batches import align_micro_batches
     from dsreason.data.types import Sample
@@ -130,33 +149,16 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     world = init_world()
     config = run_config(case, model, case.tokens, ds_config)
     encoder = build_encoder(config, model)
-    random = np.random.default_rng(0)
-    parts: list[dict[str, Any]] = []
-    for number in range(case.images):
-        file = folder / f"{number}_{world.rank}.png"
-        side = 16 * 2 * encoder.processor.image_processor.patch_size
-        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
-        parts.append({"type": "image", "image": str(file)})
-    left = case.tokens - 256 * case.images
-    answer = left - 64 - 2 * case.images
-    turns = [
-        {"role": "user", "content": [*parts, {"type": "text", "text": words(16)}]},
-        {"role": "assistant", "content": words(answer)},
-    ]
-    sample = encoder.encode(Sample(id="0", messages=turns))
-
-    def batches() -> Any:
-        return align_micro_batches([[sample]], encoder, gather_objects, packing=True)
-
+    side = 16 * 2 * encoder.family.tiny.patch_size
+    sample = encoder.encode(Sample(id="0", messages=conversation(case, folder, side)))
     kind = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
     before = held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
-    found = {"tokens": len(sample), "media": 256 * case.images}
+    found: dict[str, float] = {"tokens": len(sample)}
     for _ in range(2):
-        (batch,) = batches()
+        (batch,) = align_micro_batches([[sample]], encoder, gather_objects, packing=True)
         engine.set_gradient_accumulation_boundary(True)
-        gc.collect()
         found["held"] = held_bytes(world.device) - before
         with PeakMemory(world.device) as peak:
             loss = sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets))
@@ -180,6 +182,7 @@ def estimate(case: Case, model: Path, ds_config: Path, tokens: int, device: str)
     request = Request("sft", run_config(case, model, tokens, ds_config), machine, str(ds_config), media_tokens=media)
     states = states_of(request)
     held = states.weights + states.persistent + states.gradients + states.optimizer
+    held += states.host if device == "cpu" else 0
     return {
         "held": held + min(states.bucket, 4 * request.parameters.num_trained),
         "forward and backward": forward_backward(request, ()).total,
@@ -196,8 +199,10 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
     # Else the allocator keeps what is freed, and the next peak does not show.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    ds_config = folder / "small_buckets.json"
-    ds_config.write_text(json.dumps({"zero_optimization": {"stage": 3, "contiguous_gradients": True, **BUCKETS}}))
+    away = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
+    for name, more in (("on_device", {}), ("offload", away)):
+        section = {"stage": 3, "contiguous_gradients": True, **BUCKETS, **more}
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": section}))
     print(f"{'case':26}{'ranks':>6}{'tokens':>7}  {'part':22}{'estimate':>9}{'measured':>9}  MiB a rank, error")
     worst = 0.0
     for number, case in enumerate(CASES):
@@ -206,6 +211,7 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
         own = folder / str(number)
         own.mkdir()
         model = build_model(case, own / "model")
+        ds_config = folder / ("offload.json" if case.offload else "on_device.json")
         task = json.dumps({"case": asdict(case), "model": str(model), "ds_config": str(ds_config), "folder": str(own)})
         command = [__file__, "--side", task]
         launch.start_ranks(lambda attempt, command=command: command, ranks=case.ranks, log_dir=own / "logs")
