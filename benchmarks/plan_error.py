@@ -61,6 +61,8 @@ class Case:
 
 
 FULL = Case("full")
+FROZEN: dict[str, Any] = {"layers": 8, "vocabulary": 196608, "tokens": 1024}
+"""Of models whose weights are not trained: more of them, as they take little."""
 CASES = [
     replace(FULL, tokens=512),
     FULL,
@@ -71,15 +73,15 @@ CASES = [
     replace(FULL, name="full, Qwen3-VL, tied", family="qwen3_vl", tied=True, ranks=2),
     replace(FULL, name="fp32", precision="fp32", tokens=4096),
     replace(FULL, name="offload", offload=True),
-    replace(FULL, name="lora", lora=16, tokens=4096),
-    replace(FULL, name="lora", lora=16, ranks=2, tokens=4096),
-    replace(FULL, name="nf4", lora=16, quantize="nf4", tokens=4096),
-    replace(FULL, name="nf4", lora=16, quantize="nf4", ranks=2, tokens=4096),
-    replace(FULL, name="video", tokens=4096, images=14, hidden=512),
-    replace(FULL, name="video, Qwen3-VL", family="qwen3_vl", tokens=4096, images=14, hidden=512),
-    replace(FULL, name="video, frozen tower", tokens=4096, images=14, hidden=512, freeze=("visual",)),
+    replace(FULL, name="lora", lora=16, **FROZEN),
+    replace(FULL, name="lora", lora=16, **FROZEN, ranks=2),
+    replace(FULL, name="nf4", lora=16, quantize="nf4", **FROZEN),
+    replace(FULL, name="nf4", lora=16, quantize="nf4", **FROZEN, ranks=2),
+    replace(FULL, name="video", tokens=2048, images=7, hidden=512),
+    replace(FULL, name="video, Qwen3-VL", family="qwen3_vl", tokens=2048, images=7, hidden=512),
+    replace(FULL, name="video, frozen tower", tokens=2048, images=7, hidden=512, freeze=("visual",)),
 ]
-VISION = {"hidden": 768, "depth": 12}
+VISION = {"hidden": 768, "depth": 6}
 """Of models that are shown images; the others have a tiny tower."""
 
 

@@ -115,6 +115,10 @@ def changes_here(request: Request) -> Iterator[Change]:
     if not request.zero.offloads("optimizer"):
         yield Change(ds_config=OFFLOAD, remark="slower steps")
     yield from fewer_tokens(request)
+    rows = config.validation.micro_batch_size
+    while config.data.validation != 0 and rows > 1:
+        rows //= 2
+        yield Change({"validation.micro_batch_size": rows})
     if not config.train.activation_offload and config.model.gradient_checkpointing:
         yield Change({"train.activation_offload": True})
     if not config.model.gradient_checkpointing:

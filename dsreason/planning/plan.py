@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.planning.architecture import find_architecture
 from dsreason.planning.host import checkpoint_copy, disk_phase, host_phase
@@ -13,7 +14,8 @@ from dsreason.planning.phases import GIB, Item, Phase, largest
 from dsreason.planning.request import ZERO_DEFAULTS, Request
 from dsreason.planning.sampling import VLLM, answering_phase, vllm_phases
 from dsreason.planning.states import states_of
-from dsreason.planning.training import activations_of, training_phases
+from dsreason.planning.training import activations_of, held_items, training_phases
+from dsreason.planning.validation import held_out_phase
 
 CONTEXT, NCCL = GIB, GIB // 2
 """Allowances on a GPU: CUDA's context and libraries; communication between several."""
@@ -87,11 +89,15 @@ def plan_run(request: Request) -> Plan:
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
         sampling = [answering_phase(request, states, batch, completion, extra)]
-    beside = (*extra, vllm.asleep) if vllm is not None else extra
-    training = training_phases(request, states, (*beside, Item("teacher: whole weights", fetched)))
-    phases = [*sampling[-1:], *(with_fragments(phase) for phase in [*sampling[:-1], *training])]
-    if vllm is None:
-        phases = [with_fragments(phase) for phase in [*sampling, *training]]
+    beside = (*extra, *([vllm.asleep] if vllm else []), Item("teacher: whole weights", fetched))
+    held = held_items(states, beside)
+    training = training_phases(request, held)
+    if config.data.validation != 0 and not isinstance(
+        config, DPOConfig
+    ):  # whose held-out pairs are cut as trained ones
+        training.append(held_out_phase(request, held))
+    # vLLM fills its share to the last byte, so that phase has no fragments.
+    phases = [one if vllm and one is sampling[-1] else with_fragments(one) for one in [*sampling, *training]]
     waiting = activations_of(request).on_host
     host = host_phase(request, states, waiting, vllm=vllm.host if vllm else 0, teacher=on_host)
     return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes_of(request))

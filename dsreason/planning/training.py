@@ -43,7 +43,7 @@ def activations_of(request: Request) -> Activations:
     inputs = shape.layers * (hidden if recomputing else layer.kept)
     moved = inputs if config.train.activation_offload else 0
     tower, pixels, features, block = vision_bytes(request)
-    chunk = max(1, (MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS) // shape.vocabulary)
+    chunk = logits_chunk(request)
     head = pieces.head(tokens, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
     return Activations(
         inputs=hidden if moved else inputs,
@@ -58,6 +58,12 @@ def activations_of(request: Request) -> Activations:
         logits=min(chunk, tokens),
         on_host=moved,
     )
+
+
+def logits_chunk(request: Request) -> int:
+    """Tokens whose logits are there at a time."""
+    most = MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS
+    return max(1, most // request.shape.vocabulary)
 
 
 def vision_bytes(request: Request) -> tuple[int, int, int, int]:
@@ -81,22 +87,27 @@ def vision_bytes(request: Request) -> tuple[int, int, int, int]:
 
 
 def media_tokens(request: Request) -> int:
-    """Of a row on one rank, at most: all of it, or what the samples of a row may show by `[data.vision]`."""
+    """Of a row on one rank, at most."""
     if request.media_tokens is not None:
         return request.media_tokens
     budget, _ = request.config.token_budget
-    shape = request.shape
     if budget is not None:
         return request.tokens
-    limits = [request.config.model.max_length]
-    for source in request.config.data.all_sources():
-        vision = source.vision
+    return min(request.tokens, shown_by(request, request.row_tokens // request.config.model.max_length))
+
+
+def shown_by(request: Request, samples: int) -> int:
+    """Tokens of media of so many samples, at most: all of them, or what `[data.vision]` allows."""
+    cell = request.shape.token_pixels
+    limits = []
+    for vision in (source.vision for source in request.config.data.all_sources()):
+        of_video = [request.config.model.max_length]
         if vision.total_pixels:
-            limits.append(-(-vision.total_pixels // shape.token_pixels))
+            of_video.append(-(-vision.total_pixels // cell))
         if vision.nframes and vision.max_pixels:
-            limits.append(-(-vision.nframes // 2) * -(-vision.max_pixels // shape.token_pixels))
-    samples = request.row_tokens // request.config.model.max_length
-    return min(request.tokens, samples * min(limits))
+            of_video.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
+        limits.append(min(of_video))
+    return samples * max(limits)
 
 
 def exchanged(request: Request) -> int:
@@ -141,15 +152,19 @@ def reduction(request: Request) -> int:
     return max(FP32 * min(bucket, small), copies * large)
 
 
-def training_phases(request: Request, states: States, extra: tuple[Item, ...] = ()) -> list[Phase]:
-    """Of one GPU. `extra`: what lies there throughout."""
-    held = (
+def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
+    """What lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
+    return (
         Item("weights", states.weights + states.persistent),
         Item("gradients, fp32", states.gradients),
         Item("optimizer: master weights and moments, fp32", states.optimizer),
         Item("bucket of gradients on their way", states.bucket),
         *extra,
     )
+
+
+def training_phases(request: Request, held: tuple[Item, ...]) -> list[Phase]:
+    """Of one GPU, on which `held` lies throughout."""
     return [forward_backward(request, held), optimizer_step(request, held)]
 
 

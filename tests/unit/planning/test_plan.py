@@ -136,3 +136,16 @@ def test_shipped_recipes_fit_the_gpus_that_they_were_sized_for(recipe: Path) -> 
     machine = Machine(int(sized[1]), float(sized[2])) if sized else Machine(1)
     plan = plan_run(Request(trainer.name, config, machine, config.deepspeed, recipe.name))
     assert plan.problems == []
+
+
+def test_the_forward_of_held_out_rows_is_a_phase_of_its_own() -> None:
+    """Eight rows of 4,096 tokens, whatever a row of training has: their hidden states four times."""
+    plan = plan_run(sft(data={"validation": 100}, train={"max_tokens_per_micro_batch": 4096}))
+    assert item(plan, "validation", "hidden states") == 4 * 8 * 4096 * 3584 * 2
+    assert item(plan_run(sft()), "validation", "hidden states") == 0
+
+
+def test_fewer_held_out_rows_are_suggested_where_they_alone_do_not_fit() -> None:
+    plan = plan_run(sft(data={"validation": 100}, gpus=4, validation={"micro_batch_size": 256, "generate": False}))
+    assert [text.partition(":")[0] for text in plan.problems] == ["validation"]
+    assert "validation.micro_batch_size" in [key for one in suggestions(plan) for key in one.change.sets]
