@@ -157,7 +157,7 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
     before = held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
-    found: dict[str, float] = {"tokens": len(sample)}
+    found: dict[str, float] = {"tokens": len(sample), "trained": int(sample.loss_mask.sum())}
     for _ in range(2):
         (batch,) = align_micro_batches([[sample]], encoder, gather_objects, packing=True)
         engine.set_gradient_accumulation_boundary(True)
@@ -174,14 +174,16 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     return found
 
 
-def estimate(case: Case, model: Path, ds_config: Path, tokens: int, device: str) -> dict[str, float]:
+def estimate(case: Case, model: Path, ds_config: Path, found: dict[str, float], device: str) -> dict[str, Any]:
     from dsreason.planning.request import Machine, Request
     from dsreason.planning.states import states_of
     from dsreason.planning.training import forward_backward, optimizer_step
 
     machine = Machine(case.ranks, device=device)
     media = 256 * case.images or 4  # a row without any is given a small one
-    request = Request("sft", run_config(case, model, tokens, ds_config), machine, str(ds_config), media_tokens=media)
+    config = run_config(case, model, int(found["tokens"]), ds_config)
+    shown = {"media_tokens": media, "trained_tokens": int(found["trained"])}
+    request = Request("sft", config, machine, str(ds_config), **shown)
     states = states_of(request)
     held = states.weights + states.persistent + states.gradients + states.optimizer
     held += states.host if device == "cpu" else 0
@@ -218,7 +220,7 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
         command = [__file__, "--side", task]
         launch.start_ranks(lambda attempt, command=command: command, ranks=case.ranks, log_dir=own / "logs")
         ranks = [json.loads((own / f"rank_{rank}.json").read_text()) for rank in range(case.ranks)]
-        planned = estimate(case, model, ds_config, int(ranks[0]["tokens"]), arguments.device)
+        planned = estimate(case, model, ds_config, ranks[0], arguments.device)
         for part in ("held", "forward and backward", "optimizer"):
             measured = max(rank[part] for rank in ranks)
             error = planned[part] / measured - 1 if measured > 0 else 0.0

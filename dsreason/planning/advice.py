@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -20,6 +22,7 @@ from dsreason.planning.training import tower_is_trained
 MOST_GPUS = 64
 OFFLOAD = "zero3_offload.json"
 LORA_RANK = 16
+MOST_PAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Change:
     def text(self) -> str:
         parts = [f"--ds-config {self.ds_config}"] if self.ds_config else []
         parts += [f"--gpus {self.gpus}"] if self.gpus else []
-        parts += [f"--set {key}={toml(value)}" for key, value in self.sets.items()]
+        parts += [f"--set {shlex.quote(f'{key}={toml(value)}')}" for key, value in self.sets.items()]
         return " ".join(parts) + (f" ({self.remark})" if self.remark else "")
 
     def __or__(self, other: Change) -> Change:
@@ -57,9 +60,8 @@ class Suggestion:
 
 
 def toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+    """JSON of such values is TOML as well."""
+    return json.dumps(value)
 
 
 def suggestions(plan: Plan) -> list[Suggestion]:

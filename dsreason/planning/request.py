@@ -88,6 +88,8 @@ class Request:
     config_name: str = "the run configuration"
     media_tokens: int | None = None
     """Of a row on one rank; None: as many as the configuration allows."""
+    trained_tokens: int | None = None
+    """The same; None: all."""
     architecture: Architecture = field(init=False)
     zero: Zero = field(init=False)
 

@@ -142,7 +142,7 @@ def vllm_phases(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> list[Pha
             *held,
             Item("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
             Item("vLLM at work: activations, logits, graphs", vllm.working + vllm.overhead),
-            Item("KV cache", vllm.cache, cache),
+            Item("KV cache", max(0, vllm.cache), cache),
         ),
     )
     return [sync, awake]

@@ -25,6 +25,8 @@ class Activations:
     pixels: int
     features: int
     """Of media, as wide as tokens, in and out of the mergers."""
+    deeper: int
+    """Of it what the mergers of deeper layers keep until their block's turn comes."""
     layer: int
     block: int
     head: int
@@ -42,9 +44,10 @@ def activations_of(request: Request) -> Activations:
     recomputing = config.model.gradient_checkpointing
     inputs = shape.layers * (hidden if recomputing else layer.kept)
     moved = inputs if config.train.activation_offload else 0
-    tower, pixels, features, block = vision_bytes(request)
+    tower, pixels, features, deeper, block = vision_bytes(request)
     chunk = logits_chunk(request)
-    head = pieces.head(tokens, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
+    trained = tokens if request.trained_tokens is None else request.trained_tokens
+    head = pieces.head(trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
     return Activations(
         inputs=hidden if moved else inputs,
         # Embeddings with and without media, the last layer's output, and the hidden states of trained tokens.
@@ -52,10 +55,11 @@ def activations_of(request: Request) -> Activations:
         tower=tower,
         pixels=pixels,
         features=features,
+        deeper=deeper,
         layer=(layer.peak if recomputing else layer.peak - layer.kept) + exchanged(request),
         block=block,
         head=head.peak,
-        logits=min(chunk, tokens),
+        logits=min(chunk, trained),
         on_host=moved,
     )
 
@@ -66,11 +70,11 @@ def logits_chunk(request: Request) -> int:
     return max(1, most // request.shape.vocabulary)
 
 
-def vision_bytes(request: Request) -> tuple[int, int, int, int]:
-    """What waits in the tower, pixels, features, and the work of one block, of a row that is all media."""
+def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
+    """Of `Activations`: tower, pixels, features, deeper and block."""
     shape, width, pieces = request.shape, request.width, request.pieces
     if not shape.vision_depth:
-        return 0, 0, 0, 0
+        return 0, 0, 0, 0, 0
     trained = tower_is_trained(request)
     tokens = media_tokens(request)
     patches = shape.patches(tokens)
@@ -80,10 +84,12 @@ def vision_bytes(request: Request) -> tuple[int, int, int, int]:
         recomputing = request.config.model.gradient_checkpointing
         each = patches * shape.vision_hidden * width if recomputing else block.kept
         tower = shape.vision_depth * each
-    pixels = patches * shape.patch_values * (FP32 + width)
+    copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU they lie there already
+    pixels = patches * shape.patch_values * (copied + width)
     merger = pieces.merger(patches, training=trained)
     features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
-    return tower, pixels, features, max(block.peak, merger.peak)
+    deeper = (shape.mergers - 1) * merger.kept
+    return tower, pixels, features, deeper, max(block.peak, merger.peak)
 
 
 def media_tokens(request: Request) -> int:
@@ -139,17 +145,17 @@ def is_tied(request: Request) -> bool:
     return head_name(request).endswith("embed_tokens.weight")
 
 
-def reduction(request: Request) -> int:
-    """Copies that a rank makes of gradients on their way to the ranks that keep them, at most.
+def reduction(request: Request) -> tuple[int, int]:
+    """Copies that a rank makes of gradients on their way to the ranks that keep them: of a bucket, and of the largest.
 
     Those that share the bucket are put in order in a copy of it. One that is larger than the bucket goes by itself: as it
-    is, and in fp32.
+    is, and in fp32. The output layer's goes when the first gradient of the last layer comes.
     """
     bucket = request.zero.number("reduce_bucket_size")
     large = max((one.numel for one in request.parameters.trained if one.numel > bucket), default=0)
     small = sum(one.numel for one in request.parameters.trained if one.numel <= bucket)
     copies = FP32 if request.width == FP32 else request.width + FP32
-    return max(FP32 * min(bucket, small), copies * large)
+    return FP32 * min(bucket, small), copies * large
 
 
 def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -177,64 +183,40 @@ def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
 
 
 def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
+    """At the fullest of its moments."""
     found = activations_of(request)
     at_work, ahead = gathered(request)
-    tokens = f"{request.tokens:,} tokens"
+    few, one_large = reduction(request)
+    held = (*held, Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
+    media = (Item("vision tower, kept for its backward", found.tower), Item("pixels", found.pixels))
+    layers = "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers"
     waiting = (
-        Item(
-            "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers",
-            found.inputs,
-            tokens,
-        ),
+        Item(layers, found.inputs, f"{request.tokens:,} tokens"),
         Item("hidden states beside the layers", found.around),
-    )
-    seen = (
-        Item("vision tower, kept for its backward", found.tower),
-        Item("pixels", found.pixels),
+        *media,
         Item("features of media", found.features),
     )
-    whole = (Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
-    tied = (
-        request.width
-        * request.shape.vocabulary
-        * request.shape.hidden
-        * (is_tied(request) and head_is_trained(request))
-    )
-    moving = Item("copies of gradients on their way", reduction(request))
-    name = "forward and backward"
-    moments = [
-        Phase(
-            f"{name} (output layer)",
-            (
-                *held,
-                *waiting,
-                *seen,
-                *whole,
-                Item("output layer and loss", found.head, f"logits of {found.logits:,} tokens at a time"),
-            ),
+    tied = 0  # its gradient by the output layer waits for that by the inputs
+    if is_tied(request) and head_is_trained(request):
+        tied = request.width * request.shape.vocabulary * request.shape.hidden
+    embedding = Item("gradient of the tied embedding", tied)
+    logits = f"logits of {found.logits:,} tokens at a time"
+    moving = "copies of gradients on their way"
+    moments = {
+        "output layer": (*waiting, Item("output layer and loss", found.head, logits)),
+        "a text layer": (
+            *waiting,
+            embedding,
+            Item(moving, max(few, 0 if tied else one_large)),
+            Item("one text layer at work", found.layer),
         ),
-        Phase(
-            f"{name} (a text layer)",
-            (
-                *held,
-                *waiting,
-                *seen,
-                *whole,
-                moving,
-                Item("gradient of the tied embedding", tied),
-                Item("one text layer at work", found.layer),
-            ),
+        "vision tower": (
+            *media,
+            Item("features of media", found.deeper),
+            embedding,
+            Item(moving, few),
+            Item("one vision block at work", found.block),
         ),
-        Phase(
-            f"{name} (vision tower)",
-            (
-                *held,
-                *seen,
-                *whole,
-                moving,
-                Item("gradient of the tied embedding", tied),
-                Item("one vision block at work", found.block),
-            ),
-        ),
-    ]
-    return largest(moments)
+        "embedding": (embedding, Item(moving, max(few, one_large))),
+    }
+    return largest([Phase(f"forward and backward ({name})", (*held, *items)) for name, items in moments.items()])
