@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, eval, export, import_, infer, plan, push, reward_serve, score
+from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, reward_serve, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
@@ -38,6 +38,7 @@ app.add_typer(data.app, name="data")
 app.command()(plan.plan)
 app.command()(push.push)
 app.command()(demo.demo)
+app.command()(doctor.doctor)
 app.command("import")(import_.import_)
 app.command("reward-serve")(reward_serve.reward_serve)
 

@@ -14,7 +14,7 @@ from dsreason.cosmos_rl.keys import predict as keys_of_predict
 from dsreason.cosmos_rl.keys import train as keys_of_train
 from dsreason.cosmos_rl.keys import world as keys_of_world
 from dsreason.cosmos_rl.keys.dead import meant
-from dsreason.cosmos_rl.keys.key import Key, fits
+from dsreason.cosmos_rl.keys.key import SHOWN, Key, fits
 from dsreason.cosmos_rl.parts import data, grpo, predict, train, world
 from dsreason.errors import ConfigError
 from dsreason.problems import config_error
@@ -138,8 +138,7 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
             if value != {}:
                 draft.wrong(key, f"{value!r:.60} is a value, and this is a section; correct it")
         elif known is not None and not fits(value, known.takes):
-            kinds = {"int": "a whole number", "number": "a number", "bool": "true or false", "any": "a value"}
-            draft.wrong(key, f"{value!r:.60} is not {kinds.get(known.takes, f'a {known.takes}')}; correct it")
+            draft.wrong(key, f"{value!r:.60} is not {SHOWN[known.takes]}; correct it")
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:

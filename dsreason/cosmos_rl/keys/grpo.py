@@ -9,13 +9,13 @@ OWN_BATCHES = "vLLM makes its own batches"
 NO_TURNS = "it is of conversations in several turns, which are off"
 NO_PIPELINE = "it is of pipeline parallelism, which is off"
 NO_SERVICE = "it is of use_remote_reward, which is off"
-ONE_TEACHER = "the teacher has the ranks of the policy"
+ONE_TEACHER = "the teacher has the ranks, the precision and the longest rows of the policy"
 
 POLICY: dict[str, Key] = {
     "variant": joint("grpo", "grpo.preset"),
     "algo": only("grpo", "grpo", because="it is the usual one", instead="choose the algorithm with variant"),
     "loss_type": joint("token-mean", "grpo.preset"),
-    "unbiased_loss_max_tokens": joint(None, "grpo.preset"),
+    "unbiased_loss_max_tokens": joint(None, "grpo.preset", takes="int"),
     "unbiased_advantage": joint(False, "grpo.advantage"),
     "epsilon_low": joint(0.2, "grpo.clip_low"),
     "epsilon_high": joint(0.2, "grpo.clip_high"),
@@ -23,7 +23,7 @@ POLICY: dict[str, Key] = {
     "kl_beta": copied(0.0, "grpo.kl_coef"),
     "unbiased_kl_estimate": joint(False, "grpo.kl_estimator"),
     "entropy_coeff": copied(0.0, "grpo.entropy_coef"),
-    "reference_reset_interval": joint(None, "grpo.reference_reset_every"),
+    "reference_reset_interval": joint(None, "grpo.reference_reset_every", takes="int"),
     "reset_optimizer_with_reference": joint(True, "grpo.reference_reset_every"),
     "mu_iterations": only(
         1,
@@ -31,11 +31,11 @@ POLICY: dict[str, Key] = {
         because="each completion is trained once",
         instead="each completion is trained once here; set it to 1, and batch_size_per_optimize for several updates of a rollout",
     ),
-    "batch_size_per_optimize": joint(None, "grpo.optimizer_steps_per_rollout"),
+    "batch_size_per_optimize": joint(None, "grpo.optimizer_steps_per_rollout", takes="int"),
     "prompt_column_name": joint("", "data.columns"),
     "response_column_name": joint("", "data.columns"),
-    "reward_function": joint(None, "reward.functions"),
-    "filter_reward_metric": joint(None, "grpo.dynamic_sampling", takes="any"),
+    "reward_function": joint(None, "reward.functions", takes="rewards"),
+    "filter_reward_metric": joint(None, "grpo.dynamic_sampling", takes="names"),
     "overlong_reward.enable_overlong_penalty": unused(
         False, 'cosmos-rl does not read it: "overlong" among the rewards is what counts'
     ),
@@ -73,10 +73,10 @@ POLICY: dict[str, Key] = {
     "aipo_rho": only(
         None, None, because="it is off", instead='remove the key; grpo.preset = "cispo" truncates the same weight'
     ),
-    "min_filter_prefix_tokens": joint(None, "grpo.preset"),
+    "min_filter_prefix_tokens": joint(None, "grpo.preset", takes="int"),
     "max_retry_for_on_policy": joint(10, "grpo.max_refills"),
     "use_decoupled_loss": joint(False, "grpo.correction"),
-    "behav_imp_weight_cap": joint(None, "grpo.correction_high"),
+    "behav_imp_weight_cap": joint(None, "grpo.correction_high", takes="number"),
     "use_rollout_logprobs_for_loss": joint(False, "grpo.correction"),
     "collect_rollout_logprobs": unused(False, "they are always there"),
     "rollout_as_token_ids": unused(False, "what is trained are always the ids that were sampled"),
@@ -144,35 +144,48 @@ ENGINE: dict[str, Key] = {
     "rollout.parallelism.pp_schedule": unused("Interleaved1F1B", NO_PIPELINE),
 }
 
-DISTILLATION: dict[str, Key] = {
-    "distillation.enable": joint(False, "distill.teacher"),
-    "distillation.model_name_or_path": joint("", "distill.teacher", takes="any"),
-    "distillation.model_revision": joint(None, "distill.revision"),
-    "distillation.kl_penalty_coef": joint(1.0, "distill.coef"),
-    "distillation.kl_discount_factor": joint(0.0, "distill.discount"),
-    "distillation.include_prompt": only(
-        False, False, because="completions alone are trained", instead="completions alone are trained; set it to false"
-    ),
-    "distillation.top_k": joint(0, "distill.teacher"),
-    "distillation.jsd_beta": unused(0.5, "it is of top_k, which is 0"),
-    "distillation.batch_size_per_replica": unused(8, "the teacher reads the micro-batches of the policy"),
-    "distillation.mini_batch": unused(1, "the teacher reads the micro-batches of the policy"),
-    "distillation.trainer_token_ids_from_teacher": unused(True, "the ids are those that were sampled"),
-    "distillation.rollout_top_k_recompute": unused(False, "it is of top_k, which is 0"),
-} | {
-    f"distillation.parallelism.{name}": unused(default, ONE_TEACHER)
-    for name, default in {
-        "n_init_replicas": 1,
-        "tp_size": 1,
-        "cp_size": 1,
-        "ep_size": 1,
-        "pp_size": 1,
-        "pp_dynamic_shape": False,
-        "pp_micro_batch_size": 1,
-        "dp_shard_size": 1,
-        "dp_replicate_size": 1,
-    }.items()
-}
+DISTILLATION: dict[str, Key] = (
+    {
+        "distillation.enable": joint(False, "distill.teacher"),
+        "distillation.model_name_or_path": joint("", "distill.teacher", takes="string"),
+        "distillation.model_revision": joint(None, "distill.revision", takes="string"),
+        "distillation.kl_penalty_coef": joint(1.0, "distill.coef"),
+        "distillation.kl_discount_factor": joint(0.0, "distill.discount"),
+        "distillation.include_prompt": only(
+            False,
+            False,
+            because="completions alone are trained",
+            instead="completions alone are trained; set it to false",
+        ),
+        "distillation.top_k": joint(0, "distill.teacher"),
+        "distillation.jsd_beta": unused(0.5, "it is of top_k, which is 0"),
+        "distillation.batch_size_per_replica": unused(8, "the teacher reads the micro-batches of the policy"),
+        "distillation.mini_batch": unused(1, "the teacher reads the micro-batches of the policy"),
+        "distillation.trainer_token_ids_from_teacher": unused(True, "the ids are those that were sampled"),
+        "distillation.rollout_top_k_recompute": unused(False, "it is of top_k, which is 0"),
+    }
+    | {
+        f"distillation.{name}": unused(None, ONE_TEACHER, takes="any")
+        for name in (
+            *("model_max_length", "compile", "master_dtype", "param_dtype", "logprob_dtype", "fsdp_reduce_dtype"),
+            *("fsdp_offload", "fsdp_reshard_after_forward", "seed"),
+        )
+    }
+    | {
+        f"distillation.parallelism.{name}": unused(default, ONE_TEACHER)
+        for name, default in {
+            "n_init_replicas": 1,
+            "tp_size": 1,
+            "cp_size": 1,
+            "ep_size": 1,
+            "pp_size": 1,
+            "pp_dynamic_shape": False,
+            "pp_micro_batch_size": 1,
+            "dp_shard_size": 1,
+            "dp_replicate_size": 1,
+        }.items()
+    }
+)
 
 KEYS: dict[str, Key] = same_for(
     {f"train.train_policy.{name}": key for name, key in POLICY.items()} | ENGINE | DISTILLATION, "grpo"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Takes = Literal["bool", "int", "number", "string", "list", "table", "any"]
-"""What a value may be; "int" and "number" are checked as in TOML, where 1 is also a number."""
+Takes = Literal["bool", "int", "number", "string", "list", "table", "names", "numbers", "tables", "rewards", "any"]
+"""What a value may be, where 1 is also a number. "names" and "numbers" are one or a list of them, "tables" is such a list, and
+"rewards" are names or a table of their weights."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,41 @@ def same_for(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
     return {name: key.of(*trainers) for name, key in keys.items()}
 
 
+SHOWN: dict[Takes, str] = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "number": "a number",
+    "string": "a string",
+    "list": "a list",
+    "table": "a section",
+    "names": "a name or a list of names",
+    "numbers": "a number or a list of numbers",
+    "tables": "a list of tables",
+    "rewards": "a name, a list of names or a table of weights",
+}
+"""What a value should have been, for messages."""
+
+
+def as_list(value: Any) -> list[Any]:
+    """One or several, as several; None is none."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def fits(value: Any, takes: Takes) -> bool:
     """Whether a value is of the kind; True is no number."""
     if takes == "any":
         return True
+    if takes in ("names", "numbers", "tables"):
+        one: Takes = "string" if takes == "names" else "number" if takes == "numbers" else "table"
+        return (
+            all(fits(item, one) for item in value)
+            if isinstance(value, list)
+            else takes != "tables" and fits(value, one)
+        )
+    if takes == "rewards":
+        return fits(list(value.values()), "numbers") if isinstance(value, dict) else fits(value, "names")
     if isinstance(value, bool) or takes == "bool":
         return isinstance(value, bool) and takes == "bool"
     kinds = {"int": int, "number": (int, float), "string": str, "list": list, "table": dict}

@@ -11,12 +11,12 @@ PROFILER = "a profiler records, and changes nothing that is computed"
 
 POLICY: dict[str, Key] = {
     "policy.model_name_or_path": copied("Qwen/Qwen2.5-VL-7B-Instruct", "model.path"),
-    "policy.model_revision": joint(None, "model.revision"),
+    "policy.model_revision": joint(None, "model.revision", takes="string"),
     "policy.model_max_length": copied(4096, "model.max_length"),
     "policy.model_gradient_checkpointing": copied(True, "model.gradient_checkpointing"),
     "policy.is_diffusers": unused(False, "it is off"),
-    "policy.freeze_pattern": joint(None, "model.freeze"),
-    "policy.trainable_pattern": joint(None, "model.freeze"),
+    "policy.freeze_pattern": joint(None, "model.freeze", takes="names"),
+    "policy.trainable_pattern": joint(None, "model.freeze", takes="names"),
     "policy.trainable_map": only(
         None, None, {}, because="it is empty", instead="say what is frozen with freeze_pattern, by regular expressions"
     ),
@@ -27,11 +27,11 @@ POLICY: dict[str, Key] = {
     "policy.lora.r": joint(8, "lora.rank"),
     "policy.lora.lora_alpha": joint(8.0, "lora.alpha"),
     "policy.lora.lora_dropout": joint(0.0, "lora.dropout"),
-    "policy.lora.target_modules": joint(None, "lora.targets", "lora.vision", takes="any"),
+    "policy.lora.target_modules": joint(None, "lora.targets", "lora.vision", takes="names"),
     "policy.lora.use_rslora": joint(False, "lora.rslora"),
-    "policy.lora.modules_to_save": joint(None, "lora.targets"),
-    "policy.lora.alpha_pattern": joint(None, "lora.alpha_pattern"),
-    "policy.lora.r_pattern": joint(None, "lora.rank_pattern"),
+    "policy.lora.modules_to_save": joint(None, "lora.targets", takes="names"),
+    "policy.lora.alpha_pattern": joint(None, "lora.alpha_pattern", takes="table"),
+    "policy.lora.r_pattern": joint(None, "lora.rank_pattern", takes="table"),
     "policy.lora.init_lora_weights": joint(True, "lora.rank", takes="any"),
     "policy.lora.lora_names": unused(None, "there is one adapter", takes="any"),
     "policy.lora.lora_path": unused(None, "cosmos-rl does not read it", takes="any"),
@@ -51,31 +51,31 @@ VALIDATION: dict[str, Key] = {
     "validation.enable": joint(False, "data.validation", "validation.every"),
     "validation.freq": joint(20, "validation.every"),
     "validation.val_before_train": joint(False, "validation.before_training"),
-    "validation.batch_size": joint(None, "validation.micro_batch_size"),
+    "validation.batch_size": joint(None, "validation.micro_batch_size", takes="int"),
     "validation.dataset.name": joint("", "data.validation"),
     "validation.dataset.local_dir": joint("", "data.validation"),
-    "validation.dataset.subset": joint("", "data.validation", takes="any"),
-    "validation.dataset.revision": joint("", "data.validation", takes="any"),
-    "validation.dataset.split": joint("", "data.validation", takes="any"),
-    "validation.dataset.test_size": joint(None, "data.validation"),
+    "validation.dataset.subset": joint("", "data.validation", takes="string"),
+    "validation.dataset.revision": joint("", "data.validation", takes="string"),
+    "validation.dataset.split": joint("", "data.validation", takes="names"),
+    "validation.dataset.test_size": joint(None, "data.validation", takes="number"),
 } | same_for(
     {
         "validation.temperature": joint(0.0, "validation.temperature"),
-        "validation.top_p": joint(None, "validation.top_p"),
-        "validation.top_k": joint(1, "validation.temperature", takes="any"),
+        "validation.top_p": joint(None, "validation.top_p", takes="number"),
+        "validation.top_k": joint(1, "validation.temperature", takes="int"),
         "validation.repetition_penalty": joint(1.0, "validation.temperature"),
         "validation.n_generation": joint(1, "validation.temperature"),
-        "validation.max_response_length": joint(None, "validation.max_completion_length"),
-        "validation.reward_function": joint([], "reward.functions", takes="any"),
+        "validation.max_response_length": joint(None, "validation.max_completion_length", takes="int"),
+        "validation.reward_function": joint([], "reward.functions", takes="rewards"),
         "validation.use_remote_reward": unused(None, "held-out rows have the rewards of training", takes="any"),
     },
     "grpo",
 )
 
 LOGGING: dict[str, Key] = {
-    "logging.logger": joint(None, "monitor.wandb"),
+    "logging.logger": joint(None, "monitor.wandb", takes="names"),
     "logging.project_name": joint("cosmos_rl", "monitor.wandb_project"),
-    "logging.experiment_name": joint(None, "monitor.wandb_name"),
+    "logging.experiment_name": joint(None, "monitor.wandb_name", takes="string"),
     "logging.group_name": unused(None, "runs have no groups in Weights & Biases here", takes="any"),
     "logging.log_interval": unused(100, "every step is logged (monitor.log_every)"),
     "logging.multi_modal_log_interval": unused(None, "TensorBoard shows media as [rollout] and [validation] say"),
@@ -135,7 +135,7 @@ CUSTOM: dict[str, Key] = {
     "custom.vision.resized_width": only(
         None, None, because="it is unset", instead="sizes follow from pixels here; set max_pixels", takes="any"
     ),
-} | {f"custom.vision.{theirs}": joint(None, f"data.vision.{ours}") for theirs, ours in VISION}
+} | {f"custom.vision.{theirs}": joint(None, f"data.vision.{ours}", takes="number") for theirs, ours in VISION}
 
 OUTSIDE: dict[str, Key] = {
     "redis": unused("", NO_CONTROLLER, takes="any"),

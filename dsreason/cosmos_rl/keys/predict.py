@@ -8,13 +8,14 @@ SAMPLER = "it is of EDM's sampler with churn, in whose place stands the SDE of F
 CALLBACK = "what callbacks show is always written: metrics.jsonl, TensorBoard, world.html"
 LOADER = "clips are read by the ranks' own workers (data.workers), each once an epoch"
 IMAGES = "images are not trained on; clips are"
+FAMILY = "the model's own folder says how it is built and which encoder reads prompts"
 NAMES = "the run is called as its output folder"
 
 RL: dict[str, Key] = {
     "model.rl.enabled": unused(False, "the file is one of reinforcement learning"),
     "model.rl.num_rollout": joint(8, "world.num_generations"),
     "model.rl.sample_steps": copied(10, "world.sampling_steps"),
-    "model.rl.train_on": joint([0, 1, 2, 3, 4, 5, 6, 7], "world.trained_steps"),
+    "model.rl.train_on": joint([0, 1, 2, 3, 4, 5, 6, 7], "world.trained_steps", takes="numbers"),
     "model.rl.on_policy": only(
         True,
         True,
@@ -37,8 +38,8 @@ RL: dict[str, Key] = {
     "model.rl.data_on_first_only": joint(False, "world.data_steps"),
     "model.rl.use_same_seed": copied(True, "world.same_noise"),
     "model.rl.exp_reward": joint(False, "world.exponential_advantages"),
-    "model.rl.reward_config.adv_clip": joint(5, "world.advantage_clip", takes="any"),
-    "model.rl.reward_config.adv_clip_max": joint(5, "world.advantage_clip", takes="any"),
+    "model.rl.reward_config.adv_clip": joint(5, "world.advantage_clip", takes="numbers"),
+    "model.rl.reward_config.adv_clip_max": joint(5, "world.advantage_clip", takes="numbers"),
     "model.rl.reward_config.adv_clip_min": unused(-5, "advantages are clipped at ± the same value", takes="any"),
     "model.rl.reward_config.enabled": unused(True, "rewards are always asked for"),
     "model.rl.reward_config.reward_fns": joint(None, "reward.services", takes="any"),
@@ -50,6 +51,10 @@ RUN: dict[str, Key] = {
     "model.conditioner": unused(
         None, "the family says how a prompt, a first frame and the rate of frames condition", takes="any"
     ),
+    "model.text_encoder_class": unused("t5_XXL", FAMILY, takes="any"),
+    "model.text_encoder_config": unused(None, FAMILY, takes="any"),
+    "model.net": unused(None, FAMILY, takes="any"),
+    "model.resolution": joint("", "data.height", takes="any"),
     "model_parallel.tensor_model_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
     "model_parallel.pipeline_model_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
     "model_parallel.pipeline_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
@@ -60,17 +65,39 @@ RUN: dict[str, Key] = {
     "optimizer.eps": copied(1e-12, "optim.eps"),
     "optimizer.fused": unused(True, "DeepSpeed has one implementation of AdamW for each device"),
     "optimizer.master_weights": unused(True, "master weights are always float32"),
-    "scheduler.warm_up_steps": joint([0], "optim.warmup", takes="any"),
-    "scheduler.warmup_steps": joint(0, "optim.warmup", takes="any"),
+    "scheduler.warm_up_steps": joint([0], "optim.warmup", takes="numbers"),
+    "scheduler.warmup_steps": joint(0, "optim.warmup", takes="numbers"),
+    "scheduler.f_start": unused(None, "the warmup begins at 0", takes="any"),
+    "scheduler.f_max": only(
+        None,
+        None,
+        [1.0],
+        1.0,
+        because="1 is the rate itself",
+        instead="set optimizer.lr, and this to [1.0]",
+        takes="any",
+    ),
+    "scheduler.f_min": only(
+        None,
+        None,
+        [1.0],
+        1.0,
+        because="the rate is held after the warmup",
+        instead="the rate is held; set it to [1.0]",
+        takes="any",
+    ),
+    "scheduler.cycle_lengths": unused(None, "the rate is held after the warmup", takes="any"),
     "trainer.max_iter": copied(2001, "train.max_steps"),
     "trainer.seed": copied(0, "train.seed"),
-    "trainer.callbacks": joint(None, "optim.max_grad_norm", takes="any"),
+    "trainer.callbacks": joint(None, "optim.max_grad_norm", takes="tables"),
     "trainer.grad_scaler_args.enabled": unused(False, "bf16 needs no scaler"),
     "trainer.logging_iter": unused(1, "every step is logged", takes="any"),
     "trainer.run_validation": unused(False, CALLBACK, takes="any"),
     "trainer.validation_iter": joint(32, "validation.every"),
     "checkpoint.save_iter": copied(32, "checkpoint.every"),
     "checkpoint.load_path": joint("", "model.path"),
+    "checkpoint.model_id": unused("", "model.revision says which weights", takes="any"),
+    "checkpoint.type": unused("distributed", "checkpoints are DeepSpeed's", takes="any"),
     "checkpoint.load_training_state": unused(
         False, "a run starts from a model; --resume continues one of ours", takes="any"
     ),
@@ -84,6 +111,16 @@ RUN: dict[str, Key] = {
     "job.wandb_mode": joint("", "monitor.wandb"),
 }
 
+LOCAL_KEYS = {
+    "dataset_dir": "",
+    "num_frames": 93,
+    "video_size": None,
+    "batch_size": 1,
+    "num_workers": 8,
+    "pin_memory": True,
+    "offline_text_embedding": False,
+}
+"""Of `type = "local"`, whose loaders have no section `dataloader`."""
 LOADER_KEYS = {
     "use_cache": False,
     "cache_size": 16,
@@ -120,6 +157,7 @@ def loaders() -> dict[str, Key]:
             found[f"{loader}.ratio"] = unused(1, because, takes="any")
             inside = LOADER_KEYS | {"num_workers": 8, "webdataset": False}
             inside |= {f"dataset.{name}": default for name, default in SET_KEYS.items()}
+            found |= {f"{loader}.{name}": unused(default, because, takes="any") for name, default in LOCAL_KEYS.items()}
             found |= {
                 f"{loader}.dataloader.{name}": unused(default, because, takes="any") for name, default in inside.items()
             }
@@ -136,6 +174,19 @@ def loaders() -> dict[str, Key]:
     for name, ours in read.items():
         default = found[f"{own}.{name}"].default
         found[f"{own}.{name}"] = joint(default, ours, takes=takes_of(default))
+    local = {
+        "dataset_dir": "data.path",
+        "num_frames": "data.frames",
+        "video_size": "data.height",
+        "batch_size": "train.micro_batch_size",
+        "num_workers": "data.workers",
+    }
+    for name, ours in local.items():
+        found[f"dataloader_train.video_dataloader.{name}"] = joint(LOCAL_KEYS[name], ours)
+    found["dataloader_train.video_dataloader.offline_text_embedding"] = unused(
+        False, "each prompt is encoded once, and kept"
+    )
+    found["dataloader_val.video_dataloader.dataset_dir"] = joint("", "data.validation")
     return found
 
 

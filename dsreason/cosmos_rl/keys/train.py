@@ -34,7 +34,7 @@ def steps_between(steps: Any) -> int:
 
 
 OPTIMIZER: dict[str, Key] = {
-    "train.optm_name": joint("AdamW", "optim.weight_decay", takes="any"),
+    "train.optm_name": joint("AdamW", "optim.weight_decay", takes="names"),
     "train.optm_lr": copied(1e-6, "optim.lr", "any", convert=one_rate),
     "train.optm_impl": unused("fused", "DeepSpeed has one implementation of AdamW for each device", takes="any"),
     "train.optm_weight_decay": joint(0.01, "optim.weight_decay"),
@@ -44,19 +44,19 @@ OPTIMIZER: dict[str, Key] = {
     "train.optm_warmup_start_factor": only(
         0.0, 0.0, because="the warmup begins at 0 here, too", instead="the warmup begins at 0 here; remove the key"
     ),
-    "train.optm_decay_type": joint(None, "optim.schedule"),
-    "train.optm_decay_ratio": joint(None, "optim.schedule", "optim.decay_share"),
+    "train.optm_decay_type": joint(None, "optim.schedule", takes="string"),
+    "train.optm_decay_ratio": joint(None, "optim.schedule", "optim.decay_share", takes="number"),
     "train.optm_min_lr_factor": copied(0.0, "optim.min_lr_share"),
     "train.optm_grad_norm_clip": copied(1.0, "optim.max_grad_norm", convert=lambda norm: max(float(norm), 0.0)),
 }
 
 RUN: dict[str, Key] = {
     "train.epoch": copied(1, "train.epochs"),
-    "train.max_num_steps": joint(None, "train.max_steps"),
+    "train.max_num_steps": joint(None, "train.max_steps", takes="int"),
     "train.output_dir": copied("./outputs", "output_dir"),
     "train.timestamp": unused("", "the output folder has no folder of a time in it; --output-dir names another"),
     "train.resume": joint(False, "--resume", takes="any"),
-    "train.seed": joint(None, "train.seed"),
+    "train.seed": joint(None, "train.seed", takes="int"),
     "train.deterministic": joint(False, "train.seed"),
     "train.train_batch_per_replica": joint(8, "train.global_batch_size", "grpo.prompts_per_step"),
     "train.local_dataset": unused(True, "every rank reads the data itself", takes="any"),
@@ -124,7 +124,7 @@ CHECKPOINTS: dict[str, Key] = {
     "train.ckpt.upload_hf": joint(False, "checkpoint.upload"),
     "train.ckpt.hf_repo_name": joint("Comos-Reason1", "checkpoint.upload"),
     "train.ckpt.upload_s3": joint(False, "checkpoint.upload", takes="any"),
-    "train.ckpt.s3_bucket": joint(None, "checkpoint.upload"),
+    "train.ckpt.s3_bucket": joint(None, "checkpoint.upload", takes="string"),
     "train.ckpt.s3_prefix": joint("outputs", "checkpoint.upload"),
 }
 
@@ -136,16 +136,16 @@ DATA: dict[str, Key] = {
     "train.train_policy.mini_batch": joint(2, "train.max_tokens_per_micro_batch"),
     "train.train_policy.dataset.name": joint("", "data.path", "data.adapter"),
     "train.train_policy.dataset.local_dir": joint("", "data.path", "data.adapter"),
-    "train.train_policy.dataset.subset": joint("", "data.subset", takes="any"),
-    "train.train_policy.dataset.revision": joint("", "data.revision", takes="any"),
-    "train.train_policy.dataset.split": joint("", "data.split", takes="any"),
-    "train.train_policy.dataset.test_size": joint(None, "data.validation"),
+    "train.train_policy.dataset.subset": joint("", "data.subset", takes="string"),
+    "train.train_policy.dataset.revision": joint("", "data.revision", takes="string"),
+    "train.train_policy.dataset.split": joint("", "data.split", takes="names"),
+    "train.train_policy.dataset.test_size": joint(None, "data.validation", takes="number"),
     "train.train_policy.system_prompt": joint("", "data.system_prompt"),
     "train.train_policy.conversation_column_name": joint("conversations", "data.columns"),
     "train.train_policy.dataloader_shuffle": copied(True, "data.shuffle"),
     "train.train_policy.dataloader_seed": joint(0, "train.seed"),
     "train.train_policy.dataloader_num_workers": joint(0, "data.workers"),
-    "train.train_policy.dataloader_prefetch_factor": joint(None, "data.prefetch"),
+    "train.train_policy.dataloader_prefetch_factor": joint(None, "data.prefetch", takes="int"),
     "train.train_policy.dataloader_drop_last": unused(
         True, "what is left of an epoch goes into the next one's first step; of the last epoch it is left out"
     ),
@@ -171,14 +171,14 @@ DATA: dict[str, Key] = {
     "train.train_policy.load_balanced_batches_per_optimizer_step": unused(
         1, "it is of the load balancing, which is off"
     ),
-    "train.train_policy.max_token_len_per_mini_batch": joint(None, "train.max_tokens_per_micro_batch"),
+    "train.train_policy.max_token_len_per_mini_batch": joint(None, "train.max_tokens_per_micro_batch", takes="int"),
 }
 
 PREFERENCES: dict[str, Key] = same_for(
     {
         "custom.dpo_beta": copied(0.1, "dpo.beta"),
-        "custom.dpo_loss_type": joint("sigmoid", "dpo.loss_weights", "dpo.sft_weight", takes="any"),
-        "custom.dpo_loss_weights": joint(None, "dpo.loss_weights", "dpo.sft_weight"),
+        "custom.dpo_loss_type": joint("sigmoid", "dpo.loss_weights", "dpo.sft_weight", takes="names"),
+        "custom.dpo_loss_weights": joint(None, "dpo.loss_weights", "dpo.sft_weight", takes="numbers"),
     },
     "dpo",
 )

@@ -32,17 +32,17 @@ OWN: dict[str, Key] = {
     "train.train_policy.mini_batch": copied(2, "train.micro_batch_size"),
     "train.train_policy.dataset.name": joint("", "data.path", "data.format"),
     "train.train_policy.dataset.local_dir": joint("", "data.path", "data.format"),
-    "train.train_policy.dataset.split": joint("", "data.path", takes="any"),
+    "train.train_policy.dataset.split": joint("", "data.path", takes="names"),
     "train.train_policy.dataloader_shuffle": copied(True, "data.shuffle"),
     "train.train_policy.dataloader_num_workers": joint(0, "data.workers"),
-    "train.train_policy.dataloader_prefetch_factor": joint(None, "data.prefetch"),
+    "train.train_policy.dataloader_prefetch_factor": joint(None, "data.prefetch", takes="int"),
     "train.train_policy.dataloader_seed": joint(0, "train.seed"),
     "train.train_policy.kl_beta": copied(0.0, "world.kl_coef"),
     "train.train_policy.advantage_low": joint(-5.0, "world.advantage_clip"),
     "train.train_policy.advantage_high": joint(5.0, "world.advantage_clip"),
     "train.train_policy.use_remote_reward": joint(False, "reward.services"),
     "train.train_policy.remote_reward.scale": copied(1.0, "reward.scale"),
-    "train.train_policy.remote_reward.reward_fns": joint(None, "reward.services"),
+    "train.train_policy.remote_reward.reward_fns": joint(None, "reward.services", takes="tables"),
     "train.train_policy.remote_reward.reward_clip_min": only(
         -5.0, -5.0, -5, because="the sum is clipped at ± 5", instead="the sum is clipped at ± 5; set it to -5"
     ),
@@ -50,7 +50,7 @@ OWN: dict[str, Key] = {
         5.0, 5.0, 5, because="the sum is clipped at ± 5", instead="the sum is clipped at ± 5; set it to 5"
     ),
     "train.train_policy.remote_reward.batch_size": unused(1, "a request has the clips of a micro-batch"),
-    "train.train_policy.reward_function": joint(None, "reward.functions", takes="any"),
+    "train.train_policy.reward_function": joint(None, "reward.functions", takes="rewards"),
     "train.train_policy.uncentralized_training": unused(False, "every rank always reads its own prompts"),
     "policy.model_name_or_path": copied("Qwen/Qwen2.5-VL-7B-Instruct", "model.path"),
     "policy.model_revision": copied(None, "model.revision"),
@@ -58,7 +58,7 @@ OWN: dict[str, Key] = {
     "policy.is_diffusers": joint(False, "the command"),
     "policy.lora.r": joint(8, "lora.rank"),
     "policy.lora.lora_alpha": joint(8.0, "lora.alpha"),
-    "policy.lora.target_modules": joint(None, "lora.targets", takes="any"),
+    "policy.lora.target_modules": joint(None, "lora.targets", takes="names"),
     "policy.lora.lora_names": unused(
         None, "the adapter of before is kept as numbers, not as a second one", takes="any"
     ),
@@ -91,7 +91,8 @@ OWN: dict[str, Key] = {
     "validation.freq": joint(20, "validation.every"),
     "validation.val_before_train": joint(False, "validation.before_training"),
     "validation.dataset.name": joint("", "data.validation"),
-    "validation.dataset.split": joint("", "data.validation", takes="any"),
+    "validation.dataset.local_dir": joint("", "data.validation"),
+    "validation.dataset.split": joint("", "data.validation", takes="names"),
 }
 
 KEYS: dict[str, Key] = OTHERS | same_for(SHARED | OWN, "world")

@@ -56,7 +56,10 @@ def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str
         return {}
     found: dict[str, Any] = {"path": name}
     for part in ("subset", "revision", "split"):
-        if value := cosmos[f"{section}.{part}"]:
+        value = cosmos[f"{section}.{part}"]
+        if isinstance(value, list):
+            value = [one for one in value if one]
+        if value:
             found[part] = value
     found["adapter"] = adapter_of(name, key, draft)
     if found["adapter"] == "cosmos_reason1_rl":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.cosmos_rl.draft import Draft, Settings
+from dsreason.cosmos_rl.keys.key import as_list
 from dsreason.cosmos_rl.parts.train import whole
 
 POLICY = "train.train_policy"
@@ -222,14 +223,20 @@ def rewards(cosmos: Settings, draft: Draft) -> None:
     draft.set("reward.functions", weights or None)
     if "overlong" in weights:
         overlong(cosmos, draft)
-    if other := [f"{name}: {REWARDS[name]}" for name in weights if REWARDS.get(name)]:
+    if given is None and weights:
+        draft.differs(
+            key,
+            f"reward.functions = {weights}: rewards that a script gives to launch_worker are none of the file's; "
+            "name them there, as file.py:function",
+        )
+    elif other := [f"{name}: {REWARDS[name]}" for name in weights if REWARDS.get(name)]:
         draft.differs(key, f"reward.functions = {weights}; {'; '.join(other)}")
 
 
 def as_weights(given: Any) -> dict[str, float]:
     if isinstance(given, dict):
         return {str(name): float(weight) for name, weight in given.items()}
-    return {str(name): 1.0 for name in ([given] if isinstance(given, str) else given)}
+    return {str(name): 1.0 for name in as_list(given)}
 
 
 def overlong(cosmos: Settings, draft: Draft) -> None:

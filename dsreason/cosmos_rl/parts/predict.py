@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.cosmos_rl.draft import Draft, Settings
+from dsreason.cosmos_rl.keys.key import as_list, fits
 
 CLIPS = "dataloader_train.video_dataloader.dataloader"
+LOCAL = "dataloader_train.video_dataloader"
 SIZES = {"256": (192, 320), "480": (480, 832), "720": (704, 1280)}
 """Height and width of its resolutions."""
 SAMPLER = (
@@ -21,11 +23,8 @@ def world(cosmos: Settings, draft: Draft) -> None:
     objective(cosmos, draft)
     clips(cosmos, draft)
     clip_norm(cosmos, draft)
-    warmup = cosmos["scheduler.warm_up_steps"]
-    draft.set(
-        "optim.warmup",
-        (warmup[0] if isinstance(warmup, list) and warmup else warmup) or cosmos["scheduler.warmup_steps"],
-    )
+    warmup = as_list(cosmos["scheduler.warm_up_steps"]) + as_list(cosmos["scheduler.warmup_steps"])
+    draft.set("optim.warmup", next((int(steps) for steps in warmup if steps), 0))
     draft.set("optim.schedule", "constant")
     draft.set("validation.every", cosmos["trainer.validation_iter"])
     draft.set("deepspeed", "zero3.json")
@@ -40,6 +39,9 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
     together, group = max(cosmos["model_parallel.context_parallel_size"], 1), cosmos["model.rl.num_rollout"]
     draft.set("train.context_parallel_size", together)
     draft.set("world.num_generations", group)
+    if group < 1:
+        draft.wrong("model.rl.num_rollout", f"{group} is less than 1; raise it")
+        return
     if draft.num_gpus % (group * together):
         draft.wrong(
             "model.rl.num_rollout",
@@ -50,12 +52,13 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
 
 
 def model(cosmos: Settings, draft: Draft) -> None:
-    large = "14b" in cosmos["job.name"].lower()
+    given = cosmos["checkpoint.load_path"]
+    large = "14b" in (cosmos["job.name"] + given).lower()
     draft.set("model.path", f"nvidia/Cosmos-Predict2.5-{'14B' if large else '2B'}")
     draft.set("model.revision", "diffusers/base/pre-trained")
     draft.set("model.freeze_text_projection", True)
     draft.differs("job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another")
-    if cosmos["checkpoint.load_path"]:
+    if given and not given.startswith("nvidia/"):
         draft.differs(
             "checkpoint.load_path",
             "its checkpoints are of another format; export the model to diffusers', and set model.path",
@@ -72,7 +75,7 @@ def objective(cosmos: Settings, draft: Draft) -> None:
         draft.set("world.exponential_advantages", cosmos["model.rl.exp_reward"])
     elif cosmos["model.rl.exp_reward"]:
         draft.refuse("model.rl.exp_reward", "advantages are transformed so in ddrl only; set it to false")
-    steps = cosmos["model.rl.train_on"]
+    steps = as_list(cosmos["model.rl.train_on"])
     if any(step < 0 for step in steps):
         draft.set("world.window", len(steps))
         draft.differs(
@@ -92,36 +95,49 @@ def objective(cosmos: Settings, draft: Draft) -> None:
     clip = cosmos["model.rl.reward_config.adv_clip_max"]
     if "model.rl.reward_config.adv_clip" in cosmos.given:
         clip = cosmos["model.rl.reward_config.adv_clip"]
-    bounds = [abs(bound) for bound in (clip if isinstance(clip, list) else [clip])]
-    draft.set("world.advantage_clip", float(max(bounds)))
+    draft.set("world.advantage_clip", max((abs(float(bound)) for bound in as_list(clip)), default=5.0))
 
 
 def clips(cosmos: Settings, draft: Draft) -> None:
-    draft.set("data.frames", cosmos[f"{CLIPS}.dataset.num_video_frames"])
-    draft.set("data.workers", cosmos[f"{CLIPS}.num_workers"])
-    draft.set("train.micro_batch_size", cosmos[f"{CLIPS}.batch_size"])
-    key = f"{CLIPS}.dataset.resolution"
-    named = str(cosmos[key] or "720")
-    if named not in SIZES:
-        draft.wrong(key, f"{named!r} is not one of {', '.join(SIZES)}; correct it, or set data.height and data.width")
-        return
-    height, width = SIZES[named]
-    draft.set("data.height", height)
-    draft.set("data.width", width)
-    folder = cosmos[f"{CLIPS}.dataset.dataset_dir"] or cosmos[f"{CLIPS}.dataset.video_dir"]
+    own = LOCAL if cosmos["dataloader_train.type"] == "local" else CLIPS
+    frames = f"{own}.num_frames" if own == LOCAL else f"{own}.dataset.num_video_frames"
+    draft.set("data.frames", cosmos[frames])
+    draft.set("data.workers", cosmos[f"{own}.num_workers"])
+    draft.set("train.micro_batch_size", cosmos[f"{own}.batch_size"])
+    size(cosmos, draft)
+    folder = cosmos[f"{LOCAL}.dataset_dir"]
     key = f"{CLIPS}.webdataset"
     if folder:
         draft.set("data.format", "folder")
         draft.set("data.path", folder)
+        draft.set("data.validation", cosmos["dataloader_val.video_dataloader.dataset_dir"] or None)
     elif cosmos[key]:
         draft.refuse(
-            key,
-            'the shards are named in its own code; set data.format = "shards" and data.path = "s3://…" in the result',
+            key, 'the shards are named in its own code; set data.format = "shards" and data.path in the result'
         )
     else:
         draft.set("data.format", "mock")
         draft.differs(key, 'data.format = "mock": random clips and prompts, as its loader makes them here')
     rewards(cosmos, draft)
+
+
+def size(cosmos: Settings, draft: Draft) -> None:
+    """Width and height of a local folder's loader, else the name of a resolution."""
+    key = f"{LOCAL}.video_size"
+    if given := cosmos[key]:
+        if not isinstance(given, list) or len(given) != 2 or not all(isinstance(side, int) for side in given):
+            draft.wrong(key, f"{given!r} is not [width, height]; correct it")
+            return
+        width, height = given
+    else:
+        key = f"{CLIPS}.dataset.resolution" if cosmos[f"{CLIPS}.dataset.resolution"] else "model.resolution"
+        named = str(cosmos[key] or "720")
+        if named not in SIZES:
+            draft.wrong(key, f"{named!r} is not one of {', '.join(SIZES)}; correct it")
+            return
+        height, width = SIZES[named]
+    draft.set("data.height", height)
+    draft.set("data.width", width)
 
 
 def rewards(cosmos: Settings, draft: Draft) -> None:
@@ -136,14 +152,25 @@ def rewards(cosmos: Settings, draft: Draft) -> None:
         draft.set("reward.services", [usual])
         draft.differs("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
     else:
-        services = (
-            [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
-        )
+        named(given, usual, draft)
+
+
+def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
+    """Rewards by name with their weights, or as tables."""
+    services = (
+        [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
+    )
+    if fits(services, "tables"):
         draft.set("reward.services", [usual | service for service in services])
+    else:
+        draft.wrong(
+            "model.rl.reward_config.reward_fns",
+            f"{given!r:.60} is neither names with weights nor a list of tables; correct it",
+        )
 
 
 def clip_norm(cosmos: Settings, draft: Draft) -> None:
     """Of the callback that clips gradients; all others only show something."""
-    callbacks = cosmos["trainer.callbacks"] or []
-    norms = [one.get("args", {}).get("clip_norm") for one in callbacks if one.get("name") == "grad_clip"]
-    draft.set("optim.max_grad_norm", float(norms[0]) if norms and norms[0] is not None else 1.0)
+    callbacks = as_list(cosmos["trainer.callbacks"])
+    clips = [one["args"] for one in callbacks if one.get("name") == "grad_clip" and isinstance(one.get("args"), dict)]
+    draft.set("optim.max_grad_norm", next((args["clip_norm"] for args in clips if "clip_norm" in args), 1.0))

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from dsreason.cosmos_rl.draft import Draft, Settings
+from dsreason.cosmos_rl.keys.key import as_list
 
 LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
 """cosmos-rl's losses of preferences, and ours."""
@@ -28,6 +29,12 @@ def data_parallel(cosmos: Settings) -> int:
 
 def ranks(cosmos: Settings, draft: Draft) -> None:
     """Batches and ranks: in SFT and DPO a batch is of a data-parallel rank, in GRPO of a replica."""
+    kind = cosmos["train.train_policy.trainer_type"]
+    if kind not in ("", "sft", "dpo", "grpo"):
+        draft.refuse(
+            "train.train_policy.trainer_type",
+            f"{kind!r} is a trainer of its own, which is not known here; remove the key",
+        )
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.num_gpus = gpus_of(cosmos, "policy") * replicas
     if draft.trainer == "grpo" and cosmos["mode"] == "disaggregated":
@@ -62,7 +69,7 @@ def loading(cosmos: Settings, draft: Draft) -> None:
 
 def optimizer(cosmos: Settings, draft: Draft) -> None:
     name = cosmos["train.optm_name"]
-    names = set(name) if isinstance(name, list) else {name}
+    names = set(as_list(name))
     decay = cosmos["train.optm_weight_decay"]
     draft.set("optim.weight_decay", decay)
     if names == {"Adam"} and decay:
@@ -104,8 +111,8 @@ def resume(cosmos: Settings, draft: Draft) -> None:
 
 def model(cosmos: Settings, draft: Draft) -> None:
     draft.set("model.revision", cosmos["policy.model_revision"])
-    frozen = [pattern for pattern in cosmos["policy.freeze_pattern"] or [] if pattern]
-    trained = [pattern for pattern in cosmos["policy.trainable_pattern"] or [] if pattern]
+    frozen = [pattern for pattern in as_list(cosmos["policy.freeze_pattern"]) if pattern]
+    trained = [pattern for pattern in as_list(cosmos["policy.trainable_pattern"]) if pattern]
     for key, patterns in (("policy.freeze_pattern", frozen), ("policy.trainable_pattern", trained)):
         if wrong := next((pattern for pattern in patterns if not is_regex(pattern)), None):
             draft.wrong(key, f"{wrong!r} is not a regular expression; correct it")
@@ -118,7 +125,7 @@ def model(cosmos: Settings, draft: Draft) -> None:
         draft.set("model.freeze", frozen)
     if "policy.lora" in cosmos:
         adapters(cosmos, draft)
-    logger = cosmos["logging.logger"] or []
+    logger = as_list(cosmos["logging.logger"])
     if "wandb" in logger:
         draft.set("monitor.wandb", True)
         draft.set("monitor.wandb_project", cosmos["logging.project_name"])
@@ -160,8 +167,7 @@ def adapters(cosmos: Settings, draft: Draft) -> None:
     elif targets is None:
         draft.differs(f"{section}.target_modules", "attention and feed-forward of the language model get adapters")
     else:
-        names = [targets] if isinstance(targets, str) else targets
-        draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in names])
+        draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in as_list(targets)])
     if cosmos[f"{section}.modules_to_save"]:
         draft.refuse(f"{section}.modules_to_save", "only adapters are trained beside frozen weights; remove the key")
     if cosmos[f"{section}.init_lora_weights"] not in (True, "gaussian"):
@@ -230,7 +236,7 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
 def preferences(cosmos: Settings, draft: Draft) -> None:
     """cosmos-rl's DPO has no reference model: the loss is that of log-probabilities alone."""
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
-    names = [losses] if isinstance(losses, str) else list(losses)
+    names, weights = as_list(losses), None if weights is None else as_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
         draft.wrong("custom.dpo_loss_type", f"{unknown[0]!r} is not one of {', '.join(LOSSES)}; correct it")
         return

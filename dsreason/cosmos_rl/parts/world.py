@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.cosmos_rl.draft import Draft, Settings
+from dsreason.cosmos_rl.keys.key import as_list
 from dsreason.cosmos_rl.parts.train import checkpoints, data_parallel, gpus_of, loading, optimizer, whole
 
 POLICY, DIFFUSERS = "train.train_policy", "policy.diffusers"
@@ -34,7 +35,7 @@ def world(cosmos: Settings, draft: Draft) -> None:
         nft(cosmos, draft)
     validation(cosmos, draft)
     checkpoints(cosmos, draft)
-    logger = cosmos["logging.logger"] or []
+    logger = as_list(cosmos["logging.logger"])
     if "wandb" in logger:
         draft.set("monitor.wandb", True)
         draft.set("monitor.wandb_project", cosmos["logging.project_name"])
@@ -46,8 +47,8 @@ def adapters(cosmos: Settings, draft: Draft) -> None:
     draft.set("lora.rank", cosmos["policy.lora.r"])
     draft.set("lora.alpha", cosmos["policy.lora.lora_alpha"])
     targets = cosmos["policy.lora.target_modules"]
-    if isinstance(targets, list):
-        draft.set("lora.targets", targets)
+    if targets != "all-linear":
+        draft.set("lora.targets", as_list(targets) or None)
 
 
 def clips(cosmos: Settings, draft: Draft) -> None:
@@ -124,10 +125,15 @@ def prompts(cosmos: Settings, draft: Draft) -> None:
         draft.refuse(key, "there are no prompts; name a data set")
         return
     draft.set("data.format", "prompts")
-    draft.set("data.path", prompt_file(cosmos[key], cosmos[f"{POLICY}.dataset.split"] or "train"))
+    draft.set("data.path", prompt_file(cosmos[key], split_of(cosmos[f"{POLICY}.dataset.split"], "train")))
     if cosmos["validation.dataset.name"]:
-        split = cosmos["validation.dataset.split"] or "test"
+        split = split_of(cosmos["validation.dataset.split"], "test")
         draft.set("data.validation", prompt_file(cosmos["validation.dataset.name"], split))
+
+
+def split_of(given: Any, usual: str) -> str:
+    """The first one that is named."""
+    return next((name for name in as_list(given) if name), usual)
 
 
 def prompt_file(name: str, split: Any) -> str:
@@ -155,14 +161,17 @@ def services(cosmos: Settings, draft: Draft) -> None:
     known = {*usual, "clip_min", "clip_max"}
     found = []
     for service in given:
-        if not isinstance(service, dict) or (unknown := sorted(service.keys() - known)):
-            draft.wrong(key, f"{service!r:.80} is no reward, or {unknown[0]!r} is no key of one; correct it")
+        if unknown := sorted(service.keys() - known):
+            draft.wrong(key, f"{unknown[0]!r} is no key of a reward, which has {', '.join(sorted(known))}; correct it")
             return
         found.append(usual | service)
     draft.set("reward.services", found)
 
 
 def validation(cosmos: Settings, draft: Draft) -> None:
+    held_out = cosmos["validation.dataset.local_dir"] or cosmos["validation.dataset.name"]
+    if draft.get("world.algorithm") == "sft" and held_out:
+        draft.set("data.validation", held_out)
     on = cosmos["validation.enable"]
     draft.set("validation.every", cosmos["validation.freq"] if on else 0)
     draft.set("validation.before_training", bool(on and cosmos["validation.val_before_train"]))

@@ -512,6 +512,16 @@ def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
     assert "split" not in found
 
 
+def test_a_trainer_of_their_own_is_refused() -> None:
+    assert "'pi_sft' is a trainer of its own" in refused(SFT, train__train_policy__trainer_type="pi_sft")
+
+
+def test_rewards_of_a_script_are_spoken_of_where_the_file_names_none() -> None:
+    without = GRPO.replace('reward_function = "gsm8k"\n', "")
+    verdict, text = note(without, "train.train_policy.reward_function")
+    assert (verdict, "launch_worker" in text) == ("differs", True)
+
+
 def test_a_folder_that_is_not_there_is_told() -> None:
     dataset = {"name": "/no/such/folder"}
     text = SFT.replace('annotation_path = "rows.json"', "")

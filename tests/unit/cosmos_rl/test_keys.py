@@ -10,15 +10,32 @@ from typing import Any
 
 import pytest
 
+from dsreason.cli.job import trainers
+from dsreason.config.load import read_values
 from dsreason.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS, Imported, convert
 from dsreason.cosmos_rl.keys import train as keys_of_train
 from dsreason.cosmos_rl.keys.key import Key, fits
+from dsreason.cosmos_rl.write import toml_of
+from dsreason.errors import ConfigError
 from tests.unit.cosmos_rl.test_convert import DPO, GRPO, SFT, document
 
 SHARED = Path(__file__).parents[3] / "../shared/cosmos_configs"
 needs_configs = pytest.mark.skipif(
     not SHARED.is_dir(), reason="cosmos-rl's configurations (../shared/cosmos_configs) are not here"
 )
+
+
+WORLD = """
+[policy]
+is_diffusers = true
+[rollout]
+n_generation = 4
+[train.train_policy]
+type = "grpo"
+trainer_type = "diffusion_nft"
+use_remote_reward = true
+dataset.name = "prompts.txt"
+"""
 
 
 def leaves(node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -311,3 +328,51 @@ def test_no_key_of_a_real_file_is_without_a_finding(name: str) -> None:
     found = convert(tomllib.loads((SHARED / name).read_text())).findings
     assert all(finding.text for finding in found)
     assert [finding for finding in found if finding.verdict == "error"] == []
+
+
+ODD_VALUES: list[Any] = [
+    -1,
+    0,
+    3,
+    10**30,
+    -0.5,
+    1e300,
+    True,
+    False,
+    "",
+    "x",
+    "ä/b",
+    [],
+    [1],
+    ["a", 2],
+    [{}],
+    [[]],
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (LANGUAGE_KEYS, SFT),
+        (LANGUAGE_KEYS, DPO),
+        (LANGUAGE_KEYS, GRPO),
+        (WORLD_KEYS, WORLD),
+        (PREDICT_KEYS, "[model.rl]\na = 1"),
+    ],
+    ids=["sft", "dpo", "grpo", "world", "predict"],
+)
+def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
+    """What is wrong is a ConfigError, from the import or from our own schema."""
+    for key in keys:
+        for value in ODD_VALUES:
+            try:
+                found = convert(document(text, **{key.replace(".", "__"): value}))
+                found.check("x")
+                read_values(trainers()[found.trainer].schema, found.config, "x")
+                toml_of(found, "x")
+            except ConfigError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{key} = {value!r}") from error

@@ -84,9 +84,24 @@ min_num_conditional_frames = 0
 exp_reward = true
 [model_parallel]
 context_parallel_size = 2
-[dataloader_train.video_dataloader.dataloader.dataset]
-resolution = "720"
+[model.net]
+use_crossattn_projection = true
+[optimizer]
+lr = 2e-5
+[scheduler]
+f_min = [1.0]
+warm_up_steps = [50]
+[dataloader_train]
+type = "local"
+[dataloader_train.video_dataloader]
 dataset_dir = "clips"
+num_frames = 61
+video_size = [1280, 720]
+offline_text_embedding = true
+[dataloader_val]
+type = "local"
+[dataloader_val.video_dataloader]
+dataset_dir = "held_out"
 [job]
 name = "cosmos-predict2-5-14b-720-reason-embedding-ddrl"
 """
@@ -101,7 +116,17 @@ def test_ddrl() -> None:
     assert world["prompts_per_step"] == 32 * 8 // (8 * 2)
     assert world["conditional_frames"] == [0, 1]
     assert found.config["model"]["path"] == "nvidia/Cosmos-Predict2.5-14B"
-    assert (found.config["data"]["format"], found.config["data"]["height"]) == ("folder", 704)
+    expected = {
+        "format": "folder",
+        "path": "clips",
+        "validation": "held_out",
+        "frames": 61,
+        "height": 720,
+        "width": 1280,
+    }
+    assert {name: found.config["data"][name] for name in expected} == expected
+    assert (found.config["optim"]["lr"], found.config["optim"]["warmup"]) == (2e-5, 50)
+    assert [finding for finding in found.findings if finding.verdict == "not read"] == []
     read_values(WorldConfig, found.config, "x")
 
 
@@ -110,7 +135,9 @@ def test_ddrl() -> None:
     [
         ("fsdp_shard_size = 32", "fsdp_shard_size = 3", "are no whole groups of 8 clips"),
         ("data_beta = 0.01", "data_beta = 0", "in ddrl only"),
-        ('resolution = "720"', 'resolution = "721"', "'721' is not one of 256, 480, 720"),
+        ("video_size = [1280, 720]", "", ""),
+        ("video_size = [1280, 720]", "video_size = [720]", "[720] is not [width, height]"),
+        ("f_min = [1.0]", "f_min = [0.1]", "the rate is held"),
         ('dataset_dir = "clips"', "", ""),
         ("enabled = true", "on_policy = false", "drawn from the weights"),
     ],

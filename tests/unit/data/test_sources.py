@@ -286,3 +286,15 @@ def test_a_path_that_leads_nowhere_gets_no_such_advice(folder):
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"image: no file .*/a\.png$"):
         open_datasets(config(folder))[0][0]
+
+
+def test_columns_of_the_rows_may_have_other_names(folder):
+    write(folder, [{"number": "7", "problem": "2 + 2?", "solution": "4", "question": "not this one"}])
+    columns = {"id": "number", "question": "problem", "answer": "solution"}
+    (sample,) = open_datasets(config(folder, columns=columns))[0]
+    assert (sample.id, sample.answer, sample.messages[0]["content"][-1]["text"]) == ("7", "4", "2 + 2?")
+
+
+def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(folder):
+    with pytest.raises(DataError, match="data.columns names 'problem', and the row has id, "):
+        open_datasets(config(folder, columns={"question": "problem"}))[0][0]

@@ -1,0 +1,84 @@
+"""`dsreason doctor`: whether this machine can train, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dsreason.cli.job import ConfigOption, trainers
+from dsreason.doctor.finding import Finding, Verdict
+
+STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    config: ConfigOption = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Also look at the hosts of this DeepSpeed hostfile, by ssh.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Without the two short runs, which take about a minute.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Look at everything that a run needs: versions, compiler, GPUs, memory, disks, ports, tokens, a collective, an engine.
+
+    Each line is pass, warn or fail, with the cure. The exit code is 1 where anything fails.
+    """
+    counts: dict[Verdict, int] = {"pass": 0, "warn": 0, "fail": 0}
+    console = Console(highlight=False)
+    for finding in findings(config, hostfile, console, quick=quick, speaks=not as_json):
+        counts[finding.verdict] += 1
+        if as_json:
+            typer.echo(json.dumps(asdict(finding)))
+        else:
+            show(finding, console)
+    if not as_json:
+        console.print(f"{counts['pass']} pass, {counts['warn']} warn, {counts['fail']} fail")
+    if counts["fail"]:
+        raise typer.Exit(1)
+
+
+def findings(
+    config: Path | None, hostfile: Path | None, console: Console, *, quick: bool, speaks: bool
+) -> Iterator[Finding]:
+    from dsreason.doctor import checks, network, trial
+
+    planned = list(checks.CHECKS)
+    if hostfile is not None:
+        hosts = network.read_hostfile(hostfile)
+        planned.append(checks.Check("hosts", lambda: network.check_hosts(hosts)))
+    if config is not None:
+        loaded = load(config)
+        planned.append(checks.Check("configuration", lambda: checks.of_config(loaded)))
+    if not quick and trial.without_ranks():
+        planned += checks.TRIALS
+    for check in planned:
+        with console.status(f"{check.name} …") if speaks and console.is_terminal else console.capture():
+            found = list(checks.findings_of(check))
+        yield from found
+    if quick and speaks:
+        console.print("--quick: no collective was run, and no engine")
+
+
+def load(config: Path) -> object:
+    """The configuration, whichever training command it is for."""
+    from dsreason.cli.data.commands import choose_trainer
+    from dsreason.cosmos_rl.loading import load_run
+
+    trainer = choose_trainer(config, None, None)
+    return load_run(trainer.name, trainers()[trainer.name].schema, config, (), default_recipe=trainer.recipe)[0]
+
+
+def show(finding: Finding, console: Console) -> None:
+    line = Text.assemble((finding.verdict, STYLES[finding.verdict]), f"  {finding.name}: {finding.what}")
+    console.print(line, soft_wrap=True)
+    if finding.cure:
+        console.print(Text(f"      → {finding.cure}"), soft_wrap=True)

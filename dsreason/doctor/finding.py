@@ -1,0 +1,61 @@
+"""What a check says."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dsreason.secrets import hide_secrets
+
+Verdict = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. Example: `Finding("compiler", "fail", "no c++ was found", "install g++")`."""
+
+    name: str
+    verdict: Verdict
+    what: str
+    cure: str = ""
+    """What to do; empty where nothing has to be done."""
+
+
+def passed(name: str, what: str) -> Finding:
+    return Finding(name, "pass", what)
+
+
+def warned(name: str, what: str, cure: str) -> Finding:
+    return Finding(name, "warn", what, cure)
+
+
+def failed(name: str, what: str, cure: str) -> Finding:
+    return Finding(name, "fail", what, cure)
+
+
+def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Exit code and everything that a program prints; 124 where it takes longer, 127 where there is none."""
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return 124, (error.stdout or b"").decode(errors="replace")
+    except OSError as error:
+        return 127, str(error)
+    return ended.returncode, ended.stdout.decode(errors="replace")
+
+
+def last_line(text: str) -> str:
+    """The line that mostly says why, without secrets and control characters: the last `error:` line, else the last one."""
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
+    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["nothing was printed"])[-1][:300]

@@ -1,0 +1,43 @@
+"""`dsreason doctor` on this machine: a real sum over two ranks, and a real step of a tiny model with its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.integration.command import COMMAND
+
+
+def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
+    ended = subprocess.run(
+        [*COMMAND, "doctor", "--json", *options],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert "Traceback" not in ended.stderr
+    return ended.returncode, {found["name"]: found for found in map(json.loads, ended.stdout.splitlines())}
+
+
+def test_a_machine_that_runs_these_tests_is_well(tmp_path: Path) -> None:
+    code, found = run(tmp_path)
+    assert code == 0, found
+    assert found["2 ranks"]["verdict"] == "pass"
+    assert "sums are right" in found["2 ranks"]["what"]
+    assert found["engine"]["verdict"] == "pass"
+    assert found["videos"]["verdict"] == "pass"
+
+
+def test_a_broken_environment_fails_with_its_cure(tmp_path: Path) -> None:
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CXX": "no-such-compiler", "MASTER_PORT": "x"}
+    code, found = run(tmp_path, "--quick", **variables)
+    assert code == 1
+    for name in ("allocator", "C++ compiler", "ports"):
+        assert found[name]["verdict"] == "fail"
+        assert found[name]["cure"]
+    assert "engine" not in found
