@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
+from dsreason.screen import as_message, visible
+
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -129,10 +131,13 @@ def is_set(value: Any) -> bool:
 
 
 class HidingFormatter(logging.Formatter):
-    """Of log lines: neither message nor traceback shows a secret."""
+    """Of log lines: neither message nor traceback shows a secret or acts on the terminal, and no message begins a line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return as_message(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide_secrets(super().format(record))
+        return visible(hide_secrets(super().format(record)))
 
 
 def without_credentials(text: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsreason.cli import grpo, sft, world
@@ -24,7 +23,9 @@ from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.job import launch
+from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import PART, Part, duration
+from dsreason.screen import say
 
 WARM_START = Path("builtin_warm_start.toml")
 HELD_OUT = Path("builtin_eval.toml")
@@ -90,10 +91,10 @@ def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> N
         export(checkpoint=folder / "grpo", output=folder / "export")
     with announce_stage(4, started, STAGES):
         results = evaluate_export(folder)
-    Console().print(results_table(folder, accuracy_by_medium(results)))
-    typer.echo(f"model: {folder / 'export'}")
-    typer.echo(f"every answer: {results / 'report.html'}")
-    typer.echo(f"curves: tensorboard --logdir {folder}")
+    open_console().print(results_table(folder, accuracy_by_medium(results)))
+    say(f"model: {folder / 'export'}")
+    say(f"every answer: {results / 'report.html'}")
+    say(f"curves: tensorboard --logdir {folder}")
 
 
 def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
@@ -105,11 +106,11 @@ def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> Non
         job = Job(world.TRAINER, config=recipe, overrides=overrides, output_dir=folder / name, nproc=nproc)
         with announce_stage(number, started, WORLD_STAGES):
             run_job(job, ranks_on_cpu=ranks_on_cpu)
-    Console().print(world_table(folder))
+    open_console().print(world_table(folder))
     for name in WORLD_RECIPES:
         if (page := folder / name / "world.html").is_file():  # not where nothing is validated
-            typer.echo(f"clips and rewards of {name}: {page}")
-    typer.echo(f"curves: tensorboard --logdir {folder}")
+            say(f"clips and rewards of {name}: {page}")
+    say(f"curves: tensorboard --logdir {folder}")
 
 
 @contextmanager
@@ -118,7 +119,7 @@ def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iter
     stage = stages[number - 1]
     before, left = (sum(one.seconds for one in some) for some in (stages[: number - 1], stages[number - 1 :]))
     pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
-    typer.echo(f"{number}/{len(stages)} {stage.title} (about {duration(pace * left)} left)", err=True)
+    say(f"{number}/{len(stages)} {stage.title} (about {duration(pace * left)} left)", err=True)
     after = (left - stage.steps) / stage.steps if stage.steps else 0.0
     os.environ[PART] = str(Part(number, len(stages), after))
     try:

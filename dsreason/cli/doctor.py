@@ -14,6 +14,8 @@ from rich.text import Text
 
 from dsreason.cli.job import ConfigOption, trainers
 from dsreason.doctor.finding import Finding, Verdict
+from dsreason.monitor.console import open_console
+from dsreason.screen import say
 
 STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -33,11 +35,11 @@ def doctor(
     Each line is pass, warn or fail, with the cure. The exit code is 1 where anything fails.
     """
     counts: dict[Verdict, int] = {"pass": 0, "warn": 0, "fail": 0}
-    console = Console(highlight=False)
+    console = open_console(highlight=False)
     for finding in findings(config, hostfile, console, quick=quick, speaks=not as_json):
         counts[finding.verdict] += 1
         if as_json:
-            typer.echo(json.dumps(asdict(finding)))
+            say(json.dumps(asdict(finding)))
         else:
             show(finding, console)
     if not as_json:

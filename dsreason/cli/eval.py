@@ -21,6 +21,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.screen import say
 from dsreason.secrets import masked
 
 RECIPE = "eval.toml"
@@ -112,7 +113,7 @@ def evaluate(
     loaded = load(config, changes)
     launch.prepare_environment()
     for note in loaded.notes(len(os.sched_getaffinity(0))):
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     ranks = 1
     if loaded.server.url is None:
         check_gpus()
@@ -245,7 +246,7 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
     loaded = load_config(EvalConfig, config, [f"{TP_KEY}={given}", *changes], default_recipe=RECIPE)
     asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(given)
     if asks_model and launch.is_first_rank():
-        typer.echo(f"note: {TP_KEY} is {given}, as {TP_SIZE} in the environment says", err=True)
+        say(f"note: {TP_KEY} is {given}, as {TP_SIZE} in the environment says", err=True)
     return loaded
 
 
@@ -334,8 +335,8 @@ def run(config: EvalConfig) -> None:
         from dsreason.evaluation.settings import vision_note
 
     if (note := vision_note(config)) and launch.is_first_rank():
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     folder, throughput = run_evaluation(config)
     if launch.is_first_rank():
-        typer.echo(str(throughput), err=True)
+        say(str(throughput), err=True)
         print_reports(write_reports(folder, None))

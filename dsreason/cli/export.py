@@ -9,6 +9,7 @@ import typer
 
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.checkpoints.model_card import Score
@@ -43,7 +44,7 @@ def export(
     else:
         scores = accuracies_of(results_dir) if results_dir else ()
         export_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
-    typer.echo(f"exported to {output}", err=True)
+    say(f"exported to {output}", err=True)
 
 
 def is_of_world_model(checkpoint: Path) -> bool:

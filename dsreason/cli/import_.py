@@ -13,6 +13,7 @@ from dsreason.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
 from dsreason.cosmos_rl.tables import show
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
+from dsreason.screen import say
 
 
 def import_(
@@ -43,10 +44,10 @@ def import_(
     text = toml_of(imported, file.name)
     read_values(trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
     if output is None:
-        typer.echo(text, nl=False)
+        say(text, end="")
         return
     try:
         write_file(output, text)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error.strerror}); name another file") from None
-    typer.echo(f"written to {output}, for {gpus(imported)}. Then: {command(imported, str(output))} --dry-run", err=True)
+    say(f"written to {output}, for {gpus(imported)}. Then: {command(imported, str(output))} --dry-run", err=True)

@@ -16,6 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import StreamedAnswer
@@ -92,7 +93,7 @@ def infer(
 
         if prompt is None and prompt_file is None:
             prompt = default_prompt(bool(video))
-            say(f'no --prompt: asking "{prompt}"')
+            say(f'no --prompt: asking "{prompt}"', err=True)
         prompts = read_prompts(prompt, prompt_file)
         settings = InferSettings(
             model=model,
@@ -141,21 +142,21 @@ def frame_settings(
 def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:
     for _ in answering:
         pass
-    typer.echo(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
+    say(json.dumps(answering.result(), ensure_ascii=False), file=stdout)
 
 
 def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> None:
     """The text as it comes; thoughts are dim on a terminal."""
     if heading:
-        typer.echo(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
+        say(f"## {answering.prompt.sample.meta['prompt']}\n", file=stdout)
     for text, thought in split_thoughts(answering):
-        typer.echo(typer.style(text, dim=True) if thought and stdout.isatty() else text, file=stdout, nl=False)
+        say(text, file=stdout, end="", dim=thought and stdout.isatty())
         stdout.flush()
-    typer.echo("\n" if heading else "", file=stdout)
+    say("\n" if heading else "", file=stdout)
     tokens, seconds = len(answering.ids), answering.seconds
-    say(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s")
+    say(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s", err=True)
     if answering.finish_reason == "length":
-        say("the answer is cut off: --max-tokens, or what the model has room for, is reached")
+        say("the answer is cut off: --max-tokens, or what the model has room for, is reached", err=True)
 
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -172,7 +173,3 @@ def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield buffer[: len(buffer) - begun], thinking
         buffer = buffer[len(buffer) - begun :]
     yield buffer, thinking
-
-
-def say(text: str) -> None:
-    typer.echo(text, err=True)

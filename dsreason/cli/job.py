@@ -26,6 +26,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.data.chat import Encoder
@@ -149,7 +150,7 @@ def load_job(job: Job[C]) -> C:
     """
     speaks = launch.is_first_rank() and not launch.started_by_us()
     if job.config is None and speaks:
-        typer.echo(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
+        say(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
     overrides = list(job.overrides)
     if job.ds_config is not None:
         overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
@@ -186,14 +187,14 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
     ranks = launch.rank_count(job.nproc, launch.gpu_count(), on_cpu=ranks_on_cpu)
     deepspeed = _deepspeed_of(job, config, ranks)
     for note in config.check_ranks(ranks):
-        typer.echo(f"note: {note}", err=True)
-    typer.echo("checking data and model …", err=True)
+        say(f"note: {note}", err=True)
+    say("checking data and model …", err=True)
     check_job(job.trainer, config, job.resume)
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir
     started = time.time()
-    typer.echo(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
+    say(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     launch.start_ranks(
         lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
         ranks=ranks,
@@ -251,4 +252,4 @@ def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
 
 
 def _print_config(config: JobConfig, deepspeed: dict[str, Any]) -> None:
-    typer.echo(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))
+    say(json.dumps({**dump_config(config), "deepspeed_config": deepspeed}, indent=2))

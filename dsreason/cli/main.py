@@ -18,6 +18,7 @@ from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
+from dsreason.screen import say
 from dsreason.secrets import HidingFormatter
 
 app = typer.Typer(
@@ -45,7 +46,7 @@ app.command("reward-serve")(reward_serve.reward_serve)
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dsreason {__version__}")
+        say(f"dsreason {__version__}")
         raise typer.Exit
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
-    threading.excepthook = lambda raised: print(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
+    threading.excepthook = lambda raised: say(crash_text(raised.exc_value or raised.exc_type()), err=True)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
         if launch.is_rank():

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.address import HubAddress
 from dsreason.monitor.progress import track
+from dsreason.screen import say
 
 
 class Kind(StrEnum):
@@ -53,14 +54,14 @@ def push(
         packages = [(inside, stack.enter_context(opened_package(inside))) for inside in folders]
         for inside, package in packages:
             place = place_in(target, package.name) if whole else target
-            typer.echo(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
+            say(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
             if isinstance(place, HubAddress):
                 sent = upload(package, place)  # the Hub's library draws its own bars
             else:
                 with track("sent", package.num_bytes, "bytes") as advance:
                     sent = upload(package, place, advance)
             there = len(package.files) - sent.files
-            typer.echo(
+            say(
                 f"done: {decimal(sent.num_bytes)} sent"
                 + (f", {there} of {len(package.files)} files were there" if there else ""),
                 err=True,
@@ -75,7 +76,7 @@ def folders_of(run: Path, include: Sequence[Kind]) -> list[Path]:
     if "logs" in include and is_logs(run / LOGS):
         found.append(run / LOGS)
     for inside in unfinished_folders(run):
-        typer.echo(f"left out, not complete: {inside}", err=True)
+        say(f"left out, not complete: {inside}", err=True)
     if not found:
         kinds = {Kind.checkpoint: "no complete checkpoint", Kind.export: "no export", Kind.logs: "no logs"}
         raise CheckpointError(

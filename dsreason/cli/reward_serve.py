@@ -15,6 +15,7 @@ import typer
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.screen import say
 from dsreason.secrets import HidingFormatter
 from dsreason.user_code import restore_script_folders
 
@@ -72,9 +73,9 @@ def reward_serve(
         raise ConfigError(
             f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
         ) from error
-    typer.echo(f"serving {', '.join(found)} at {server.url}enqueue and {server.url}pull")
+    say(f"serving {', '.join(found)} at {server.url}enqueue and {server.url}pull")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        typer.echo("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
+        say("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
     serve(server)
 
 
@@ -124,4 +125,4 @@ def serve(server: RewardHTTPServer) -> None:
     server.shutdown()
     thread.join()
     server.server_close()
-    typer.echo("the server has ended", err=True)
+    say("the server has ended", err=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from dsreason.errors import ConfigError
+from dsreason.monitor.console import open_console
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.evaluation.report.report import Report
@@ -51,12 +52,12 @@ def score(
 
         count = calculate_accuracy(results_dir, dataset)
         if count.files == 0:
-            typer.echo(f"No JSON files found in directory: {results_dir}", err=True)
+            say(f"No JSON files found in directory: {results_dir}", err=True)
             raise typer.Exit(1)
         for complaint in count.complaints:
-            typer.echo(complaint, err=True)
+            say(complaint, err=True)
         for line in count.lines():
-            typer.echo(line)
+            say(line)
         return
     from dsreason.evaluation.report.report import write_reports
 
@@ -67,19 +68,19 @@ def print_world_report(report: WorldReport) -> None:
     """The rewards on stdout, and where the page is."""
     from dsreason.evaluation.world.report import console_tables
 
-    console = Console()
+    console = open_console()
     for table in console_tables(report):
         console.print(table)
     for notice in report.notices:
         console.print(f"attention: {notice}", style="bold yellow", markup=False)
-    typer.echo(report.file)
+    say(report.file)
 
 
 def print_reports(reports: list[Report]) -> None:
     """The accuracies on stdout, a table for one run and a row each for several, and where the reports are."""
     from dsreason.evaluation.report import tables
 
-    console = Console()
+    console = open_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
     if len(reports) > 1:
@@ -88,10 +89,10 @@ def print_reports(reports: list[Report]) -> None:
         if len(reports) == 1:
             console.print(tables.accuracy_table(report.summary))
             for name, text in tables.facts(report.summary).items():
-                typer.echo(f"{name}: {text}")
+                say(f"{name}: {text}")
         if report.comparison:
             console.print(tables.comparison_table(report.comparison))
             if report.comparison.warning:
                 console.print(f"attention: {report.comparison.warning}", style="bold yellow", markup=False)
         for file in report.files:
-            typer.echo(file)
+            say(file)

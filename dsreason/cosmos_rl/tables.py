@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dsreason.cosmos_rl.convert import Imported
 from dsreason.cosmos_rl.draft import Finding, Verdict
+from dsreason.monitor.console import open_console
 
 STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
 HEADS: dict[Verdict, str] = {
@@ -24,7 +24,7 @@ HEADS: dict[Verdict, str] = {
 
 def show(imported: Imported) -> None:
     """What became of the keys, and what both configurations mean; on stderr."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     for verdict in HEADS:
         found = [finding for finding in imported.findings if finding.verdict == verdict]
         if found:
@@ -42,7 +42,7 @@ def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
     table = Table("key of cosmos-rl", "here", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])
     if verdict != "left out":
         for finding in found:
-            table.add_row(printable(f"{finding.key} = {finding.value!r:.60}"), printable(finding.text))
+            table.add_row(Text(f"{finding.key} = {finding.value!r:.60}"), Text(finding.text))
         return table
     for reason in dict.fromkeys(finding.text for finding in found):
         same = [f"{finding.key} = {finding.value!r:.40}" for finding in found if finding.text == reason]
@@ -51,16 +51,9 @@ def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
             if len(same) <= MOST_KEYS
             else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more like them"]
         )
-        table.add_row(printable("\n".join(shown)), printable(reason))
+        table.add_row(Text("\n".join(shown)), Text(reason))
     return table
 
 
 MOST_KEYS = 12
 """That are listed of those that were left out for one reason."""
-
-
-def printable(text: str) -> Text:
-    """Without control characters, which a file may have in its keys."""
-    return Text(
-        "".join(letter if letter.isprintable() or letter == "\n" else f"\\x{ord(letter):02x}" for letter in text)
-    )

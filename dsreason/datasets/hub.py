@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import HTTPError
@@ -15,6 +16,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES
+from dsreason.files.deadline import Pace, within
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.monitor.progress import Advance
@@ -23,6 +25,10 @@ ATTEMPTS = 5
 """Failed attempts in a row, without a new byte, after which a download gives up."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a connection counts as broken."""
+OPEN_LIMIT = 120.0
+"""Seconds until the content of an answer begins, redirects included."""
+LIST_LIMIT = 600.0
+"""Seconds for the list of a repository's files, a page after the other."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,15 @@ class RemoteFile:
 
 def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """The commit of a revision, and its files."""
-    with hub_errors(repo, revision):
+
+    def ask() -> tuple[str, list[RemoteFile]]:
         api = HfApi(endpoint=hub())
         commit = str(api.dataset_info(repo, revision=revision).sha)
         tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
         return commit, [remote_file(entry) for entry in tree if isinstance(entry, RepoFile)]
+
+    with hub_errors(repo, revision):
+        return within(LIST_LIMIT, ask)
 
 
 def remote_file(entry: RepoFile) -> RemoteFile:
@@ -79,7 +89,7 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: A
     while not partial.is_file() or partial.stat().st_size < file.size:
         before = size_of(partial)
         try:
-            stream(url, partial, before, advance)
+            stream(url, partial, before, file.size, advance)
             break
         except HTTPError as error:
             failures = 0 if size_of(partial) > before else failures + 1
@@ -100,21 +110,56 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
         raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
 
 
-def stream(url: str, partial: Path, start: int, advance: Advance) -> None:
-    """From byte `start` to the end. huggingface_hub's own download begins anew in every process."""
+def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
+    """From byte `start` to the end, at byte `most`. huggingface_hub's own download begins anew in every process."""
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
     if start:
         headers["Range"] = f"bytes={start}-"
-    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT) as response:
-        hf_raise_for_status(response)
+    with opened(url, headers) as response:
         if start and response.status_code != 206:  # a server that sends everything again
             advance(-start)
             start = 0
         with partial.open("r+b" if start else "wb") as file:
             file.seek(start)
-            for chunk in response.iter_bytes():
+            for chunk in pieces(response, most - start):
                 advance(len(chunk))
                 file.write(chunk)
+
+
+@contextmanager
+def opened(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+    """A response whose content is yet to be read. huggingface_hub's session takes tokens off where a redirect leads elsewhere.
+
+    Raises:
+        HTTPError: of the server or the connection.
+        TimeoutError: the server did not begin to answer in time.
+    """
+
+    def request() -> Any:
+        response = stack.enter_context(
+            get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT)
+        )
+        hf_raise_for_status(response)  # it reads what an error says
+        return response
+
+    with ExitStack() as stack:
+        yield within(OPEN_LIMIT, request)
+
+
+def pieces(response: Any, most: int) -> Iterator[bytes]:
+    """The content as it was sent, not unpacked: nothing packed was asked for.
+
+    Raises:
+        DataError: more than `most` bytes.
+        TimeoutError: it comes too slowly.
+    """
+    pace = Pace()
+    for piece in response.iter_raw():
+        pace.count(len(piece))
+        most -= len(piece)
+        if most < 0:
+            raise DataError(f"{response.request.url}: the server sends more than was asked for; nothing more is read")
+        yield piece
 
 
 def size_of(path: Path) -> int:

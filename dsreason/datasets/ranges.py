@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers
 
-from dsreason.datasets.hub import ATTEMPTS, TIMEOUT, size_of
+from dsreason.datasets.hub import ATTEMPTS, opened, pieces, size_of
 from dsreason.errors import DataError
 from dsreason.files.hub import first_line
 from dsreason.monitor.progress import Advance
 
-PIECE = 256 * 1024
+SMALL = 64 * 2**20
+"""Bytes of a file that is read as a whole."""
 SKIPPED = 4 * 1024**2
 """Bytes that are rather read and thrown away than left out by a new request."""
 PAUSE_S = 1.0
@@ -47,12 +48,12 @@ class Source:
 
         Raises:
             HTTPError: of the server or the connection.
+            TimeoutError: the server did not begin to answer in time.
             DataError: the server sends the whole file whatever is asked for.
         """
         headers = {**(build_hf_headers() if self.on_hub else {}), "Accept-Encoding": "identity"}
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
-        with get_session().stream("GET", self.url, headers=headers, follow_redirects=True, timeout=TIMEOUT) as response:
-            hf_raise_for_status(response)
+        with opened(self.url, headers) as response:
             if response.status_code != 206 and (start or stop is not None):
                 raise DataError(f"{self.url}: the server does not answer requests for a part of a file (HTTP ranges)")
             yield response
@@ -60,7 +61,7 @@ class Source:
     def read(self) -> bytes:
         """The whole content, of a small file."""
         with self.open() as response:
-            return bytes(response.read())
+            return b"".join(pieces(response, SMALL))
 
     @cached_property
     def version(self) -> Version:
@@ -110,7 +111,7 @@ def fetch_part(source: Source, start: int, size: int, partial: Path, advance: Ad
     while (done := size_of(partial)) < size:
         try:
             with source.open(start + done, start + size) as response, partial.open("ab") as file:
-                for piece in response.iter_bytes():
+                for piece in pieces(response, size - done):
                     advance(len(piece))
                     file.write(piece)
                     patience.progressed()
@@ -178,7 +179,12 @@ class RangedFile(io.RawIOBase):
         if self.pieces is None or not 0 <= gap <= SKIPPED:
             self._drop()
             response = self.stack.enter_context(self.source.open(self.position, self.length))
-            self.pieces, self.arrived, self.left, gap = response.iter_bytes(PIECE), self.position, b"", 0
+            self.pieces, self.arrived, self.left, gap = (
+                pieces(response, self.length - self.position),
+                self.position,
+                b"",
+                0,
+            )
         while len(self.left) <= gap:
             gap -= len(self.left)
             self.arrived += len(self.left)

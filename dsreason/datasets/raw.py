@@ -185,6 +185,8 @@ def server_errors(source: Source) -> Iterator[None]:
     except HTTPError as error:
         again = "; run the same command again: it continues" if is_transient(error) else ""
         raise DataError(f"{failure(source, error)}{again}") from error
+    except TimeoutError as error:
+        raise DataError(f"{source.url}: {error}; run the same command again: it continues") from None
 
 
 # ---------------------------------------------------------------- tars
@@ -313,7 +315,7 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
         content = source.read()
     try:
         (count,) = [len(one["shardLengths"]) for one in json.loads(content)["splits"] if one["name"] == split]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{source.url}: does not say how many shards the split {split} has ({error})") from error
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
 

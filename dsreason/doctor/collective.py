@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from dsreason.job import launch
+from dsreason.screen import say
 
 RANKS = 2
 VALUES = 8 * 1024**2
@@ -36,7 +37,7 @@ def rank() -> None:
         )
     if world.is_main:
         speed = VALUES * 4 / seconds / 1e9
-        print(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s", flush=True)
+        say(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s")
     shutdown()
 
 

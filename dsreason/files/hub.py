@@ -19,8 +19,9 @@ from huggingface_hub.errors import (
 from dsreason.errors import StorageError
 from dsreason.secrets import hide_secrets
 
-HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError)
-"""What the library raises; HTTPError is httpx's or httpx2's, as the library's version has it."""
+HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
+"""What the library raises; HTTPError is httpx's or httpx2's, as the library's version has it. The last two, and Python's
+RecursionError, come of answers that are not a Hub's."""
 ADVICE = {
     401: "the token in HF_TOKEN is missing, wrong or expired: make one with write permission in the settings of your account",
     403: "the token in HF_TOKEN has no write access there: give it write permission, and your account access",
@@ -45,6 +46,9 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
         return StorageError(f"{where}: is not in the Hub's cache, and the Hub cannot be reached")
     if isinstance(error, HFValidationError):
         return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
+    if isinstance(error, (KeyError, TypeError, RecursionError)):
+        text = first_line(f"{type(error).__name__}: {error}")
+        return StorageError(f"{where}: the answer is not that of the Hub ({text}); is HF_ENDPOINT right?")
     if not isinstance(error, HfHubHTTPError):
         text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
         return StorageError(text, transient=not isinstance(error, ValueError))

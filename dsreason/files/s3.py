@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 
 from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
+from dsreason.files.deadline import within
 from dsreason.files.retries import with_retries
+from dsreason.screen import in_one_line
 from dsreason.secrets import hide_secrets, quiet_libraries, without_credentials
 
 Answer: TypeAlias = Mapping[str, Any]
@@ -23,8 +25,16 @@ Answer: TypeAlias = Mapping[str, Any]
 CONNECT_LIMIT_S = 10
 READ_LIMIT_S = 60
 """Without a byte from the server."""
+REQUEST_LIMIT_S = 120.0
+"""For all of one request, however steadily its bytes drip."""
+COMPLETION_LIMIT_S = 600.0
+"""For `complete_multipart_upload`, which joins the parts of a large file before it answers."""
+SLOWEST = 10_000
+"""Bytes a second: the limit is longer by what the content takes at this speed."""
 READ_BYTES = 32 * 1024**2
 """Asked for at once: what a cut connection costs."""
+MOST_PAGES = 10_000
+"""Of a list of objects; a page has a thousand of them."""
 TRANSIENT_CODES = (
     "RequestTimeout",
     "SlowDown",
@@ -112,9 +122,12 @@ def request(
         StorageError: names the address and the server's answer.
     """
 
+    limit = COMPLETION_LIMIT_S if method == "complete_multipart_upload" else REQUEST_LIMIT_S
+    limit += len(parameters.get("Body", b"")) / SLOWEST
+
     def once() -> Answer:
         with named_errors(address):
-            answer: Answer = getattr(connect(), method)(Bucket=address.bucket, **parameters)
+            answer: Answer = within(limit, lambda: getattr(connect(), method)(Bucket=address.bucket, **parameters))
         check(answer)
         return answer
 
@@ -123,7 +136,7 @@ def request(
 
 def find_object(address: S3Address) -> S3Object:
     found = request("head_object", address, Key=address.key)
-    return _object(address, found["ContentLength"], found)
+    return _object(address, found.get("ContentLength"), found)
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
@@ -131,15 +144,16 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
     prefix = f"{address.key}/".lstrip("/")
     found: dict[str, S3Object] = {}
     following: dict[str, Any] = {}
-    while True:  # boto3's paginator would start at the first page again after a refusal
+    for _ in range(MOST_PAGES):  # boto3's paginator would start at the first page again after a refusal
         page = request("list_objects_v2", address, Prefix=prefix, **following)
         for entry in page.get("Contents", []):
-            key, size = entry["Key"], entry["Size"]
+            key, size = entry.get("Key", ""), entry.get("Size")
             if not key.endswith("/"):
                 found[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
         if not page.get("IsTruncated"):
             return found
-        following = {"ContinuationToken": page["NextContinuationToken"]}
+        following = {"ContinuationToken": page.get("NextContinuationToken", "")}
+    raise StorageError(f"{address}: the list of what is below it has no end; name a folder with fewer files")
 
 
 def read_into(source: S3Object, file: Path) -> None:
@@ -155,19 +169,28 @@ def read_into(source: S3Object, file: Path) -> None:
 
 def _read(source: S3Object, start: int) -> bytes:
     last = min(start + READ_BYTES, source.size) - 1
+    place = {"Bucket": source.address.bucket, "Key": source.address.key}
+
+    def part() -> bytes:
+        answer = connect().get_object(**place, Range=f"bytes={start}-{last}", IfMatch=source.etag)
+        return bytes(answer["Body"].read(last - start + 2))  # one more, to see a server that sends all or without end
+
     with named_errors(source.address):
-        answer = connect().get_object(
-            Bucket=source.address.bucket, Key=source.address.key, Range=f"bytes={start}-{last}", IfMatch=source.etag
-        )
-        content = bytes(answer["Body"].read())
+        content = within(REQUEST_LIMIT_S + READ_BYTES / SLOWEST, part)
+    if len(content) > last - start + 1:
+        raise StorageError(f"{source.address}: more than the {last - start + 1} bytes came that were asked for")
     if len(content) != last - start + 1:
         raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", transient=True)
     return content
 
 
-def _object(address: S3Address, size: int, facts: Answer) -> S3Object:
-    etag = facts["ETag"]
-    return S3Object(address, size, etag, f"{etag} {size} {int(facts['LastModified'].timestamp())}")
+def _object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
+    etag, time = facts.get("ETag"), facts.get("LastModified")
+    if size is None or size < 0 or etag is None or time is None:
+        raise StorageError(
+            f"{address}: the answer has no size, ETag or time; is AWS_ENDPOINT_URL that of a server of S3?"
+        )
+    return S3Object(address, size, etag, f"{etag} {size} {int(time.timestamp())}")
 
 
 # ---------------------------------------------------------------- errors
@@ -177,12 +200,17 @@ def _object(address: S3Address, size: int, facts: Answer) -> S3Object:
 def named_errors(address: S3Address) -> Iterator[None]:
     """What boto3 raises, as a StorageError. Without its cause: those texts may hold what nobody should see."""
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
+    except TimeoutError as error:
+        raise StorageError(f"{address}: {error}: the server sends too slowly, or without end") from None
+    except RecursionError:  # boto3 asks again for each of them
+        raise StorageError(f"{address}: the server redirects without end; is AWS_ENDPOINT_URL right?") from None
     except ClientError as error:
         raise refused(address, error.response) from None
-    except (OSError, ValueError, BotoCoreError) as error:
+    except (OSError, ValueError, BotoCoreError, ResponseParserError) as error:
         raise unreached(address, error) from None
 
 
@@ -191,7 +219,7 @@ def refused(address: S3Address, response: Answer) -> StorageError:
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {hide_secrets(answer)}{advice(status, code, address)}"
+    text = f"{address}: the server answers {in_one_line(hide_secrets(answer))}{advice(status, code, address)}"
     transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
     return StorageError(text, status=status, transient=transient)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
+from dsreason.screen import as_message
 from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def record_failure(failure: Failure) -> None:
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
         when = str(int(failure.time) - failure.silent)
-        message = {"message": failure.text, "extraInfo": {"py_callstack": failure.text, "timestamp": when}}
+        text = as_message(failure.text)  # torchrun prints it as it is
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": when}}
         write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from dsreason.job import launch
 from dsreason.job.launchers import PDSH, launchers
 from dsreason.job.record import versions
 from dsreason.problems import listed
+from dsreason.screen import say
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
@@ -193,9 +193,9 @@ def share_environment() -> None:
     given = exchange("values", {name: mine[name] for name in set().union(*wanted)} if rank == source else None)[source]
     os.environ.update({name: given[name] for name in wanted[rank]})
     if wanted[rank] and os.environ["LOCAL_RANK"] == "0":
-        print(
+        say(
             f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted[rank])}",
-            file=sys.stderr,
+            err=True,
         )
     exchange("taken", None)
     if rank == source:

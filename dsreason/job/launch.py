@@ -45,6 +45,7 @@ from dsreason.job.failures import (
 )
 from dsreason.job.gpu import cuda_fault
 from dsreason.job.launchers import end_with_launchers
+from dsreason.screen import as_message, say
 from dsreason.secrets import hide_secrets
 
 LOG_DIR = "DSREASON_LOG_DIR"
@@ -147,13 +148,13 @@ def report(error: Exception) -> int:
                 write_file(shared_file("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
-            print(hide_secrets(f"{error.label}{error}"), file=sys.stderr)
+            say(as_message(hide_secrets(f"{error.label}{error}")), err=True)
         return error.exit_code
     has_log = bool(logging.getLogger().handlers)
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, failure.text)
     if should_print_error(failure.text) and not (started_by_us() and has_log):
-        sys.stderr.write(failure.text)
+        say(failure.text, err=True, end="")
     return 1
 
 
@@ -263,9 +264,9 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
         if not failure.restarts or attempt > max_restarts:
             if failure.user_fixable:
                 raise RankError(failure)
-            print(f"error: {text}\n\n{failure.text.rstrip()}", file=sys.stderr)
+            say(f"error: {text}\n\n{failure.text.rstrip()}", err=True)
             raise SystemExit(failure.exit_code)
-        print(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", file=sys.stderr)
+        say(f"{failure.text.rstrip()}\n{text}; restart {attempt} of {max_restarts}", err=True)
 
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
@@ -301,7 +302,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
             failure = with_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
             return replace(_as_stopped(failure, received), restarts=False) if received else failure
         except SignalException as error:
-            print(f"stopped by {error.sigval.name}", file=sys.stderr)
+            say(f"stopped by {error.sigval.name}", err=True)
             raise SystemExit(128 + error.sigval) from None
         finally:
             logging.disable(logging.NOTSET)
@@ -347,7 +348,7 @@ def forwarded_signals() -> Iterator[list[str]]:
         received.append(signal.Signals(number).name)
         ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
         if not ranks:
-            print(f"stopped by {received[0]}", file=sys.stderr)
+            say(f"stopped by {received[0]}", err=True)
             raise SystemExit(Stopped.exit_code)
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):

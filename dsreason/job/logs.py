@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from dsreason.job.failures import CRASH_LOG, crash_text
+from dsreason.screen import say
 from dsreason.secrets import HidingFormatter
 
 LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm", "torch", "accelerate", "wandb")
@@ -34,7 +34,7 @@ class ScreenHandler(logging.Handler):
     """Looks up `sys.stderr` at every line: the progress bar replaces it to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        say(self.format(record), err=True)
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
@@ -103,7 +103,7 @@ def log_crashes(handler: logging.FileHandler) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
-        sys.stderr.write(f"Exception in thread {name}:\n{crash_text(exception[1])}")
+        say(f"Exception in thread {name}:\n{crash_text(exception[1])}", err=True, end="")
 
     threading.excepthook = on_thread_exception
     assert handler.stream is not None, "a log file that is not open yet"

@@ -12,10 +12,12 @@ from threading import Lock
 from typing import Self, TextIO
 
 from rich import progress as bars
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column
 from rich.text import Text
+
+from dsreason.monitor.console import open_console
+from dsreason.screen import in_one_line, say, visible
 
 Advance = Callable[[int], None]
 """Call with the number of units just done."""
@@ -107,6 +109,7 @@ class Rate:
 
     def titled(self, name: str) -> str:
         """The name with the part of the command before it: `2/4 step`."""
+        name = in_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
     def facts(self, shown: Mapping[str, float]) -> str:
@@ -163,8 +166,7 @@ class LineProgress(Progress):
         return due
 
     def say(self, text: str) -> None:
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        say(text, file=self.stream)
 
 
 class FactsColumn(bars.TextColumn):
@@ -188,7 +190,7 @@ class BarProgress(Progress):
             bars.TextColumn("{task.fields[left]}"),
             FactsColumn("{task.fields[facts]}", table_column=Column(no_wrap=False)),
         )
-        self.bar = bars.Progress(*columns, console=Console(file=stream))
+        self.bar = bars.Progress(*columns, console=open_console(file=stream))
         self.steps = self.bar.add_task(
             rate.titled("step"), total=rate.total_steps, completed=rate.step, left="", facts=""
         )
@@ -207,7 +209,7 @@ class BarProgress(Progress):
             self.bar.remove_task(task)
 
     def say(self, text: str) -> None:
-        self.bar.console.print(text, markup=False, highlight=False)
+        self.bar.console.print(visible(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self.bar.stop()
@@ -229,6 +231,7 @@ def duration(seconds: float) -> str:
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
     """Yields what is called, from any thread, with the number of `unit`s just done, of `total`. Shown on stderr."""
+    name = in_one_line(name)
     if not total:
         yield lambda count: None
     elif sys.stderr.isatty():
@@ -236,11 +239,11 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
             (bars.DownloadColumn(), bars.TransferSpeedColumn()) if unit == "bytes" else (bars.MofNCompleteColumn(),)
         )
         columns = bars.TextColumn("{task.description}"), bars.BarColumn(), *counts, bars.TimeRemainingColumn()
-        with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        with bars.Progress(*columns, console=open_console(stderr=True)) as shown:
             task = shown.add_task(name, total=total)
             yield lambda count: shown.advance(task, count)
     else:
-        with track_in_lines(name, total, unit, lambda text: print(text, file=sys.stderr, flush=True)) as advance:
+        with track_in_lines(name, total, unit, lambda text: say(text, err=True)) as advance:
             yield advance
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
-from dsreason.errors import ConfigError, RewardError
-from dsreason.secrets import quiet_libraries
-
-if TYPE_CHECKING:
-    import httpx2
+from dsreason.errors import ConfigError
+from dsreason.files import http
+from dsreason.screen import in_one_line
 
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -36,6 +32,10 @@ class Retry(Exception):
 
 class Refused(Exception):
     """A status that will be the same on another try."""
+
+
+class Unusable(Refused):
+    """An answer that is too long, or packed in an unknown way."""
 
 
 class RewardServer:
@@ -71,15 +71,7 @@ class RewardServer:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
-    @cached_property
-    def _client(self) -> httpx2.Client:
-        """Redirects are not followed: they would carry the token to another address."""
-        import httpx2  # a fifth of a second, for those who need it
-
-        quiet_libraries()  # its log lines hold the whole address
-        return httpx2.Client(headers={"Authorization": f"Bearer {self.token}"} if self.token else {})
-
-    def post(
+    async def answer(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
         """Status and content of an answer of success, or with a status that is `expected`.
@@ -89,50 +81,43 @@ class RewardServer:
 
         Raises:
             Retry, Refused: there is none.
-            RewardError: the answer is too long.
         """
-        import httpx2
-
-        deadline = time.monotonic() + limit
+        sent = dict(headers) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
-            with self._client.stream("POST", self.url, content=body, headers=headers, timeout=limit) as response:
-                answer = self._read(response, deadline)
-        except (httpx2.TimeoutException, TimeoutError):
-            raise Retry(f"no answer within {limit:g} s") from None
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise Retry(f"{type(error).__name__}: {error}") from None
-        if not response.is_success and response.status_code not in expected:
-            self._raise_for_status(response, answer)
-        return response.status_code, answer
+            answer = await http.answer_to(
+                "POST", self.url, content=body, headers=sent, limit=limit, max_bytes=self.max_bytes
+            )
+        except http.NoAnswer as error:
+            raise Retry(self.without_token(str(error))) from None
+        except http.BadAnswer as error:
+            raise Unusable(self.quoted(str(error))) from None
+        if not answer.is_success and answer.status not in expected:
+            self._raise_for_status(answer)
+        return answer.status, answer.content
 
-    def _read(self, response: httpx2.Response, deadline: float) -> bytes:
-        answer = bytearray()
-        for part in response.iter_bytes():
-            answer += part
-            if len(answer) > self.max_bytes:
-                raise RewardError(f"{self.what} {self.place}: the response is longer than {self.max_bytes} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        return bytes(answer)
+    def post(
+        self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
+    ) -> tuple[int, bytes]:
+        """As `answer`, waited for in any thread."""
+        return http.wait_for(self.answer(body, headers, limit, expected=expected))
 
-    def _raise_for_status(self, response: httpx2.Response, said: bytes) -> NoReturn:
-        status = response.status_code
-        text = f"status {status} {self.quoted(response.reason_phrase)}"
-        if said:
-            text += f" ({self.quoted(said.decode(errors='replace').strip())})"
+    def _raise_for_status(self, answer: http.Answer) -> NoReturn:
+        status = answer.status
+        text = f"status {status} {self.quoted(answer.reason)}"
+        if answer.content:
+            text += f" ({self.quoted(answer.text)})"
         if status in (408, 425, 429) or status >= 500:
-            after = response.headers.get("Retry-After", "")
-            raise Retry(text, wait=float(after) if after.isdecimal() else 0.0)
+            raise Retry(text, wait=answer.retry_after)
         if status in (401, 403):
             given = "the server rejects the token" if self.token else "the server requires a token"
             text += f": {given}, check {self.token_name}"
         elif status < 400:
-            text += ": redirects are not followed, since they would carry the token along; set the final address"
+            text += f": {http.REDIRECTED}"
         raise Refused(text)
 
     def quoted(self, text: str) -> str:
         """The beginning of what the server said, without the token, should it be in there."""
-        clean = self.without_token(text)
+        clean = in_one_line(self.without_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 
     def without_token(self, text: str) -> str:

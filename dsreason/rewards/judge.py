@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -23,7 +22,7 @@ from annotated_types import Interval, MinLen
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
-from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer
+from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer, Unusable
 from dsreason.rewards.options import NotNegative, Positive, defaults_of
 from dsreason.rewards.reading.plain import finite, json_values
 from dsreason.secrets import SECRET_NAME
@@ -126,22 +125,19 @@ async def vote(
 ) -> Vote:
     """One score. What failed attempts cost counts, too."""
     spent = [0, 0]
-    loop = asyncio.get_running_loop()
     for attempt in range(retries + 1):
         pause = 0.0
         try:
-            asked = loop.run_in_executor(threads(), server.post, body, HEADERS, time_limit)
-            _, answer = await asyncio.wait_for(asked, time_limit)  # also where a byte comes now and then
+            _, answer = await server.answer(body, HEADERS, time_limit)
             reply = parsed(answer, server)
             spent = [before + now for before, now in zip(spent, tokens_of(reply), strict=True)]
             return Vote(score_of(reply, scale, server), attempt, *spent)
+        except (Retry, Unreadable, Unusable) as error:
+            if attempt == retries:
+                raise failure(server, sample_id, f"{error} ({attempt + 1} attempts)") from error
+            pause = error.pause(FIRST_PAUSE, attempt) if isinstance(error, Retry) else 0.0
         except Refused as error:
             raise failure(server, sample_id, str(error)) from error
-        except (Retry, Unreadable, RewardError, TimeoutError) as error:
-            said = f"no answer within {time_limit:g} s" if isinstance(error, TimeoutError) else str(error)
-            if attempt == retries:
-                raise failure(server, sample_id, f"{said} ({attempt + 1} attempts)") from error
-            pause = error.pause(FIRST_PAUSE, attempt) if isinstance(error, Retry) else 0.0
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
 
@@ -151,12 +147,6 @@ HEADERS = {"Content-Type": "application/json"}
 
 def failure(server: RewardServer, sample_id: str, text: str) -> RewardError:
     return RewardError(f'{server.what} {server.place}, sample "{sample_id}": {text}')
-
-
-@lru_cache(maxsize=1)
-def threads() -> ThreadPoolExecutor:
-    """For requests: one for each vote that can be on its way."""
-    return ThreadPoolExecutor(16 * CONCURRENT_REQUESTS, thread_name_prefix="judge")
 
 
 def call_limits(**options: Any) -> tuple[float, int]:

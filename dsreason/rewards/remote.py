@@ -26,15 +26,23 @@ from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, variable
 
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+"""Of a score: it becomes that of a metric."""
+LARGEST = 1e12
+"""Of a score: its square, and the sum of many, are still numbers in float32."""
+
 
 class Answer(BaseModel):
-    scores: dict[str, Any] = Field(min_length=1)
+    scores: dict[Name, Any] = Field(min_length=1, max_length=1000)
 
 
 class Score(BaseModel):
     """One entry of `scores`. pydantic would collect all errors of a long answer in memory; here it stops at the first."""
 
-    scores: dict[str, Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]], FailFast()]]
+    scores: dict[
+        str,
+        Annotated[list[Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]], FailFast()],
+    ]
 
 
 class RemoteReward:
@@ -111,7 +119,7 @@ class RemoteReward:
                 scores |= Score(scores={name: values}).scores
         except ValidationError as error:
             place = error.errors()[0]["loc"]
-            if len(place) == 3 and int(place[2]) < len(ids):  # scores, name, number
+            if len(place) == 3 and isinstance(place[2], int) and place[2] < len(ids):  # scores, name, number
                 ids = [ids[int(place[2])]]
             problem = self.server.quoted(first_problem(error, self.server.without_token))
             queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"

@@ -15,6 +15,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from dsreason.checkpoints.model_card import CARD
 from dsreason.errors import StorageError
 from dsreason.files.address import HubAddress
+from dsreason.files.deadline import within
 from dsreason.files.disk import sha256_of
 from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
 from dsreason.files.retries import with_retries
@@ -24,6 +25,8 @@ from dsreason.storage.package import Package, Sent
 
 log = logging.getLogger(__name__)
 
+CHECK_LIMIT_S = 300.0
+"""For the few requests that show whether this token may write there."""
 ATTEMPTS = 2
 """Of a whole upload: the library has already tried each request again."""
 
@@ -39,6 +42,10 @@ class HubStorage:
 
         For a repository or branch that is yet to be created it is asked whose token this is.
         """
+        with hub_errors(self.address):
+            within(CHECK_LIMIT_S, lambda: self._check(create=create))
+
+    def _check(self, *, create: bool) -> None:
         try:
             with hub_errors(self.address):
                 api = self._open(create=create)

@@ -21,6 +21,7 @@ from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
@@ -93,12 +94,12 @@ def fetch(
         show_plan(plan, dry_run)
         if not dry_run:
             fetching.fetch(plan)
-            typer.echo(f"{plan.repo}: complete in {plan.folder}")
+            say(f"{plan.repo}: complete in {plan.folder}")
     uncut = [(name, one) for one, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
     wanted = [(name, one) for name, one in uncut if raw and name in get_args(CutDataset)]
     for name, one in uncut:
         if (name, one) not in wanted:
-            typer.echo(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
+            say(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
     if fetch_all_raw_videos(wanted, data_dir, raw_from, dry_run):
         raise typer.Exit(1)
 
@@ -119,7 +120,7 @@ def fetch_all_raw_videos(
         except DataError as error:
             failed.append(str(error))
     for text in missing:
-        typer.echo(text)
+        say(text)
     if failed:
         raise DataError("\n".join(failed))
     return missing
@@ -132,18 +133,18 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
 
     folder = data_dir / task / name
     if dry_run and not folder.is_dir():
-        typer.echo(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
+        say(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
         return []
     plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
     clips = sum(map(len, plan.videos.values()))
-    typer.echo(
+    say(
         f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
-        typer.echo(f"  by hand: {plan.by_hand}")
+        say(f"  by hand: {plan.by_hand}")
         return []
     missing = fetch_raw(plan)
-    typer.echo(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    say(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
     return missing
 
 
@@ -151,14 +152,14 @@ def show_plan(plan: Plan, with_files: bool) -> None:
     from dsreason.datasets.fetch import gigabytes
 
     missing, total = len(plan.missing), len(plan.files)
-    typer.echo(
+    say(
         f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
         f"{gigabytes(plan.num_bytes)} ({gigabytes(plan.disk_bytes)} of disk)"
     )
     if with_files:
         wanted = set(plan.missing)
         for one in plan.files:
-            typer.echo(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
+            say(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
 
 
 def advice_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
@@ -209,8 +210,8 @@ def clip(
     rule = rule_for(dataset, raw or data_dir / "raw" / dataset, events=events)
     clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers))
     for text in [*clips.missing, *clips.failed]:
-        typer.echo(text)
-    typer.echo(
+        say(text)
+    say(
         f"{len(names)} clips in {folder / 'clips'}: {len(clips.cut)} cut, {len(clips.present)} there already, "
         f"{len(clips.missing)} without a raw video, {len(clips.failed)} that cannot be cut",
         err=True,
@@ -272,10 +273,10 @@ def inspect(
     folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        say(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
         show_inspection(found)
-    typer.echo(f"written to {folder}", err=True)
+    say(f"written to {folder}", err=True)
 
 
 def with_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
@@ -356,8 +357,8 @@ def validate(
         rendered, found = render_rows(name, dataset, encode, limit=limit, workers=num_workers(workers))
         count, bad = count + rendered, bad + found
     for text in bad:
-        typer.echo(text)
-    typer.echo(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
+        say(text)
+    say(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
     if bad:
         raise typer.Exit(1)
 
@@ -406,7 +407,7 @@ def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
     if config is None:
-        typer.echo(f"no --config: the built-in recipe {trainer.recipe}", err=True)
+        say(f"no --config: the built-in recipe {trainer.recipe}", err=True)
     return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]
 
 

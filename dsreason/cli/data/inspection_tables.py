@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from dsreason.datasets.inspection import Inspection, PartReport, Spread
+from dsreason.monitor.console import open_console
 
 SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""
@@ -15,7 +15,7 @@ SHOWN_PIXELS = 3
 
 
 def show_inspection(found: Inspection) -> None:
-    console = Console()
+    console = open_console()
     console.print(facts_table(found))
     for name, part in found.parts.items():
         if part.letters:

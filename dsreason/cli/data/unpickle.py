@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dsreason.errors import DataError
+from dsreason.screen import say
 
 SUFFIXES = (".pickle", ".pkl")
 
@@ -31,7 +32,7 @@ def unpickle(
     output.mkdir(parents=True, exist_ok=True)
     for file in files:
         written = convert_pickle(file, output)
-        typer.echo(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
+        say(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
 
 
 def pickles_at(path: Path) -> list[Path]:

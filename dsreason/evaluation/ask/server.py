@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
@@ -20,11 +22,21 @@ from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
+from dsreason.files import http
 from dsreason.problems import first_problem, listed, nearest
 from dsreason.rollout.protocol import Sampling
+from dsreason.screen import in_one_line
 
 CHECK_SECONDS = 20.0
 """In which a server that is up says which models it has."""
+MOST_BYTES = 8 * 2**20
+"""Of an answer."""
+MOST_TOKENS = 10**9
+LONGEST_NAME = 255
+"""Bytes of a model's name, after which the folder of the results is called."""
+PASSING = (408, 409, 425, 429)
+"""Statuses below 500 that may pass on another try."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 LISTED = 10
 """Names of models in a message, at most."""
 
@@ -43,11 +55,11 @@ class Message(BaseModel):
 
 class Choice(BaseModel):
     message: Message
-    finish_reason: str | None = None
+    finish_reason: str | None = Field(None, max_length=100)
 
 
 class Usage(BaseModel):
-    completion_tokens: int = 0
+    completion_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
 
 
 class Answer(BaseModel):
@@ -69,14 +81,13 @@ class ServerAnswerer:
         if config.url is None:
             raise ValueError("server.url is not set")
         self.config, self.url, self.key = config, base_url(config.url), read_key(config.api_key_env)
-        self.client = openai.OpenAI(
-            base_url=self.url,
-            api_key=self.key or "none",  # the client insists on one; servers without keys do not look
-            timeout=config.time_limit,
-            max_retries=config.max_retries,
-        )
         self.listed = self._list_models()
         self.model = config.model or self._only_model()
+        if not is_name(self.model):
+            raise self._failed(
+                f"the model's name, {self.model[:80]!r}, cannot be that of a folder for the results: it must be printable, of at "
+                f"most {LONGEST_NAME} bytes; serve the model under another name, and set server.model"
+            )
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         yield from batches
@@ -108,55 +119,82 @@ class ServerAnswerer:
             waiting.clear()
 
     def close(self) -> None:
-        self.client.close()
+        """There is nothing to close: every request has a connection of its own."""
 
     def _ask(self, request: Request) -> Reply:
         started = time.perf_counter()
-        fields: dict[str, Any] = {}
         try:
             messages, fields = as_request(request.question.sample, self.config.video)
-            drawn, more = sampling_fields(request)
-            response = self.client.chat.completions.with_raw_response.create(
-                model=self.model,
-                messages=messages,  # type: ignore[arg-type]  # dictionaries of the form that openai's TypedDicts describe
-                extra_body={**more, **fields},
-                **drawn,
-            )
-            answer = Answer.model_validate_json(response.http_response.text)
+            asked = {"model": self.model, "messages": messages, **sampling_fields(request), **fields}
+            found = self._request("POST", "/chat/completions", json.dumps(asked).encode())
+            if not found.is_success:
+                return self._refused(found, fields)
+            answer = Answer.model_validate_json(found.content)
         except ValidationError as error:
             problem = first_problem(error, self._without_key)
             return Reply(error=f"the server's response is not a chat completion: {problem}")
         except DataError as error:
             return Reply(error=str(error), sent=False)
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            raise self._refusal(error) from None
-        except openai.APIStatusError as error:
-            if fields and any(name in error.message for name in fields):
-                raise self._failed(
-                    f"the server rejects the settings for reading clips ({self._said(error)}); start vLLM "
-                    'with --trust-request-mm-kwargs, or set server.video = "frames"'
-                ) from None
-            return Reply(error=f"the server answers {self._said(error)}")
-        except openai.APIConnectionError as error:
+        except http.BadAnswer as error:
+            return Reply(error=self._without_key(f"the server's response cannot be read: {error}"))
+        except http.NoAnswer as error:
             self._check_alive(error)
             return Reply(error=self._without_key(f"no answer from the server: {reason(error)}"))
         choice = answer.choices[0]
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
 
+    def _refused(self, answer: http.Answer, fields: Mapping[str, Any]) -> Reply:
+        """The error of one question; raised where it is that of all."""
+        if answer.status in (401, 403, 404):
+            raise self._refusal(answer)
+        if fields and any(name in answer.text for name in fields):
+            raise self._failed(
+                f"the server rejects the settings for reading clips ({self._said(answer)}); start vLLM "
+                'with --trust-request-mm-kwargs, or set server.video = "frames"'
+            )
+        return Reply(error=f"the server answers {self._said(answer)}")
+
+    def _request(
+        self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
+    ) -> http.Answer:
+        """The last of several attempts; NoAnswer where that one got none either."""
+        last = self.config.max_retries if retries is None else retries
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        for attempt in range(last + 1):
+            pause = min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * random.uniform(0.75, 1)
+            try:
+                answer = http.ask(
+                    *(method, f"{self.url}{path}"),
+                    content=content,
+                    headers=headers,
+                    limit=limit or self.config.time_limit,
+                    max_bytes=MOST_BYTES,
+                )
+            except http.NoAnswer:
+                if attempt == last:
+                    raise
+            else:
+                if attempt == last or not (answer.status in PASSING or answer.status >= 500):
+                    return answer
+                pause = min(answer.retry_after or pause, LONGEST_PAUSE)
+            time.sleep(pause)
+        raise AssertionError("unreachable")
+
     def _list_models(self) -> list[str]:
         """Names of the models that the server has; empty where it does not say."""
-        client = self.client.with_options(timeout=CHECK_SECONDS, max_retries=1)
         try:
-            response = client.models.with_raw_response.list().http_response.text
-            return [model.id for model in ModelList.model_validate_json(response).data]
-        except (ValidationError, openai.NotFoundError):  # servers that only chat
+            found = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
+            if found.status in (401, 403):
+                raise self._refusal(found)
+            if not found.is_success and found.status != 404:
+                raise self._failed(f"the server answers {self._said(found)}")
+            return [model.id for model in ModelList.model_validate_json(found.content).data]
+        except ValidationError:  # servers that only chat
             return []
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise self._refusal(error) from None
-        except openai.APIStatusError as error:
-            raise self._failed(f"the server answers {self._said(error)}") from None
-        except openai.APIConnectionError as error:
+        except http.BadAnswer as error:
+            raise self._failed(f"its list of models cannot be read: {error}") from None
+        except http.NoAnswer as error:
             raise self._failed(f"no server answers there ({reason(error)}); start it, or correct the address") from None
 
     def _only_model(self) -> str:
@@ -169,9 +207,9 @@ class ServerAnswerer:
         )
         raise self._failed(f"set server.model to the model that shall answer; {found}")
 
-    def _refusal(self, error: openai.APIStatusError) -> ConfigError:
-        said, variable = self._said(error), self.config.api_key_env
-        if not isinstance(error, openai.NotFoundError):
+    def _refusal(self, answer: http.Answer) -> ConfigError:
+        said, variable = self._said(answer), self.config.api_key_env
+        if answer.status != 404:
             done = "rejects the key in" if self.key else "requires a key, and none is in"
             return self._failed(
                 f"the server {done} the environment variable {variable} ({said}); set it, or set server.api_key_env to "
@@ -189,9 +227,9 @@ class ServerAnswerer:
         )
 
     def _failed(self, text: str) -> ConfigError:
-        return ConfigError(self._without_key(f"server.url ({self.url}): {text}"))
+        return ConfigError(self._without_key(in_one_line(f"server.url ({self.url}): {text}")))
 
-    def _check_alive(self, error: openai.APIConnectionError) -> None:
+    def _check_alive(self, error: http.NoAnswer) -> None:
         """A request that failed may be at fault itself; a server that does not answer another one either is down."""
         try:
             self._list_models()
@@ -201,9 +239,10 @@ class ServerAnswerer:
                 "it again, and the same command continues"
             ) from None
 
-    def _said(self, error: openai.APIStatusError) -> str:
+    def _said(self, answer: http.Answer) -> str:
         """Status and message. The key is masked before the message is cut: half a key is a secret too."""
-        return f"{error.status_code}: {self._without_key(error.message):.500}"
+        text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
+        return f"{answer.status}: {in_one_line(self._without_key(text)):.500}"
 
     def _without_key(self, text: str) -> str:
         return text.replace(self.key, "[key]") if self.key else text
@@ -222,6 +261,12 @@ def base_url(url: str) -> str:
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
+def is_name(model: str) -> bool:
+    """Whether the results can have this name; `~` would be looked up among the users."""
+    is_path = Path(model).name not in ("", "..") and not model.startswith("~")
+    return is_path and model.isprintable() and len(model.encode()) <= LONGEST_NAME
+
+
 def read_key(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -229,26 +274,27 @@ def read_key(variable: str) -> str | None:
     return key or None
 
 
-def sampling_fields(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sampling in the fields of OpenAI's interface, and in those that vLLM adds; only what differs from their defaults.
+def sampling_fields(request: Request) -> dict[str, Any]:
+    """The sampling in the fields of OpenAI's interface and those that vLLM adds; only what differs from their defaults.
 
     Many servers refuse the latter, so a top_k of 1 is said as temperature 0, which is the same.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0 or sampling.top_k == 1
-    standard: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": 0.0 if greedy else sampling.temperature,
         "max_tokens": sampling.max_completion_length,
         "seed": request_seed(sampling, request.question.id),
     }
     if not greedy and sampling.top_p != 1:
-        standard["top_p"] = sampling.top_p
+        fields["top_p"] = sampling.top_p
     penalties = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
-    standard |= {name: value for name, value in penalties.items() if value}
-    more: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k and not greedy else {}
+    fields |= {name: value for name, value in penalties.items() if value}
+    if sampling.top_k and not greedy:
+        fields["top_k"] = sampling.top_k
     if sampling.repetition_penalty != 1:
-        more["repetition_penalty"] = sampling.repetition_penalty
-    return standard, more
+        fields["repetition_penalty"] = sampling.repetition_penalty
+    return fields
 
 
 def request_seed(sampling: Sampling, question_id: str) -> int:
@@ -256,8 +302,5 @@ def request_seed(sampling: Sampling, question_id: str) -> int:
     return zlib.crc32(f"{sampling.seed}/{question_id}".encode()) >> 1
 
 
-def reason(error: openai.APIConnectionError) -> str:
-    """The cause has the words: `[Errno 111] Connection refused`."""
-    if isinstance(error, openai.APITimeoutError):
-        return "it takes too long; see server.time_limit"
-    return f"{error.__cause__ or error}" or type(error.__cause__).__name__
+def reason(error: http.NoAnswer) -> str:
+    return "it takes too long; see server.time_limit" if error.late else in_one_line(str(error))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
-from rich.console import Console
 from rich.progress import track
 
 from dsreason.errors import DataError
 from dsreason.evaluation.types import Result
 from dsreason.media.media import load_image, load_video, probe_video
+from dsreason.monitor.console import open_console
 
 FRAMES = 6
 """Of a video, evenly spaced, the first and the last included."""
@@ -50,7 +50,7 @@ def draw_sheets(results: Sequence[Result], limit: int | None = None) -> dict[str
     drawn: dict[tuple[str, ...], Sheet] = {}
     sheets: dict[str, Sheet] = {}
     num_bytes = 0
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     for result in track(results[:limit], "frames for the report", console=console, transient=True):
         if limit is None and num_bytes > MAX_BYTES:
             break

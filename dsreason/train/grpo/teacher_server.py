@@ -17,7 +17,7 @@ from torch import Tensor
 from dsreason.config.schema_grpo import DistillConfig
 from dsreason.data.messages import media_paths
 from dsreason.data.types import Sample
-from dsreason.errors import ConfigError, DataError, DsReasonError, RewardError
+from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_in_group
 from dsreason.problems import first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer
@@ -110,7 +110,7 @@ class Client:
                     raise self.failed(what, f"{error} ({attempt + 1} attempts)") from None
                 time.sleep(error.pause(FIRST_PAUSE, attempt))
                 attempt += 1
-            except (Refused, RewardError) as error:
+            except Refused as error:
                 raise self.failed(what, str(error)) from None
             except ValidationError as error:
                 raise self.unreadable(what, first_problem(error, self.server.without_token)) from None

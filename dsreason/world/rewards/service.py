@@ -34,6 +34,8 @@ FAILED_PULLS = 6
 LONGEST_POLL = 5.0
 REQUEST_LIMIT = 60.0
 """Seconds for the answer to one pull."""
+LONGEST_NAME = 1000
+"""Of a job or a replica."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class RewardService:
             uuid, replica = found["uuid"], found.get("replica_id")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             uuid = replica = None
-        if not (isinstance(uuid, str) and uuid):
+        if not (isinstance(uuid, str) and 0 < len(uuid) <= LONGEST_NAME):
             raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {said}')
-        if replica is not None and not (isinstance(replica, str) and replica.isascii() and replica.isprintable()):
+        if replica is not None and not is_header(replica):
             raise self._error(self.enqueue, subject, f"the response has a replica_id that no header can hold: {said}")
         return Ticket(uuid, f"job {self.enqueue.quoted(uuid)}", replica or None, subject, deadline)
 
@@ -173,6 +175,10 @@ class RewardService:
 
     def _error(self, server: RewardServer, subject: str, text: str) -> RewardError:
         return RewardError(f"reward service {server.place}, {subject}: {text}")
+
+
+def is_header(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isprintable() and len(value) <= LONGEST_NAME
 
 
 def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:

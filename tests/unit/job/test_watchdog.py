@@ -100,7 +100,7 @@ def test_a_rank_that_keeps_the_interpreter_lock_leaves_its_stack_too(tmp_path: P
 def test_an_error_is_told_where_closing_hangs(tmp_path: Path) -> None:
     code, stderr, log = run_program("fail", tmp_path)
     assert code == 1
-    assert stderr.splitlines()[-1] == log.splitlines()[-2] == "RuntimeError: the reason"
+    assert stderr.splitlines()[-1] == log.splitlines()[-2].strip() == "RuntimeError: the reason"
 
 
 @pytest.mark.parametrize("mode", ["normal", "fork"])

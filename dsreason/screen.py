@@ -1,0 +1,48 @@
+"""What people see: text on the terminal and in logs, where nothing in it can act on the terminal or pass for another line.
+
+File names, rows, models and servers may hold any character. `say`, the formatter of log lines (`dsreason.secrets`), the error
+that ends a command (`dsreason.job.launch.report`), and the console of tables and bars (`dsreason.monitor.console`) are all ways
+to the terminal, and each makes them visible; a test finds any other one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but for tab and line feed
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # of the direction of writing
+    "\u2028\u2029\ufeff\U000e0000-\U000e007f"  # line breaks, and what nobody sees
+    "\ud800-\udfff]"  # halves of characters, which no encoding can write
+)
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def visible(text: str) -> str:
+    r"""Control characters as JSON writes them, `\u001b`; tabs and line breaks stay."""
+    return CONTROL.sub(escaped, text)
+
+
+def escaped(found: re.Match[str]) -> str:
+    return re.sub("(....)", r"\\u\1", found[0].encode("utf-16-be", "surrogatepass").hex())
+
+
+def in_one_line(text: str) -> str:
+    r"""As `visible`, tabs and line breaks too: for a foreign text in a message."""
+    return visible(text).replace("\t", r"\t").replace("\n", r"\n")
+
+
+def as_message(text: str) -> str:
+    """As `visible`, with every line after the first indented: a foreign line break begins no message of its own."""
+    return re.sub(r"\n(?=\S)", "\n  ", visible(text))
+
+
+def say(
+    text: object = "", *, err: bool = False, file: TextIO | None = None, end: str = "\n", dim: bool = False
+) -> None:
+    """Print to stdout, stderr or `file`."""
+    shown = visible(str(text))
+    target = file or (sys.stderr if err else sys.stdout)
+    print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=target, end=end, flush=True)

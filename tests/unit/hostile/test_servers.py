@@ -1,0 +1,327 @@
+"""Servers that misbehave, and everyone that asks one: an error in time that names what was asked, and nothing sent elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import importlib
+import os
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsreason.config.schema_eval import ServerConfig
+from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
+from dsreason.config.schema_world import WorldRewardConfig
+from dsreason.data.types import Sample
+from dsreason.errors import ConfigError, DsReasonError, RewardError
+from dsreason.evaluation.ask import server as eval_server
+from dsreason.evaluation.ask.asking import Request
+from dsreason.evaluation.ask.server import ServerAnswerer
+from dsreason.evaluation.types import Question
+from dsreason.files import http
+from dsreason.rewards.remote import RemoteReward
+from dsreason.rollout.protocol import Sampling
+from dsreason.train.grpo import teacher_server
+from dsreason.world.rewards.service import RewardService
+from tests.unit.hostile.server import (
+    BROKEN,
+    NEVER,
+    REDIRECTS,
+    TOO_LONG,
+    Behaviour,
+    Hostile,
+    answer,
+    content,
+    loop,
+    misbehaving,
+    nested,
+)
+
+judge_module = importlib.import_module("dsreason.rewards.judge")  # the package has the function under that name
+SAMPLE = Sample("sample-7", [{"role": "user", "content": "Which?"}], answer="A")
+MODELS = answer({"data": [{"id": "m"}]})
+TOKEN = "very-secret-token"
+SHORT, LONG = 0.15, 20.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("REMOTE_REWARD_TOKEN", "TEACHER_API_KEY", "JUDGE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, TOKEN)
+    for module in (eval_server, judge_module, teacher_server):
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(eval_server, "CHECK_SECONDS", SHORT)
+
+
+def ask_eval(url: str, limit: float) -> str:
+    """The error of a question; one that is raised names the server."""
+    given = {"url": url, "model": "m", "max_retries": 0, "time_limit": limit}
+    question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
+    [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(given)).ask([Request(question, Sampling())])
+    assert reply.error is not None, reply
+    return f"{request.question.id}: {reply.error}"
+
+
+def ask_models(url: str, limit: float) -> str:
+    eval_server.CHECK_SECONDS = limit
+    with pytest.raises(ConfigError) as caught:
+        ServerAnswerer(ServerConfig.model_validate({"url": url, "max_retries": 0}))
+    return str(caught.value)
+
+
+def ask_remote(url: str, limit: float) -> str:
+    settings = RemoteRewardConfig.model_validate({"url": url, "time_limit": limit, "retries": 0})
+    with pytest.raises(RewardError) as caught:
+        RemoteReward(settings, pause=0.01).score(["A"], [SAMPLE])
+    return str(caught.value)
+
+
+def ask_judge(url: str, limit: float) -> str:
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(judge_module.judge("A", SAMPLE, url=url, model="m", time_limit=limit, retries=0))
+    return str(caught.value)
+
+
+def ask_teacher(url: str, limit: float) -> str:
+    given = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": limit}
+    rollout: Any = SimpleNamespace(
+        prompt=SimpleNamespace(prompt_ids=[1], sample=SAMPLE), completion=SimpleNamespace(ids=[2])
+    )
+    with pytest.raises(DsReasonError) as caught:
+        teacher_server.Client(DistillConfig.model_validate(given)).ask(rollout)
+    return str(caught.value)
+
+
+def ask_world(enqueue_url: str, fetch_url: str, limit: float) -> str:
+    settings = WorldRewardConfig.model_validate(
+        {
+            "services": [{"name": "s", "score_key": "k", "weight": 1.0}],
+            "time_limit": limit,
+            "enqueue_url": enqueue_url,
+            "fetch_url": fetch_url,
+        }
+    )
+    service = RewardService(settings, pause=0.01, poll=0.01)
+    with pytest.raises(RewardError) as caught:
+        service.score(np.zeros([1, 3, 1, 2, 2], np.uint8), ["p"], 1.0, 'clip of "sample-7"')
+    return str(caught.value)
+
+
+def ask_enqueue(url: str, limit: float) -> str:
+    return ask_world(url, url, limit)
+
+
+def ask_fetch(url: str, limit: float) -> str:
+    with misbehaving(answer({"uuid": "job"})) as polite:
+        return ask_world(polite.url, url, limit)
+
+
+Ask = Callable[[str, float], str]
+CLIENTS: dict[str, Ask] = {
+    "eval": ask_eval,
+    "models": ask_models,
+    "remote": ask_remote,
+    "judge": ask_judge,
+    "teacher": ask_teacher,
+    "enqueue": ask_enqueue,
+    "fetch": ask_fetch,
+}
+"""(address, seconds) → the error's text."""
+
+
+def serving(client: str, behaviour: Behaviour) -> AbstractContextManager[Hostile]:
+    """A server that misbehaves; that of eval only where a question is asked."""
+    return misbehaving(behaviour, b"POST", MODELS) if client == "eval" else misbehaving(behaviour)
+
+
+def check_named(client: str, said: str, url: str) -> None:
+    assert url in said if client == "models" else "sample-7" in said
+    assert TOKEN not in said
+    assert len(said) < 1500
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("behaviour", NEVER)
+def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(client: str, behaviour: str) -> None:
+    with serving(client, NEVER[behaviour]) as server:
+        said = CLIENTS[client](server.url, SHORT)
+    check_named(client, said, server.url)
+    assert "no answer within" in said or "takes too long" in said or "no scores of" in said
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("behaviour", TOO_LONG)
+def test_an_answer_without_a_bound_is_not_read_to_its_end(client: str, behaviour: str) -> None:
+    with serving(client, TOO_LONG[behaviour]) as server:
+        said = CLIENTS[client](server.url, LONG)
+    check_named(client, said, server.url)
+    assert "the response is longer than" in said
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("behaviour", BROKEN)
+def test_what_is_no_answer_is_an_error(client: str, behaviour: str) -> None:
+    with serving(client, BROKEN[behaviour]) as server:
+        check_named(client, CLIENTS[client](server.url, 1.0), server.url)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("status", REDIRECTS)
+def test_a_redirect_carries_nothing_to_another_place(client: str, status: str) -> None:
+    with misbehaving(answer({})) as other:
+        moved = content(b"", f"Location: {other.url}/v1", status=status)
+        with serving(client, moved) as server:
+            said = CLIENTS[client](server.url, LONG)
+    check_named(client, said, server.url)
+    assert other.requests == []
+    assert "redirects are not followed" in said
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_circle_of_redirects_is_not_followed(client: str) -> None:
+    with serving(client, loop) as server:
+        said = CLIENTS[client](server.url, LONG)
+    check_named(client, said, server.url)
+    assert not [request for request in server.requests if b"/again" in request]
+
+
+# ---------------------------------------------------------------- fields
+
+
+DIGITS = b"9" * 400
+
+
+def chat(usage: bytes = b"{}", message: bytes = b'{"content": "A"}', reason: bytes = b'"stop"') -> bytes:
+    return b'{"choices": [{"message": %s, "finish_reason": %s}], "usage": %s}' % (message, reason, usage)
+
+
+def tokens(logprob: bytes, key: bytes = b"2") -> bytes:
+    return b'{"choices": [{"prompt_logprobs": [null, {"%s": {"logprob": %s}}]}]}' % (key, logprob)
+
+
+FIELDS: dict[str, list[bytes]] = {
+    "eval": [
+        *(chat(b'{"completion_tokens": %s}' % one) for one in (DIGITS, b"-" + DIGITS, b"-3", b"NaN", b"1e999", b"[]")),
+        chat(b'{"completion_tokens": %s}' % (b"9" * 5000)),
+        chat(message=nested('{"content": ')),
+        chat(message=b'{"content": "\\ud800"}'),
+        chat(message=b'{"content": "\xff\xfe"}'),
+        chat(message=b'{"content": {"text": "A"}}'),
+        chat(reason=b'"%s"' % (b"x" * 10_000)),
+        chat().decode().encode("utf-16"),
+        nested(""),
+        nested('{"choices": '),
+        b"",
+        b"null",
+    ],
+    "remote": [
+        *(b'{"scores": {"a": [%s]}}' % one for one in (DIGITS, b"-" + DIGITS, b"NaN", b"1e999", b"1e200", b"true", b'"1"')),
+        b'{"scores": {"%s": [1]}}' % (b"x" * 5000),
+        b'{"scores": {"a\\nerror: all is lost": [1]}}',
+        b'{"scores": {"": [1]}}',
+        b'{"scores": {%s}}' % b", ".join(b'"s%d": [1]' % one for one in range(2000)),
+        nested('{"scores": '),
+        b"\xff\xfe",
+    ],
+    "judge": [
+        *(chat(message=b'{"content": "{\\"score\\": %s}"}' % one) for one in (DIGITS, b"-3", b"NaN", b"1e999")),
+        chat(message=nested('{"content": ')),
+        b'{"choices": [{"message": {"content": "\\ud800"}}]}',
+        nested(""),
+        b"\xff\xfe",
+    ],
+    "teacher": [
+        *(tokens(one) for one in (DIGITS, b"-" + DIGITS, b"NaN", b"-1e999", b"3", b'"x"')),
+        tokens(b"-1", DIGITS),
+        nested('{"choices": '),
+        b"\xff\xfe",
+    ],
+    "enqueue": [
+        b'{"uuid": "%s"}' % (b"x" * 5000),
+        b'{"uuid": 7}',
+        b'{"uuid": "job", "replica_id": "%s"}' % (b"x" * 5000),
+        b'{"uuid": "job", "replica_id": "a\\r\\nX: y"}',
+        nested('{"uuid": '),
+        nested(""),
+        b"\xff\xfe",
+    ],
+    "fetch": [
+        *(b'{"scores": {"k": [%s]}}' % one for one in (DIGITS, b"NaN", b"1e999", b"1e200", b"null")),
+        b'{"scores": {"k": [1, 2]}}',
+        nested('{"scores": '),
+        b"\xff\xfe",
+    ],
+    "models": [
+        b'{"data": [{"id": "%s"}]}' % (b"x" * 5000),
+        *(b'{"data": [{"id": "%s"}]}' % one for one in (b"", b".", b"..", b"/", b"~nobody", b"a\\nerror: b", b"a\\u202eb")),
+        b'{"data": [{"id": "a\\u0000b"}]}',
+        nested('{"data": '),
+        b"\xff\xfe",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("client", "number"), [(client, number) for client, bodies in FIELDS.items() for number in range(len(bodies))]
+)
+def test_a_field_out_of_bounds_is_an_error(client: str, number: int) -> None:
+    with serving(client, content(FIELDS[client][number])) as server:
+        said = CLIENTS[client](server.url, LONG)
+    check_named(client, said, server.url)
+
+
+@pytest.mark.parametrize("charset", ["utf-7", "rot13", "no-such-charset", "utf-16", "x" * 1000])
+def test_json_is_utf_8_whatever_the_server_calls_it(charset: str) -> None:
+    odd = b'{"scores": {"a": ["no number"]}}'
+    with misbehaving(content(odd, f"Content-Type: application/json; charset={charset}")) as server:
+        assert "scores.a.0 is 'no number'" in ask_remote(server.url, LONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SSL_CERT_FILE", "/no/such/file"),
+        ("SSL_CERT_FILE", "/proc/version"),
+        ("http_proxy", "nonsense://proxy"),
+        ("all_proxy", "http://proxy:port"),
+    ],
+)
+def test_an_environment_that_lets_no_request_out_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    http.tls.cache_clear()
+    with (
+        misbehaving(answer({})) as server,
+        pytest.raises(ConfigError, match=f"correct the environment's .*{name.upper()}"),
+    ):
+        http.ask("GET", server.url, limit=LONG, max_bytes=100)
+    http.tls.cache_clear()
+    assert server.requests == []
+
+
+def test_a_forked_process_asks_too() -> None:
+    """Its parent's loop has no thread there."""
+    with misbehaving(answer({"a": 1})) as server:
+        assert http.ask("GET", server.url, limit=LONG, max_bytes=100).content == b'{"a": 1}'
+        child = os.fork()
+        if child == 0:
+            os._exit(http.ask("GET", server.url, limit=LONG, max_bytes=100).status - 200)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
+def test_a_packed_answer_is_read(encoding: str) -> None:
+    body = b'{"a": 1}'
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding](body)
+    with misbehaving(content(packed, f"Content-Encoding: {encoding}")) as server:
+        assert http.ask("GET", server.url, limit=LONG, max_bytes=len(body)).content == body

@@ -1,0 +1,200 @@
+"""Texts of others on the terminal and in logs: no character of theirs acts on it, no line of theirs passes for one of ours."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from dsreason.errors import ConfigError, DataError, RewardError, StorageError
+from dsreason.files.address import S3Address
+from dsreason.files.s3 import refused
+from dsreason.job import launch, logs
+from dsreason.job.failures import Failure, RankError
+from dsreason.monitor.console import open_console
+from dsreason.monitor.progress import open_progress, track
+from dsreason.screen import as_message, in_one_line, say, visible
+from dsreason.secrets import HidingFormatter
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = {
+    "clear": "\x1b[2J",
+    "title": "\x1b]0;root\x07",
+    "bell": "\a",
+    "back": "\b\b\b",
+    "return": "fine\rerror",
+    "CSI in one character": "\x9b31m",
+    "delete": "\x7f",
+    "zero": "\0",
+    "right to left": "\u202egpj.exe",
+    "isolate": "\u2066a\u2069",
+    "mark": "\u200f",
+    "line separator": "\u2028error: b",
+    "next line": "\x85error: b",
+    "form feed": "\ferror: b",
+    "tags": "\U000e0041",
+    "half a character": "\ud800",
+}
+LINE = "x\nerror: all is lost"
+ACTING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f\ud800-\udfff]"
+)
+
+
+def said(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    say(text)
+    say(text, err=True)
+    out = capsys.readouterr()
+    return out.out + out.err
+
+
+def ended(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    for error in (ConfigError(text), DataError(text), RewardError(text), StorageError(text)):
+        launch.report(error)
+    launch.report(RankError(Failure(1, text, 1, user_fixable=True, time=0.0)))
+    return capsys.readouterr().err
+
+
+def crashed(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    logging.disable(logging.CRITICAL)  # pytest keeps log lines as they are, and cannot report half a character
+    launch.report(RuntimeError(text))
+    logging.disable(logging.NOTSET)
+    return capsys.readouterr().err
+
+
+def logged(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    stream = io.StringIO()
+    for formatter in (HidingFormatter(), logs.RankFormatter(0)):
+        record = logging.LogRecord("dsreason", logging.INFO, "f", 1, "row %s", (text,), None)
+        stream.write(formatter.format(record) + "\n")
+    return stream.getvalue()
+
+
+def on_screen(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    handler = logs.ScreenHandler()
+    handler.setFormatter(logs.RankFormatter(0))
+    handler.emit(logging.LogRecord("dsreason", logging.INFO, "f", 1, "row %s", (text,), None))
+    return capsys.readouterr().err
+
+
+def in_table(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    console = open_console()
+    console.width = 300
+    table = Table(title=Text(text))
+    table.add_column(Text(text))
+    table.add_row(Text(text))
+    console.print(table)
+    console.print(text, markup=False)
+    return capsys.readouterr().out
+
+
+def in_lines(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with open_progress(rank=0, total_steps=1) as progress, progress.phase(text, 3, "rows"):
+        pass
+    with track(text, 1, "rows"):
+        pass
+    out = capsys.readouterr()
+    return out.out + out.err
+
+
+def from_s3(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    answer = {"ResponseMetadata": {"HTTPStatusCode": 400}, "Error": {"Code": text, "Message": text}}
+    launch.report(refused(S3Address("bucket", "key"), answer))
+    return capsys.readouterr().err
+
+
+WAYS: dict[str, Callable[[str, pytest.CaptureFixture[str]], str]] = {
+    "said": said,
+    "error": ended,
+    "crash": crashed,
+    "log": logged,
+    "screen": on_screen,
+    "table": in_table,
+    "lines": in_lines,
+    "S3": from_s3,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_character_acts_on_the_terminal(way: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = WAYS[way](f"a{HOSTILE[name]}b", capsys)
+    assert shown
+    assert not ACTING.search(shown)
+
+
+@pytest.mark.parametrize("way", ["error", "log", "screen", "lines", "S3"])
+def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = WAYS[way](LINE, capsys)
+    assert "all is lost" in shown
+    assert not [line for line in shown.splitlines() if line.startswith("error: all")]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "line"),
+    [
+        ("plain é 漢 \N{GRINNING FACE}", "plain é 漢 \N{GRINNING FACE}", "plain é 漢 \N{GRINNING FACE}"),
+        ("שלום", "שלום", "שלום"),
+        ("a\tb\nc", "a\tb\nc", r"a\tb\nc"),
+        ("\x1b[0m\x9b\u202e", r"\u001b[0m\u009b\u202e", r"\u001b[0m\u009b\u202e"),
+    ],
+)
+def test_only_what_acts_is_escaped(text: str, shown: str, line: str) -> None:
+    assert visible(text) == shown
+    assert in_one_line(text) == line
+
+
+def test_json_stays_json_of_the_same_content() -> None:
+    found = {"a": "".join(text for name, text in HOSTILE.items() if name != "half a character")}
+    assert json.loads(visible(json.dumps(found, ensure_ascii=False))) == found
+
+
+def test_lines_of_a_message_that_are_indented_stay_as_they_are() -> None:
+    assert as_message("2 problems\n  one\n  two\nthree") == "2 problems\n  one\n  two\n  three"
+
+
+def test_colours_of_our_own_reach_the_terminal() -> None:
+    stream = io.StringIO()
+    say("thought\x1b[2J", file=stream, dim=True)
+    assert stream.getvalue() == "\x1b[2mthought\\u001b[2J\x1b[0m\n"
+
+
+# ---------------------------------------------------------------- no other way
+
+
+OWN_WAYS = {"dsreason/screen.py", "dsreason/monitor/console.py"}
+NOT_SHOWN = {"dsreason/monitor/memory.py"}
+"""It draws a table into a text, for a log."""
+
+
+def ways_to_the_terminal(source: str) -> list[str]:
+    """What prints, but for `say` and `open_console`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name in ("print", "typer.echo", "typer.secho", "click.echo", "Console", "rich.print") or re.fullmatch(
+            r"sys\.std(out|err)(\.buffer)?\.write", name
+        ):
+            found.append(f"{node.lineno}: {name}")  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "dsreason").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_nothing_is_printed_another_way(file: Path) -> None:
+    if str(file.relative_to(ROOT)) not in OWN_WAYS | NOT_SHOWN:
+        assert ways_to_the_terminal(file.read_text()) == []
+
+
+def test_other_ways_are_found() -> None:
+    source = "print(1)\ntyper.echo(2)\nsys.stderr.write(x)\nConsole()\nsay(3)"
+    assert len(ways_to_the_terminal(source)) == 4
