@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dsreason import __version__
-from dsreason.cli import demo, doctor, eval, export, import_, infer, push, reward_serve, score
+from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, reward_serve, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
@@ -36,6 +36,7 @@ app.command()(score.score)
 app.command()(infer.infer)
 data.app.command()(unpickle.unpickle)
 app.add_typer(data.app, name="data")
+app.command()(plan.plan)
 app.command()(push.push)
 app.command()(demo.demo)
 app.command()(doctor.doctor)

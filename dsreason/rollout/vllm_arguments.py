@@ -17,6 +17,8 @@ from dsreason.problems import nearest
 
 MAX_SEQUENCES = 256
 """Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""
+MIN_SEQUENCES = 64
+"""The same, however few a rollout of GRPO has: validation asks for all of its rows."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
 MEDIA_BYTES_PER_TOKEN = 32 * 1024

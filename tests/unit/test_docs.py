@@ -197,7 +197,7 @@ def check_configuration(name: str, options: dict[str, Any]) -> None:
         find_file(options["ds_config"], "ds_configs")
     if options.get("config") or options.get("overrides"):
         file = options.get("config") and find_file(str(options["config"]), "launch/recipes")
-        kind = next((one for one in ("world", "dpo") if file and f"[{one}]" in file.read_text()), kind)
+        kind = next((one for one in ("world", "dpo", "grpo") if file and f"[{one}]" in file.read_text()), kind)
         load(kind, file, *(options.get("overrides") or ()))
 
 

@@ -23,16 +23,13 @@ from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.rollout.vllm_arguments import VLLMSettings
+from dsreason.rollout.vllm_arguments import MIN_SEQUENCES, VLLMSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
 from dsreason.train.grpo.teacher import Teacher, open_teacher
-
-MIN_SEQUENCES = 64
-"""Completions that vLLM may draw at the same time, however few a rollout has: validation asks for all of its rows."""
 
 
 @dataclass(kw_only=True)

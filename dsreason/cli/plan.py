@@ -1,0 +1,102 @@
+"""`dsreason plan`: whether a run fits the GPUs, reckoned without any of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from dsreason.cli.data.commands import choose_trainer, load_run
+from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
+from dsreason.config.schema import RunConfig
+from dsreason.errors import ConfigError
+from dsreason.imports import quick_imports
+from dsreason.job import launch
+
+if TYPE_CHECKING:
+    from dsreason.planning.advice import Suggestion
+    from dsreason.planning.plan import Plan
+    from dsreason.planning.request import Machine
+
+LOG_WIDTH = 120
+"""Columns of tables in a pipe or a file, where there is no terminal to ask."""
+GPU_MEMORY = 80.0
+
+
+def plan(
+    config: ConfigOption = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: those of this machine.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
+    ] = None,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="For the memory of a host.")] = 8,
+    ds_config: DeepSpeedOption = None,
+    overrides: SetOption = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="COMMAND", help="Which command the configuration is for; default: by its sections."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, instead of tables.")] = False,
+) -> None:
+    """Estimate the memory of an sft, grpo or dpo run by phase, on GPUs, hosts and disk, and say whether it fits.
+
+    Needs neither GPUs nor weights: the model's config.json is enough. The exit code is 0 where it fits, and 1 where it does
+    not; then it says what to change.
+    """
+    trainer = choose_trainer(config, overrides, command)
+    if not issubclass(trainer.schema, RunConfig):
+        raise ConfigError(
+            f"{config}: is a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
+        )
+    run = load_run(trainer, config, overrides)
+    launch.prepare_environment()
+    machine = find_machine(gpus, gpu_memory, gpus_per_host)
+    with quick_imports():
+        from dsreason.planning.advice import suggestions
+        from dsreason.planning.plan import plan_run
+        from dsreason.planning.request import Request
+
+    name = str(config or f"{trainer.recipe} (shipped)")
+    planned = plan_run(Request(trainer.name, run, machine, ds_config or run.deepspeed, name))
+    show(planned, suggestions(planned), as_json=as_json)
+    if not planned.fits:
+        raise typer.Exit(1)
+
+
+def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
+    """What the options leave open is that of this machine. ConfigError where it has no GPU, and none are given."""
+    with quick_imports():
+        import torch
+
+        from dsreason.planning.phases import GIB
+        from dsreason.planning.request import USABLE, Machine
+
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus is None and here == 0:
+        raise ConfigError("--gpus: this machine has no GPU to count; say how many the run will have, such as --gpus 4")
+    if gpu_memory is None and here:
+        gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB / USABLE
+    return Machine(gpus or here, gpu_memory or GPU_MEMORY, gpus_per_host)
+
+
+def show(planned: Plan, found: list[Suggestion], *, as_json: bool) -> None:
+    from dsreason.planning import show as texts
+
+    if as_json:
+        typer.echo(json.dumps(texts.as_json(planned, found), indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    for line in texts.headline(planned):
+        typer.echo(line)
+    console.print(texts.phase_table(planned))
+    console.print(texts.outside_table(planned))
+    for note in planned.notes:
+        typer.echo(f"note: {note}")
+    for line in texts.verdict(planned, found):
+        typer.echo(line)

@@ -1,0 +1,116 @@
+"""Architectures of published models, for where the Hub cannot be reached: what their config.json says, as far as sizes go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Sizes = tuple[int, int, int, int, int, int, bool]
+"""Hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary; whether the output layer is tied."""
+
+QWEN2: dict[str, Sizes] = {
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+    "14B": (5120, 48, 40, 8, 13824, 152064, False),
+    "32B": (5120, 64, 40, 8, 27648, 152064, False),
+    "72B": (8192, 80, 64, 8, 29568, 152064, False),
+}
+QWEN3: dict[str, Sizes] = {
+    "0.6B": (1024, 28, 16, 8, 3072, 151936, True),
+    "1.7B": (2048, 28, 16, 8, 6144, 151936, True),
+    "4B": (2560, 36, 32, 8, 9728, 151936, True),
+    "8B": (4096, 36, 32, 8, 12288, 151936, False),
+    "14B": (5120, 40, 40, 8, 17408, 151936, False),
+    "32B": (5120, 64, 64, 8, 25600, 151936, False),
+}
+QWEN3_HEAD = 128
+"""Channels of a head in all of Qwen3."""
+
+
+def text_config(sizes: Sizes) -> dict[str, Any]:
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, _ = sizes
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+    }
+
+
+def qwen2_5_vl(size: str) -> dict[str, Any]:
+    text = QWEN2[size]
+    hidden = text[0]
+    vision = {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3456 if size in ("32B", "72B") else 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text_part = text_config(text) | {"rope_parameters": rope}
+    return {
+        "model_type": "qwen2_5_vl",
+        "text_config": text_part,
+        "vision_config": vision,
+        "tie_word_embeddings": text[-1],
+    }
+
+
+def qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
+    depth, width, inner, deep = (27, 1152, 4304, [8, 16, 24]) if large_tower else (24, 1024, 4096, [5, 11, 17])
+    vision = {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_heads": 16,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text[0],
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": deep,
+    }
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text_part = text_config(text) | {"rope_parameters": rope, "head_dim": QWEN3_HEAD}
+    return {
+        "model_type": "qwen3_vl",
+        "text_config": text_part,
+        "vision_config": vision,
+        "tie_word_embeddings": text[-1],
+    }
+
+
+def text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    head = {"head_dim": QWEN3_HEAD} if model_type == "qwen3" else {}
+    return {"model_type": model_type, "tie_word_embeddings": sizes[-1], **text_config(sizes), **rope, **head}
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """By name on the Hub, in lower case: what transformers makes a configuration of."""
+    qwen3_vl_2b, qwen3_vl_8b = qwen3_vl(QWEN3["1.7B"], large_tower=False), qwen3_vl(QWEN3["8B"], large_tower=True)
+    found = {f"Qwen/Qwen2.5-VL-{size}-Instruct": qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")}
+    found |= {"nvidia/Cosmos-Reason1-7B": qwen2_5_vl("7B")}
+    for kind in ("Instruct", "Thinking"):
+        found |= {
+            f"Qwen/Qwen3-VL-2B-{kind}": qwen3_vl_2b,
+            f"Qwen/Qwen3-VL-4B-{kind}": qwen3_vl(QWEN3["4B"], large_tower=False),
+            f"Qwen/Qwen3-VL-8B-{kind}": qwen3_vl_8b,
+            f"Qwen/Qwen3-VL-32B-{kind}": qwen3_vl(QWEN3["32B"], large_tower=True),
+        }
+    found |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
+    for size, sizes in QWEN2.items():
+        found |= {f"Qwen/Qwen2.5-{size}{kind}": text_only("qwen2", sizes) for kind in ("", "-Instruct")}
+    for size, sizes in QWEN3.items():
+        found[f"Qwen/Qwen3-{size}"] = text_only("qwen3", sizes)
+    return {name.lower(): config for name, config in found.items()}

@@ -1,0 +1,118 @@
+"""Memory of a piece of a model, forward and backward, counted on the meta device: every tensor that lives, and when it goes.
+
+Nothing is computed. What kernels take inside themselves, beside the tensors they give back, is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+
+ATTENTION = "flash_planned"
+"""Name for transformers. A vision tower hands over all of a medium at once where the name has "flash" in it."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, bytes of the tensors that operations have made and nobody has let go: `now`, and their `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        given = {storage_id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor) and storage_id(one) not in self.known | given:
+                self._add(one)
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, number = tensor.untyped_storage(), storage_id(tensor)
+        size = storage.nbytes()
+        self.known.add(number)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, number, size)
+
+    def _drop(self, number: int, size: int) -> None:
+        self.known.discard(number)
+        self.now -= size
+
+
+def storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class FlashAttention(torch.autograd.Function):
+    """What torch's flash attention keeps: queries, keys, values and the result; no scores. `[1, H, T, d]` → `[1, T, H, d]`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = torch.empty_like(query.transpose(1, 2).contiguous())
+        ctx.save_for_backward(query, key, value, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, _ = ctx.saved_tensors
+        return tuple(torch.empty_like(one) for one in (query, key, value))
+
+
+def planned_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, None]:
+    found: Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return found, None
+
+
+AttentionInterface.register(ATTENTION, planned_attention)
+
+
+class Traced(NamedTuple):
+    """Bytes beside the input and the parameters."""
+
+    kept: int
+    """What waits for the backward pass, the output included."""
+    peak: int
+    """Of forward and backward; gradients of parameters are given away as they come, as DeepSpeed takes them."""
+
+
+def trace(
+    run: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    training: bool = True,
+) -> Traced:
+    """Of `run` on an input of that shape, which needs a gradient itself.
+
+    `training=False`: of the forward alone, which keeps nothing.
+    """
+    given = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
+    live = LiveBytes()
+    with live, torch.set_grad_enabled(training):
+        found = run(given)
+        kept = live.now if found.requires_grad else 0
+        if found.requires_grad:
+            found.backward(torch.empty_like(found))
+    return Traced(kept, live.peak)
+
+
+def give_gradients_away(module: nn.Module) -> None:
+    """The gradient of each parameter goes as soon as it is there."""
+
+    def forget(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(forget)

@@ -1,0 +1,86 @@
+"""`dsreason plan`: what it prints, its errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from dsreason.cli.plan import plan
+from dsreason.errors import ConfigError
+from tests.unit.planning.test_parameters import CONFIG
+
+
+def call(*arguments: object) -> Result:
+    app = typer.Typer()
+    app.command()(plan)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npath = "{tmp_path}"\n[train]\nmax_tokens_per_micro_batch = 8192\n')
+    return file
+
+
+def test_what_fits_is_shown_by_phase_and_ends_with_0(config: Path) -> None:
+    ended = call("--config", config, "--gpus", 2)
+    assert ended.exit_code == 0
+    first, source, parameters, *_ = ended.stdout.splitlines()
+    assert first.startswith("sft of ") and first.endswith("on 2 GPUs of 80 GB (78.8 GiB usable), zero3.json")
+    assert source == f"architecture: {config.parent}/config.json"
+    assert parameters.startswith("parameters: 107,072; 107,072 trained")
+    for phase in ("forward and backward", "optimizer step", "memory of the host", "disk", "fits: "):
+        assert phase in ended.stdout
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_to_change(config: Path) -> None:
+    ended = call("--config", config, "--gpus", 1, "--gpu-memory", 1)
+    assert ended.exit_code == 1
+    assert "does not fit:" in ended.stdout
+    assert "more than a GPU has" in ended.stdout
+
+
+def test_json_has_bytes_of_every_phase(config: Path) -> None:
+    ended = call("--config", config, "--gpus", 1, "--json")
+    found = json.loads(ended.stdout)
+    assert found["fits"] is True
+    assert found["parameters"]["all"] == 107_072
+    for phase in [*found["phases"], found["host_memory"], found["disk"]]:
+        assert phase["bytes"] == sum(item["bytes"] for item in phase["items"])
+
+
+def test_values_and_the_deepspeed_json_can_be_changed(config: Path) -> None:
+    changes = ["--set", "train.max_tokens_per_micro_batch=4096", "--ds-config", "zero3_offload.json"]
+    usual, changed = call("--config", config, "--gpus", 2), call("--config", config, "--gpus", 2, *changes)
+    assert "8,192 tokens" in usual.stdout
+    assert "4,096 tokens" in changed.stdout
+    assert "zero3_offload.json" in changed.stdout.splitlines()[0]
+
+
+def raised(*arguments: object) -> str:
+    found = call(*arguments).exception
+    assert isinstance(found, ConfigError) and found.exit_code == 2
+    return str(found)
+
+
+def test_without_gpus_their_number_is_asked_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--gpus 4" in raised("--config", config)
+
+
+def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "world.toml"
+    file.write_text('[world]\nalgorithm = "sft"\n')
+    assert "sft, grpo and dpo alone" in raised("--config", file, "--gpus", 1)
+
+
+def test_a_number_of_gpus_that_the_run_would_refuse_is_refused(config: Path) -> None:
+    text = raised("--config", config, "--gpus", 3, "--set", "train.sequence_parallel_size=2")
+    assert "does not divide the number of ranks (3)" in text
