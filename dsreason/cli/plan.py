@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from dsreason.cli.data.commands import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
@@ -14,6 +13,8 @@ from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.monitor.console import open_console
+from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.planning.advice import Suggestion
@@ -87,16 +88,16 @@ def show(planned: Plan, found: list[Suggestion], *, as_json: bool) -> None:
     from dsreason.planning import show as texts
 
     if as_json:
-        typer.echo(json.dumps(texts.as_json(planned, found), indent=2))
+        write(json.dumps(texts.as_json(planned, found), indent=2))
         return
-    console = Console()
+    console = open_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
     for line in texts.headline(planned):
-        typer.echo(line)
+        say(line)
     console.print(texts.phase_table(planned))
     console.print(texts.outside_table(planned))
     for note in planned.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     for line in texts.verdict(planned, found):
-        typer.echo(line)
+        say(line)
