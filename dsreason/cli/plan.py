@@ -6,14 +6,16 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from dsreason.cli.data.commands import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
 from dsreason.config.schema import RunConfig
+from dsreason.cosmos_rl.loading import find_import
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.monitor.console import open_console
+from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.planning.advice import Suggestion
@@ -27,7 +29,12 @@ GPU_MEMORY = 80.0
 
 def plan(
     config: ConfigOption = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: those of this machine.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many; default: those of this machine, of a file of cosmos-rl those that it names."
+        ),
+    ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
     ] = None,
@@ -54,7 +61,8 @@ def plan(
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
-    machine = find_machine(gpus, gpu_memory, gpus_per_host)
+    imported = find_import(config)
+    machine = find_machine(gpus or (imported.num_gpus if imported else None), gpu_memory, gpus_per_host)
     with quick_imports():
         from dsreason.planning.advice import suggestions
         from dsreason.planning.plan import plan_run
@@ -87,16 +95,16 @@ def show(planned: Plan, found: list[Suggestion], *, as_json: bool) -> None:
     from dsreason.planning import show as texts
 
     if as_json:
-        typer.echo(json.dumps(texts.as_json(planned, found), indent=2))
+        say(json.dumps(texts.as_json(planned, found), indent=2))
         return
-    console = Console()
+    console = open_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
     for line in texts.headline(planned):
-        typer.echo(line)
+        say(line)
     console.print(texts.phase_table(planned))
     console.print(texts.outside_table(planned))
     for note in planned.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     for line in texts.verdict(planned, found):
-        typer.echo(line)
+        say(line)
