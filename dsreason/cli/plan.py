@@ -10,6 +10,7 @@ import typer
 from dsreason.cli.data.commands import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
 from dsreason.config.schema import RunConfig
+from dsreason.cosmos_rl.loading import find_import
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
@@ -28,7 +29,12 @@ GPU_MEMORY = 80.0
 
 def plan(
     config: ConfigOption = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: those of this machine.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many; default: those of this machine, of a file of cosmos-rl those that it names."
+        ),
+    ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
     ] = None,
@@ -55,7 +61,8 @@ def plan(
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
-    machine = find_machine(gpus, gpu_memory, gpus_per_host)
+    imported = find_import(config)
+    machine = find_machine(gpus or (imported.num_gpus if imported else None), gpu_memory, gpus_per_host)
     with quick_imports():
         from dsreason.planning.advice import suggestions
         from dsreason.planning.plan import plan_run

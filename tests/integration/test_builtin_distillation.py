@@ -37,7 +37,7 @@ def test_a_teacher_makes_the_answers_right(trained_qwen2_5_vl: Path, tmp_path: P
         "reward.functions": "{}",
         "grpo.num_generations": 4,
         "grpo.prompts_per_step": 64,
-        "train.max_steps": 60,
+        "train.max_steps": 40,
         "train.micro_batch_size": 64,
     }
     options = [f"--set={key}={value}" for key, value in changes.items()]
@@ -45,7 +45,7 @@ def test_a_teacher_makes_the_answers_right(trained_qwen2_5_vl: Path, tmp_path: P
     assert taught.returncode == 0, taught.stderr
     first, *_, last = accuracies(tmp_path / "taught")
     assert first < 0.4
-    assert last > 0.85
+    assert last > 0.75
     distances = [line["distill/kl"] for line in metrics(tmp_path / "taught") if "distill/kl" in line]
     assert sum(distances[-10:]) < 0.5 * sum(distances[:10])
     assert (

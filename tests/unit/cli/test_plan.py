@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.plan import plan
 from dsreason.errors import ConfigError
+from tests.unit.cosmos_rl.test_convert import SFT
 from tests.unit.planning.test_parameters import CONFIG
 
 
@@ -84,3 +85,11 @@ def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
 def test_a_number_of_gpus_that_the_run_would_refuse_is_refused(config: Path) -> None:
     text = raised("--config", config, "--gpus", 3, "--set", "train.sequence_parallel_size=2")
     assert "does not divide the number of ranks (3)" in text
+
+
+def test_a_file_of_cosmos_rl_says_itself_how_many_gpus(tmp_path: Path) -> None:
+    file = tmp_path / "cosmos.toml"
+    file.write_text(SFT.replace("Qwen/Qwen2.5-VL-7B-Instruct", "tiny:qwen2_5_vl").replace("tp_size = 1", "tp_size = 2"))
+    ended = call("--config", file)
+    assert ended.exit_code == 0
+    assert ended.stdout.startswith("sft of tiny:qwen2_5_vl on 2 GPUs")
