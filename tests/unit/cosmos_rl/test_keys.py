@@ -13,7 +13,6 @@ import pytest
 from dsreason.cli.job import trainers
 from dsreason.config.load import read_values
 from dsreason.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS, Imported, convert
-from dsreason.cosmos_rl.keys import train as keys_of_train
 from dsreason.cosmos_rl.keys.key import Key, fits
 from dsreason.cosmos_rl.write import toml_of
 from dsreason.errors import ConfigError
@@ -38,8 +37,10 @@ dataset.name = "prompts.txt"
 """
 
 
-def leaves(node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """The dotted keys of a JSON schema that hold plain values."""
+def leaves(
+    node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dotted keys of a JSON schema that hold plain values, and what it says of them."""
     if "$ref" in node:
         yield from leaves(definitions[node["$ref"].rpartition("/")[2]], definitions, path)
         return
@@ -50,27 +51,25 @@ def leaves(node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, .
     for name, inside in node.get("properties", {}).items():
         yield from leaves(inside, definitions, (*path, name))
     if not sections and "properties" not in node:
-        yield ".".join(path)
+        yield ".".join(path), node
 
 
 @needs_configs
 def test_every_leaf_of_cosmos_rls_schema_has_an_entry() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
-    found = set(leaves(schema, schema["$defs"]))
+    found = {key for key, _ in leaves(schema, schema["$defs"])}
     assert len(found) == 186
     assert found - {"custom"} - LANGUAGE_KEYS.keys() == set()  # [custom] is free, and its known keys are in the table
 
 
 @needs_configs
 def test_defaults_are_those_of_the_schema() -> None:
-    """But for four that later versions have changed, and those which the schema leaves to code."""
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
-    train = schema["$defs"]["TrainingConfig"]["properties"]
-    compared = {name: node["default"] for name, node in train.items() if "default" in node and "$ref" not in node}
-    compared = {name: value for name, value in compared.items() if not isinstance(value, dict)}
-    assert len(compared) > 25
-    different = {name for name, value in compared.items() if keys_of_train.KEYS[f"train.{name}"].default != value}
-    assert different <= {"seed", "transfer_dtype", "optm_impl"}
+    nodes = dict(leaves(schema, schema["$defs"]))
+    given = {key: node["default"] for key, node in nodes.items() if "default" in node and key in LANGUAGE_KEYS}
+    assert len(given) > 150
+    different = {key for key, default in given.items() if LANGUAGE_KEYS[key].default != default}
+    assert different == {"train.train_policy.balance_dp_token"}  # true for SFT, false for GRPO
 
 
 BEYOND_THE_SCHEMA = [
