@@ -14,6 +14,7 @@ from dsreason.cosmos_rl.loading import find_import
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
+from dsreason.job.gpu import cuda_fault
 from dsreason.monitor.console import open_console
 from dsreason.screen import say, write
 
@@ -83,7 +84,7 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
         from dsreason.planning.phases import GIB
         from dsreason.planning.request import USABLE, Machine
 
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = launch.gpu_count() if cuda_fault() is None else 0
     if gpus is None and here == 0:
         raise ConfigError("--gpus: this machine has no GPU to count; say how many the run will have, such as --gpus 4")
     if gpu_memory is None and here:
