@@ -47,7 +47,7 @@ def test_a_teacher_makes_the_answers_right(trained_qwen2_5_vl: Path, tmp_path: P
     assert first < 0.4
     assert last > 0.75
     distances = [line["distill/kl"] for line in metrics(tmp_path / "taught") if "distill/kl" in line]
-    assert sum(distances[-10:]) < 0.5 * sum(distances[:10])
+    assert sum(distances[-10:]) < 0.6 * sum(distances[:10])
     assert (
         max(line["mismatch/max_abs_logprob"] for line in metrics(tmp_path / "taught") if "distill/kl" in line) <= 1e-4
     )
