@@ -18,7 +18,7 @@ from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
-from dsreason.screen import say, write
+from dsreason.screen import outlive_terminal, say, write
 from dsreason.secrets import HidingFormatter
 
 app = typer.Typer(
@@ -62,6 +62,7 @@ def root(
 
 
 def main() -> None:
+    outlive_terminal()
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())

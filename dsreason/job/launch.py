@@ -57,6 +57,9 @@ DEEPSPEED_NODE = "CROSS_RANK"
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
 
+ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Slurm's warning, a scheduler that takes the machine back, Ctrl-C, a terminal that was closed."""
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -286,7 +289,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         local_addr="127.0.0.1",  # the host's name need not resolve
         max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others go on to the ranks, which save before they end
+        signals_to_handle="SIGQUIT",  # the others go on to the ranks, which save before they end
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
@@ -322,6 +325,11 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     return failure
 
 
+def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Without SIGHUP where it is ignored, as `nohup` has it: the job is to go on when its terminal is closed."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def demands_immediate_end(number: int, noted: float) -> bool:
     """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
 
@@ -354,7 +362,7 @@ def forwarded_signals() -> Iterator[list[str]]:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in heeded(ASK_TO_STOP)}
     try:
         yield received
     finally:
