@@ -69,6 +69,7 @@ def main() -> None:
     threading.excepthook = lambda raised: write(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
+        launch.check_surroundings()
         if launch.is_rank():
             launch.enter_rank()
         app()

@@ -40,6 +40,7 @@ from dsreason.job.failures import (
     exit_codes,
     failure_of,
     first_failure,
+    name_error_as_config_error,
     record_failure,
     with_last_log_line,
 )
@@ -53,6 +54,9 @@ LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
 """Set by `deepspeed`."""
+
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
+"""Variables of launchers that hold whole numbers."""
 
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
@@ -99,6 +103,23 @@ def prepare_environment() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+def check_surroundings() -> None:
+    """What every command takes for granted: a current folder, and numbers where a launcher writes numbers.
+
+    Raises:
+        ConfigError: the folder is gone, or a variable holds something else.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder cannot be used ({error.strerror}); change to another one") from None
+    wrong = [f"{name}={os.environ[name]!r:.60}" for name in NUMBERS if not os.environ.get(name, "0").isdecimal()]
+    if wrong and is_rank():
+        raise ConfigError(
+            f"environment: {', '.join(wrong)}: must be whole numbers; start with torchrun or deepspeed, or unset them"
+        )
+
+
 def enter_rank() -> None:
     """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
@@ -141,7 +162,7 @@ def report(error: Exception) -> int:
 
     The traceback of a bug is left for the parent, which shows that of the rank that failed first.
     """
-    error = disk_error_as_save_error(error)
+    error = name_error_as_config_error(disk_error_as_save_error(error))
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)
