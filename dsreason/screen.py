@@ -7,9 +7,12 @@ test finds any other one.
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import re
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but for tab and line feed
@@ -18,6 +21,32 @@ CONTROL = re.compile(
     "\ud800-\udfff]"  # halves of characters, which no encoding can write
 )
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Terminal(io.FileIO):
+    """A terminal that may be closed while the command goes on: what is written after that goes nowhere, and is no error."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return memoryview(content).nbytes
+
+
+def outlive_terminal() -> None:
+    """Let stdout and stderr be such terminals, where they are terminals: a job whose window is closed saves before it ends."""
+    for name in ("stdout", "stderr"):
+        stream: TextIO = getattr(sys, name)
+        if stream.isatty():
+            stream.flush()
+            raw = Terminal(stream.fileno(), "w", closefd=False)
+            text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, text)
 
 
 def visible(text: str) -> str:

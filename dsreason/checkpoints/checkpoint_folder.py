@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
+from dsreason.files.disk import read_small
 from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
@@ -161,7 +162,7 @@ def read_state(folder: Path) -> SavedRun:
     """trainer_state.json of a checkpoint. CheckpointError names what cannot be used in it."""
     file = folder / STATE_FILE
     try:
-        saved = TypeAdapter(SavedRun).validate_json(file.read_bytes(), strict=True)
+        saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
         if max(saved.ranks_here) >= saved.world_size:
             raise ValueError(f"ranks is {saved.ranks}, and world_size {saved.world_size}")
     except (OSError, ValueError) as cause:
@@ -316,7 +317,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, advice: str = "choose another checkpoint") -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as cause:
         raise CheckpointError(f"{path}: cannot be read ({cause}); {advice}") from cause
     if not isinstance(document, dict):

@@ -18,7 +18,7 @@ from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
-from dsreason.screen import say, write
+from dsreason.screen import outlive_terminal, say, write
 from dsreason.secrets import HidingFormatter
 
 app = typer.Typer(
@@ -62,12 +62,14 @@ def root(
 
 
 def main() -> None:
+    outlive_terminal()
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
     threading.excepthook = lambda raised: write(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
+        launch.check_surroundings()
         if launch.is_rank():
             launch.enter_rank()
         app()

@@ -27,7 +27,7 @@ from dsreason.datasets import builtin_scenes as scenes
 from dsreason.datasets.builtin_scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import cache_dir, cache_errors
 
 VERSION = 2
 """Raise it when the same seed gives other rows or pixels."""
@@ -114,7 +114,9 @@ def write_builtin(
 
 def builtin_folder() -> Path:
     """The task with its default sizes, in the cache."""
-    return write_builtin(cache_dir() / f"builtin-{VERSION}")
+    folder = cache_dir() / f"builtin-{VERSION}"
+    with cache_errors(folder, "DSREASON_CACHE"):
+        return write_builtin(folder)
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:

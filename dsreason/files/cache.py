@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsreason.errors import StorageError
+from dsreason.errors import ConfigError, StorageError
 
 
 def cache_dir() -> Path:
     """`$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
     own = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
+    try:
+        if own:
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
+    except RuntimeError as error:
+        raise ConfigError(f"the cache: {error}; set HOME, or DSREASON_CACHE to a folder") from None
 
 
 @contextmanager

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
+
+MOST_BYTES = 64 * 1024**2
+"""Of a small file of ours: a lock, a marker, what a run remembers."""
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def sha256_of(file: Path) -> str:
     """In hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def read_small(file: Path) -> bytes:
+    """The content of a small file of ours, opened in a way that nothing else than a file can stop.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is larger than such a file can be; `strerror` says which.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as opened:
+        check_regular(descriptor, file)
+        content = opened.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"is larger than {MOST_BYTES} bytes", str(file))
+    return content
+
+
+def check_regular(opened: int | Path, file: Path) -> None:
+    """OSError where something that is open, or at this place, is no file."""
+    mode = os.stat(opened).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(file))
 
 
 def existing_part(path: Path) -> Path:
@@ -22,7 +57,7 @@ def existing_part(path: Path) -> Path:
 def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file of ours; empty where there is none that can be read: what it remembers can be found out again."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

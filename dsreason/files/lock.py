@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsreason.errors import ConfigError
+from dsreason.files.disk import read_small
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
     def _heartbeat(self, file: Path) -> None:
         while not self.over.wait(HEARTBEAT_S):
-            with suppress(OSError):
+            with suppress(OSError, ConfigError):
                 if (found := read(file)) not in ("", self.content):
                     self.on_lost(in_use(file.parent, found))
                     return
@@ -80,7 +81,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
     def __exit__(self, *exc: object) -> None:
         self.over.set()
-        with suppress(OSError):
+        with suppress(OSError, ConfigError):
             if self.file is not None and read(self.file) == self.content:
                 self.file.unlink()
 
@@ -141,11 +142,23 @@ def remove_stale(file: Path, content: str) -> None:
 
 
 def read(file: Path) -> str:
-    """What a lock says; "" where there is none, or it is just being written."""
+    """What a lock says; "" where there is none, or it is just being written.
+
+    Raises:
+        ConfigError: what is at its place is no lock: a folder, a FIFO, not text.
+    """
     try:
-        return file.read_text()
+        return read_small(file).decode()
     except (FileNotFoundError, NotADirectoryError):
         return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file}: is no lock of ours ({reason(error)}); remove it, or choose another folder"
+        ) from None
+
+
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else "not UTF-8"
 
 
 def parse(content: str) -> Holder | None:

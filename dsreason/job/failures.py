@@ -5,6 +5,7 @@ Nothing here imports torch: the parent has to run before `prepare_environment`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
-from dsreason.screen import as_message
+from dsreason.screen import as_message, in_one_line
 from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def peer_error(failure: Failure) -> RankError:
 
 
 def own_rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def disk_error_as_save_error(error: E) -> E | SaveError:
@@ -100,8 +102,17 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
     )
 
 
+def name_error_as_config_error(error: E) -> E | ConfigError:
+    """A name that no file can have is a mistake of whoever gave it, wherever it is first looked for."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+        return error
+    name = in_one_line(str(error.filename or "a name"))
+    shown = f"{name[:40]}…{name[-20:]}" if len(name) > 80 else name
+    return ConfigError(f"{shown}: {str(error.strerror).lower()}; give another one")
+
+
 def failure_of(error: BaseException) -> Failure:
-    error = disk_error_as_save_error(error)
+    error = name_error_as_config_error(disk_error_as_save_error(error))
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):

@@ -40,6 +40,7 @@ from dsreason.job.failures import (
     exit_codes,
     failure_of,
     first_failure,
+    name_error_as_config_error,
     record_failure,
     with_last_log_line,
 )
@@ -54,8 +55,14 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
 """Set by `deepspeed`."""
 
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
+"""Variables of launchers that hold whole numbers."""
+
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
+
+ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Slurm's warning, a scheduler that takes the machine back, Ctrl-C, a terminal that was closed."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -94,6 +101,23 @@ def prepare_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
     if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def check_surroundings() -> None:
+    """What every command takes for granted: a current folder, and numbers where a launcher writes numbers.
+
+    Raises:
+        ConfigError: the folder is gone, or a variable holds something else.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder cannot be used ({error.strerror}); change to another one") from None
+    wrong = [f"{name}={os.environ[name]!r:.60}" for name in NUMBERS if not os.environ.get(name, "0").isdecimal()]
+    if wrong and is_rank():
+        raise ConfigError(
+            f"environment: {', '.join(wrong)}: must be whole numbers; start with torchrun or deepspeed, or unset them"
+        )
 
 
 def enter_rank() -> None:
@@ -138,7 +162,7 @@ def report(error: Exception) -> int:
 
     The traceback of a bug is left for the parent, which shows that of the rank that failed first.
     """
-    error = disk_error_as_save_error(error)
+    error = name_error_as_config_error(disk_error_as_save_error(error))
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)
@@ -286,7 +310,7 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         local_addr="127.0.0.1",  # the host's name need not resolve
         max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others go on to the ranks, which save before they end
+        signals_to_handle="SIGQUIT",  # the others go on to the ranks, which save before they end
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
@@ -322,6 +346,11 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     return failure
 
 
+def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Without SIGHUP where it is ignored, as `nohup` has it: the job is to go on when its terminal is closed."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def demands_immediate_end(number: int, noted: float) -> bool:
     """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
 
@@ -354,7 +383,7 @@ def forwarded_signals() -> Iterator[list[str]]:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in heeded(ASK_TO_STOP)}
     try:
         yield received
     finally:

@@ -8,13 +8,10 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from dsreason.job.launch import demands_immediate_end, started_by_us
+from dsreason.job.launch import ASK_TO_STOP, demands_immediate_end, heeded, started_by_us
 from dsreason.job.ranks import gather_objects
 
 log = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""Slurm's warning, a scheduler that takes the machine back, Ctrl-C."""
 
 
 class StopRequest:
@@ -30,7 +27,7 @@ class StopRequest:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = SIGNALS[:1] if started_by_us() else SIGNALS
+        numbers = ASK_TO_STOP[:1] if started_by_us() else heeded(ASK_TO_STOP)
         self.before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 

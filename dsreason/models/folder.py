@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from dsreason.errors import CheckpointError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.atomic import build_once
+from dsreason.files.cache import cache_errors
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.secrets import without_credentials
@@ -50,7 +51,9 @@ def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], ver
     if name not in builders:
         known = ", ".join(TINY + known for known in builders)
         raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
-    return build_once(cache / f"tiny-{name}-{version}", builders[name])
+    folder = cache / f"tiny-{name}-{version}"
+    with cache_errors(folder, "DSREASON_CACHE"):
+        return build_once(folder, builders[name])
 
 
 def fetch_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsreason.config.schema import MonitorConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import check_regular
 from dsreason.imports import install_command
 
 if TYPE_CHECKING:
@@ -171,15 +172,28 @@ def encode_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """The entries up to `last_step`. A last line that a crash cut short is left out with a warning."""
+    """The entries up to `last_step`. A line that is none, as a crash leaves it, is left out with a warning.
+
+    Raises:
+        CheckpointError: what is there is no file.
+    """
     if not path.exists():
         return []
+    try:
+        check_regular(path, path)
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be continued ({error.strerror}); remove it") from None
     entries = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
-            entries.append(json.loads(line))
-        except ValueError:
-            log.warning("%s:%d is not a JSON object and is dropped: %r", path, number, line[:80])
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+        else:
+            log.warning("%s:%d is no step and is dropped: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]
 
 

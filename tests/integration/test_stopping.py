@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,7 +64,10 @@ def steps_done(run: Path) -> int:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGINT))],
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)),
+    ],
     ids=lambda number: number.name,
 )
 def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undisturbed(
@@ -91,6 +98,46 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
     ]
     expected, found = (load_file(r / "export/final/model.safetensors") for r in (folder / "whole", run))
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.long
+def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
+    """Also for rank 0, whose bar is drawn there."""
+    run, ours = folder / "closed", os.openpty()
+    command = [*COMMAND, "sft", "--config", "run.toml", "--output-dir", "closed", "--nproc", "2"]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=ours[1],
+        stdout=ours[1],
+        stderr=ours[1],
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(ours[1])
+    while steps_done(run) < 2 and process.poll() is None:
+        with suppress(OSError):
+            os.read(ours[0], 65536)
+    os.close(ours[0])  # the kernel sends SIGHUP
+    assert process.wait(timeout=300) == STOPPED
+    last = max(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").iterdir())
+    assert 2 <= last < STEPS
+    assert (run / f"checkpoints/step_{last}/COMPLETE").exists()
+
+
+@pytest.mark.long
+def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+    try:
+        process = start(folder, "nohup")
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    while steps_done(folder / "nohup") < 2 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert steps_done(folder / "nohup") == STEPS
 
 
 def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(folder: Path) -> None:

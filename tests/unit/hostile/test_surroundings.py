@@ -1,0 +1,118 @@
+"""Names that no file can have, a current folder that is gone, variables that hold anything: a sentence and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsreason.cli import main
+from dsreason.job import launch
+
+LONG = "a" * 300
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", launch.ERROR_DIR):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["dsreason", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    return int(caught.value.code or 0)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert sum(line.startswith("error: ") for line in printed.splitlines()) == 1
+    return printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sft", "--output-dir", LONG),
+        ("grpo", "--output-dir", LONG),
+        ("sft", "--config", f"{LONG}.toml"),
+        ("sft", "--ds-config", f"{LONG}.json"),
+        ("sft", "--resume", LONG),
+        ("sft", "--dry-run", "--set", f"model.path={LONG}"),
+        ("sft", "--dry-run", "--set", f"data.adapter={LONG}.py"),
+        ("sft", "--dry-run", "--set", "data.adapter=jsonl", "--set", f"data.path={LONG}"),
+        ("import", f"{LONG}.toml"),
+        ("import", "cosmos.toml", "-o", f"{LONG}.toml"),
+        ("plan", "--gpus", "1", "--config", f"{LONG}.toml"),
+        ("doctor", "--quick", "--hostfile", LONG),
+        ("export", "--checkpoint", LONG, "--output", "x"),
+        ("eval", "--model", LONG, "--dataset", "robovqa"),
+        ("score", "--results-dir", LONG),
+        ("push", LONG, "--to", "s3://bucket/x"),
+        ("data", "inspect", "--adapter", "jsonl", "--path", LONG),
+    ],
+    ids=lambda arguments: " ".join(word.replace(LONG, "LONG") for word in arguments),
+)
+def test_a_name_that_no_file_can_have_is_a_mistake(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cosmos.toml").write_text("[policy]\n[custom.dataset]\nannotation_path = 'x.json'")
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    assert "file name too long" in told(capsys).lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", "two"),
+        ("RANK", "x"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", ""),
+        ("MASTER_PORT", "port"),
+        ("WORLD_SIZE", "1e3"),
+    ],
+)
+def test_a_launchers_variable_that_is_no_number_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for variable, number in (given | {name: value}).items():
+        monkeypatch.setenv(variable, number)
+    assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert f"environment: {name}={value!r}: must be whole numbers" in told(capsys)
+
+
+def test_a_current_folder_that_is_gone_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = here / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+        assert "the current folder cannot be used" in told(capsys)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "/dev/null"])
+def test_a_home_that_cannot_be_written_is_told_with_what_helps(
+    home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DSREASON_CACHE", "COSMOS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    assert call("sft", "--dry-run", monkeypatch=monkeypatch) in (1, 2)
+    assert "set DSREASON_CACHE to another folder" in told(capsys)
+
+
+def test_links_in_a_circle_are_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").symlink_to("run.toml")
+    assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 2
+    told(capsys)
