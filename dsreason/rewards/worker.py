@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -191,12 +192,12 @@ def no_result_within(time_limit: float) -> str:
 
 
 def described(error: Exception) -> str:
-    """`raised ValueError: …`, and below it the traceback from the function on."""
+    """`raised ValueError: …`, and below it the traceback from the function on, indented: part of a message of ours."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
     lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-    return f"raised {type(error).__name__}: {error}\n{lines}"
+    return f"raised {type(error).__name__}: {error}\n{textwrap.indent(lines, '  ')}"
 
 
 def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:

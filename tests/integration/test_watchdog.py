@@ -150,7 +150,7 @@ def test_a_killed_rank_takes_the_job_along_and_is_named(folder: Path) -> None:
 def test_a_reward_that_raises_on_one_rank_is_told_last(folder: Path) -> None:
     ended = train(folder, "raise_on_rank_1")
     assert 'reward "rewards.py:raise_on_rank_1", sample ' in ended.stderr
-    assert ended.stderr.splitlines()[-1] == "KeyError: 'no such key'"
+    assert ended.stderr.splitlines()[-1] == "  KeyError: 'no such key'"
     assert ended.stderr.count("Traceback") == 1
 
 
