@@ -17,7 +17,7 @@ import pytest
 from tests.integration import two_hosts
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
-from tests.integration.two_hosts import ADDRESSES, NAMES, Host
+from tests.integration.two_hosts import ADDRESSES, NAMES, Host, needs_ssh
 
 pytestmark = two_hosts.marks
 
@@ -155,6 +155,7 @@ def on_both(
     ]
 
 
+@needs_ssh
 def test_the_hostfile_gives_the_losses_of_the_ordinary_start(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
@@ -176,6 +177,7 @@ def test_torchrun_gives_the_losses_of_the_ordinary_start(
     assert losses(folder / "torchrun_run") == pytest.approx(expected_losses, rel=1e-5)
 
 
+@needs_ssh
 def test_every_host_tells_an_error_and_the_launcher_keeps_its_exit_code(folder: Path, hosts: tuple[Host, Host]) -> None:
     ended = deepspeed(
         hosts, folder, "--module", "dsreason", "sft", "--config", "run.toml", "--set", "train.max_stepz=4"
@@ -197,7 +199,7 @@ def ranks(folder: Path) -> str:
     ("launcher", "how", "place"),
     [
         pytest.param("torchrun", "die", 'in phase "train"', marks=pytest.mark.long),
-        ("deepspeed", "die", 'in phase "train"'),
+        pytest.param("deepspeed", "die", 'in phase "train"', marks=needs_ssh),
         ("torchrun", "early", "at its start"),
     ],
 )
@@ -227,7 +229,9 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
     assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in told
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.long), "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("torchrun", marks=pytest.mark.long), pytest.param("deepspeed", marks=needs_ssh)]
+)
 def test_a_launcher_that_is_killed_takes_both_hosts_along(
     folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
 ) -> None:

@@ -1,4 +1,8 @@
-"""Two hosts on this machine: network namespaces joined by a cable, each with a name, an address and an sshd of its own."""
+"""Two hosts on this machine: network namespaces joined by a cable, each with a name and an address of its own.
+
+torchrun, which is called on every host, needs no more. `deepspeed` starts its ranks over ssh: with the tools for it there is
+an sshd on each.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,22 @@ from pathlib import Path
 import pytest
 
 SEARCHED = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-TOOLS = ("ip", "unshare", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh")
-MISSING = [name for name in TOOLS if shutil.which(name, path=SEARCHED) is None]
+
+
+def missing(*tools: str) -> list[str]:
+    return [name for name in tools if shutil.which(name, path=SEARCHED) is None]
+
+
+MISSING, MISSING_FOR_SSH = missing("ip", "unshare", "hostname"), missing("sshd", "ssh", "ssh-keygen", "pdsh")
 
 marks = [
     pytest.mark.integration,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not found (iproute2, openssh-server, pdsh)"),
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not found (iproute2)"),
 ]
+needs_ssh = pytest.mark.skipif(
+    bool(MISSING_FOR_SSH), reason=f"{', '.join(MISSING_FOR_SSH)} not found (openssh-server, pdsh)"
+)
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("node-0", "node-1")
@@ -57,7 +69,7 @@ class Host:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Their keys and their `ssh` lie in `folder`."""
+    """Their keys and their `ssh` lie in `folder`, where there are tools for them."""
     hosts = [Host(name, f"dsreason-{os.getpid()}-{name}", f"{folder}:{SEARCHED}") for name in NAMES]
     with ExitStack() as stack:
         for host in hosts:
@@ -68,12 +80,13 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         first, second = hosts
         cable = ("ip", "link", "add", "eth0", "netns", first.space, "type", "veth")
         run(*cable, "peer", "name", "eth1", "netns", second.space)
-        options = ssh_options(folder)
+        options = [] if MISSING_FOR_SSH else ssh_options(folder)
         for host, address, device in zip(hosts, ADDRESSES, ("eth0", "eth1"), strict=True):
             run("ip", "-n", host.space, "address", "add", f"{address}/24", "dev", device)
             for name in ("lo", device):
                 run("ip", "-n", host.space, "link", "set", name, "up")
-            run(*host.inside, shutil.which("sshd", path=SEARCHED), "-f", "/dev/null", *options)
+            if options:
+                run(*host.inside, shutil.which("sshd", path=SEARCHED), "-f", "/dev/null", *options)
         yield first, second
 
 
