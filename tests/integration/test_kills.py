@@ -1,26 +1,30 @@
-"""Ranks killed at random moments, checkpoint writing included: `--resume auto` ends with the undisturbed run's weights.
+"""Ranks and launchers killed at random moments: `--resume auto` ends with the undisturbed run's weights and exports.
 
-pytest tests/integration/test_kills.py --kills 25      # of each command; 1 in continuous integration
+pytest tests/integration/test_kills.py --all --kills 20      # of each command; 1 in continuous integration
 
-Half of the kills come while a checkpoint is written, a quarter at some moment of a step, a quarter while the ranks start.
+Two fifths of the kills come while a checkpoint is written, the others while weights are exported, at some moment of a step,
+and while the ranks start.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
-import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.command import COMMAND, dsreason, metrics
+from tests.integration.command import COMMAND, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_dpo_gradients import write_pairs
+from tests.integration.two_hosts import MISSING, NAMES, Host, two_hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -41,6 +45,7 @@ generate = false
 [checkpoint]
 every = 1
 keep = 2
+export = "all"
 [train]
 epochs = 1000
 max_steps = {steps}
@@ -108,27 +113,46 @@ EXPORTS = {
     "world": "transformer/diffusion_pytorch_model.safetensors",
 }
 RANKS = 2
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400"]
 STEPS_PER_KILL = 3
-MOMENTS = ("writing", "step", "writing", "start")
+MOMENTS = ("writing", "exporting", "step", "writing", "start")
+TRACES = {"writing": "checkpoints/.saving_*/*", "exporting": "export/.*.partial"}
+"""What lies in the run's folder at such a moment."""
 START_UP = 15.0
 """Seconds from the first rank to the first step, about."""
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 GONE_WITHIN = 60.0
 
 
-def start(folder: Path, command: str, log: str) -> subprocess.Popen[str]:
-    call = [
-        *COMMAND,
-        command,
-        "--config",
-        f"{command}.toml",
-        "--nproc",
-        str(RANKS),
-    ]
-    with (folder / log).open("w") as output:
-        return subprocess.Popen(
-            [*call, "--output-dir", "run", "--resume", "auto"], cwd=folder, stdout=output, stderr=output
-        )
+class Job:
+    """One call of the command, or one of torchrun on each of two hosts; all write to the log."""
+
+    def __init__(self, folder: Path, command: str, run: str, log: str, hosts: Sequence[Host] = ()) -> None:
+        called = [command, "--config", f"{command}.toml", "--output-dir", run, "--resume", "auto"]
+        calls = [[*host.inside, *TORCHRUN, "-m", "dsreason", *called] for host in hosts]
+        with (folder / log).open("w") as output:
+            self.launchers = [
+                psutil.Popen(call, cwd=folder, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=output, stderr=output)
+                for call in calls or [[*COMMAND, *called, "--nproc", str(RANKS)]]
+            ]
+
+    def started(self) -> list[psutil.Process]:
+        """By the launchers: ranks, once there are `RANKS` or more."""
+        return [child for launcher in self.launchers if launcher.is_running() for child in launcher.children()]
+
+    def runs(self) -> bool:
+        return all(launcher.poll() is None for launcher in self.launchers)
+
+    def kill_one(self, moments: random.Random) -> None:
+        """A rank or a launcher; all of them are gone a minute later."""
+        everything = [*self.launchers, *self.started()]
+        moments.choice(everything).send_signal(signal.SIGKILL)
+        _, left = psutil.wait_procs(everything, timeout=GONE_WITHIN)
+        assert not left
+
+    def wait(self) -> list[int]:
+        return [launcher.wait(timeout=900) for launcher in self.launchers]
 
 
 def newest(run: Path) -> int:
@@ -149,20 +173,20 @@ def steps_of(run: Path) -> list[int]:
     return [line["step"] for line in found if "train/loss" in line]
 
 
-def wait_for_moment(process: subprocess.Popen[str], run: Path, moment: str, steps: int, moments: random.Random) -> None:
-    """Until the `moment` of the life of a process that began after `steps` steps, or until it ends."""
+def wait_for_moment(job: Job, run: Path, moment: str, steps: int, moments: random.Random) -> None:
+    """Until the `moment` of the life of a job that began after `steps` steps, or until it ends."""
     if moment == "start":
-        while process.poll() is None and len(psutil.Process(process.pid).children()) < RANKS:
+        while job.runs() and len(job.started()) < RANKS:
             time.sleep(0.01)
         time.sleep(moments.random() * START_UP)
         return
     goal = steps + moments.randrange(1, STEPS_PER_KILL)
-    while process.poll() is None and newest(run) < goal:
+    while job.runs() and newest(run) < goal:
         time.sleep(0.01)
     if moment == "step":
         time.sleep(moments.random() * 0.5)
         return
-    while process.poll() is None and not list(run.glob("checkpoints/.saving_*/*")):
+    while job.runs() and not list(run.glob(TRACES[moment])):
         time.sleep(0.0005)
 
 
@@ -176,33 +200,49 @@ def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    kills = request.config.getoption("--kills")
-    rows = (write_pairs if command == "dpo" else write_mixed_rows)(tmp_path / "data")
-    steps = STEPS_PER_KILL * kills + 3
-    (tmp_path / f"{command}.toml").write_text(config_of(command, tiny_qwen2_5_vl, rows, steps))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    options = ["--config", f"{command}.toml", "--output-dir", "whole", "--nproc", RANKS]
-    whole = dsreason(command, *options, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), [])
 
-    moments, run, hits = random.Random(kills), tmp_path / "run", 0
+
+@pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason="needs root and iproute2")
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
+    command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with two_hosts(tmp_path) as hosts:
+        kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), hosts)
+
+
+def kill_and_compare(command: str, model: Path, folder: Path, kills: int, hosts: Sequence[Host]) -> None:
+    rows = (write_pairs if command == "dpo" else write_mixed_rows)(folder / "data")
+    steps = STEPS_PER_KILL * kills + 3
+    (folder / f"{command}.toml").write_text(config_of(command, model, rows, steps))
+    (folder / "rewards.py").write_text(REWARD)
+    whole = Job(folder, command, "whole", "whole.log", hosts)
+    assert not any(whole.wait()), (folder / "whole.log").read_text()
+
+    moments, run, hits = random.Random(kills), folder / "run", dict.fromkeys(TRACES, 0)
     for kill in range(kills):
-        log = tmp_path / f"{kill}.log"
-        before, process = newest(run), start(tmp_path, command, log.name)
-        wait_for_moment(process, run, MOMENTS[kill % len(MOMENTS)], before, moments)
-        assert process.poll() is None, log.read_text()
-        rank = moments.choice(psutil.Process(process.pid).children())
-        rank.send_signal(signal.SIGKILL)
-        process.wait(timeout=GONE_WITHIN)
-        hits += bool(list(run.glob("checkpoints/.saving_*")))
-        assert process.returncode not in (0, 2), f"kill {kill}"
+        log, moment = folder / f"{kill}.log", MOMENTS[kill % len(MOMENTS)]
+        before, job = newest(run), Job(folder, command, "run", log.name, hosts)
+        wait_for_moment(job, run, moment, before, moments)
+        assert job.runs(), log.read_text()
+        job.kill_one(moments)
+        for trace, files in TRACES.items():
+            hits[trace] += bool(list(run.glob(files)))
+        assert not {0, 2}.intersection(job.wait()), f"kill {kill}: {log.read_text()}"
         assert newest(run) >= before, f"kill {kill} lost checkpoints"
         assert_resumed(log.read_text(), run, before)
-    process = start(tmp_path, command, "last.log")
-    assert process.wait(timeout=900) == 0, (tmp_path / "last.log").read_text()
+    last = Job(folder, command, "run", "last.log", hosts)
+    assert not any(last.wait()), (folder / "last.log").read_text()
 
-    print(f"{command}: {kills} kills, {hits} while a checkpoint was being written")
-    assert hits >= kills * 2 // 5
-    assert steps_of(run) == steps_of(tmp_path / "whole")
-    expected, found = (load_file(r / "export/final" / EXPORTS[command]) for r in (tmp_path / "whole", run))
-    assert all(expected[name].equal(found[name]) for name in expected)
+    print(f"{command}: {kills} kills, {hits['writing']} while saving, {hits['exporting']} while exporting")
+    assert hits["writing"] >= kills * 2 // 5
+    assert steps_of(run) == steps_of(folder / "whole")
+    assert exports_of(run) == exports_of(folder / "whole")
+    for export in exports_of(run):
+        expected, found = (load_file(r / "export" / export / EXPORTS[command]) for r in (folder / "whole", run))
+        assert all(expected[name].equal(found[name]) for name in expected), export
+
+
+def exports_of(run: Path) -> list[str]:
+    return sorted(folder.name for folder in (run / "export").glob("[!.]*"))
