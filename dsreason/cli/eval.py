@@ -118,13 +118,14 @@ def evaluate(
     if loaded.server.url is None:
         check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
-    if ranks == 1:
-        launch.end_children_with_us()
-        run(loaded)
-        return
-    check(loaded)
     folder = Path(loaded.results_dir)
-    launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
+    with launch.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
+        if ranks == 1:
+            launch.end_children_with_us()
+            run(loaded)
+            return
+        check(loaded)
+        launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,13 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
         return output_dir
     started = time.time()
     say(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
-    launch.start_ranks(
-        lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
-        ranks=ranks,
-        log_dir=output_dir / "logs",
-        max_restarts=job.max_restarts,
-    )
+    with launch.when_stopped("no step was under way, what is saved stays, and --resume auto continues"):
+        launch.start_ranks(
+            lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
+            ranks=ranks,
+            log_dir=output_dir / "logs",
+            max_restarts=job.max_restarts,
+        )
     return output_dir
 
 

@@ -16,6 +16,7 @@ from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push,
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
+from dsreason.errors import Stopped
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
 from dsreason.screen import outlive_terminal, say, write
@@ -72,6 +73,11 @@ def main() -> None:
         launch.check_surroundings()
         if launch.is_rank():
             launch.enter_rank()
+        else:
+            launch.end_at_signals()
         app()
+    except launch.Interrupted as stop:
+        say(f"stopped by {stop}", err=True)
+        sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
         sys.exit(launch.report(error))

@@ -67,6 +67,10 @@ ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 
 
+class Interrupted(BaseException):
+    """A signal asked this command to end. It is no Exception, which somebody might take for a failure and go on."""
+
+
 def is_rank() -> bool:
     """Whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
 
@@ -359,6 +363,42 @@ def demands_immediate_end(number: int, noted: float) -> bool:
     return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
 
 
+def end_at_signals() -> None:
+    """Let what asks a job to stop end this command with a sentence, and at once when it is repeated.
+
+    Who can save something first puts a handler of its own in its place.
+    """
+    noted: list[float] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not noted:
+            noted.append(time.monotonic())
+            raise Interrupted(signal.Signals(number).name)
+        if demands_immediate_end(number, noted[0]):
+            os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in heeded(ASK_TO_STOP)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)  # workers are ended by their parent, without a word
+
+
+@contextmanager
+def when_stopped(text: str) -> Iterator[None]:
+    """Inside, a command that a signal ends says `text` of what is left, unless its ranks have said more."""
+    try:
+        yield
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}; {text}") from None
+    except RankError as error:
+        if error.exit_code != Stopped.exit_code or error.failure.signal == 0:
+            raise
+        raise Stopped(f"{error}; {text}") from None
+
+
 @contextmanager
 def forwarded_signals() -> Iterator[list[str]]:
     """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
@@ -377,8 +417,7 @@ def forwarded_signals() -> Iterator[list[str]]:
         received.append(signal.Signals(number).name)
         ranks = [child for child in psutil.Process().children() if _is_started_rank(child)]
         if not ranks:
-            say(f"stopped by {received[0]}", err=True)
-            raise SystemExit(Stopped.exit_code)
+            raise Interrupted(received[0])
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)

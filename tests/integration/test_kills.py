@@ -123,6 +123,7 @@ START_UP = 15.0
 """Seconds from the first rank to the first step, about."""
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 GONE_WITHIN = 60.0
+FOUND_WITHIN = 15.0
 
 
 class Job:
@@ -144,12 +145,20 @@ class Job:
     def runs(self) -> bool:
         return all(launcher.poll() is None for launcher in self.launchers)
 
-    def kill_one(self, moments: random.Random) -> None:
-        """A rank or a launcher; all of them are gone a minute later."""
+    def kill_one(self, moments: random.Random, *, met: bool) -> None:
+        """A rank or a launcher; all of them are gone a minute later.
+
+        Unless they had not `met`: then a rank on the other host waits for one that never comes, until its time limit is
+        over or somebody ends it, as is done here.
+        """
         everything = [*self.launchers, *self.started()]
         moments.choice(everything).send_signal(signal.SIGKILL)
+        if len(self.launchers) > 1 and not met:
+            _, left = psutil.wait_procs(everything, timeout=FOUND_WITHIN)
+            for launcher in {*left}.intersection(self.launchers):
+                launcher.terminate()
         _, left = psutil.wait_procs(everything, timeout=GONE_WITHIN)
-        assert not left
+        assert not left, left
 
     def wait(self) -> list[int]:
         return [launcher.wait(timeout=900) for launcher in self.launchers]
@@ -226,7 +235,7 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, hosts:
         before, job = newest(run), Job(folder, command, "run", log.name, hosts)
         wait_for_moment(job, run, moment, before, moments)
         assert job.runs(), log.read_text()
-        job.kill_one(moments)
+        job.kill_one(moments, met=moment != "start")
         for trace, files in TRACES.items():
             hits[trace] += bool(list(run.glob(files)))
         assert not {0, 2}.intersection(job.wait()), f"kill {kill}: {log.read_text()}"

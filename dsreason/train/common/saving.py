@@ -38,6 +38,14 @@ def save(run: JobRun[J], *, last: bool, checkpoint: bool = True) -> None:
     run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
+def export_resumed(run: JobRun[J]) -> None:
+    """Write the export that belongs to the checkpoint where this run continues, if it was killed between the two."""
+    step = run.state.step
+    checkpoint, output = run.checkpoints / f"step_{step}", run.output_dir / "export" / f"step_{step}"
+    if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / run.export_file).exists()):
+        export(run, output, last=False)
+
+
 def stop_if_asked(run: JobRun[J]) -> None:
     """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
     step, name = run.state.step, run.stop.asked()

@@ -10,15 +10,19 @@ from typing import Any
 from dsreason.engine.schedule import lr_factor
 from dsreason.job.logs import set_step
 from dsreason.train.common.job import J, JobRun
-from dsreason.train.common.saving import save, stop_if_asked
+from dsreason.train.common.saving import export_resumed, save, stop_if_asked
 
 log = logging.getLogger(__name__)
 
 
 def before_steps(run: JobRun[J]) -> None:
-    """Validate what is trained from here on, unless the run is resumed."""
-    if run.state.step == 0 and run.config.validation.before_training:
+    """Validate what is trained from here on, unless the run is resumed; then its checkpoint gets its export."""
+    config, step = run.config, run.state.step
+    if step == 0 and config.validation.before_training:
         run_validation(run)
+    exported = is_due([step], config.checkpoint.every) or step == run.state.best_step
+    if 0 < step < run.total_steps and exported and config.checkpoint.export == "all":
+        export_resumed(run)
 
 
 def after_steps(run: JobRun[J], first: int) -> None:
