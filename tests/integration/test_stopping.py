@@ -1,10 +1,12 @@
-"""A signal to the command saves a checkpoint at the next step, and the resumed run is the undisturbed one."""
+"""A signal to a trainer saves a checkpoint at the next step, and the resumed run is the undisturbed one; every command says
+what ended it, and what is left."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import termios
 import time
@@ -148,3 +150,40 @@ def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(fold
     _, said = process.communicate(timeout=120)
     assert process.returncode == STOPPED, said
     assert said.strip().splitlines()[-1].startswith("stopped by SIGTERM")
+    assert said.strip().splitlines()[-1] == (
+        "stopped by SIGTERM; no step was under way, what is saved stays, and --resume auto continues"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_ends_an_evaluation_whose_answers_stay(tmp_path: Path, tiny_qwen2_5_vl: Path, nproc: int) -> None:
+    command = [*COMMAND, "eval", "--model", str(tiny_qwen2_5_vl), "--adapter", "builtin", "--limit", "4000"]
+    command += ["--nproc", str(nproc), "--results-dir", "results", "--set", "evaluation.batch_size=16"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("results/*/*/*/*.json")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert_stopped(process.returncode, said, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_the_wait_for_a_server(tmp_path: Path, number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [*COMMAND, "eval", "--server", url, "--adapter", "builtin", "--results-dir", "results"]
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        server.settimeout(120)
+        with server.accept()[0]:
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+    assert_stopped(process.returncode, said, number)
+
+
+def assert_stopped(returncode: int | None, said: str, number: signal.Signals) -> None:
+    assert returncode == STOPPED, said
+    assert said.strip().splitlines()[-1] == (
+        f"stopped by {number.name}; the answers so far are in results, and the same command continues"
+    )
+    assert "Traceback" not in said
