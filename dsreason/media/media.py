@@ -31,6 +31,11 @@ from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
+MAX_SCANNED_PIXELS = 5_000_000_000
+"""Pixels of a JPEG times its scans, each of which may pass over all of them: 33 scans of the largest image; usual are ten.
+A scan of a few bytes costs as much, so neither the file's size nor the picture's says how long it takes."""
+JPEG_SCAN = b"\xff\xda"
+"""Begins a scan; compressed pixels never hold it."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 """Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
 VIDEO_FORMATS = (
@@ -101,8 +106,10 @@ def probe_image(path: str | Path) -> tuple[int, int]:
 
 def load_image(path: str | Path) -> Image.Image:
     """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
-    with _opened_image(local_path(path)) as image:
+    file = local_path(path)
+    with _opened_image(file) as image:
         rotated = _orientation(image) != 1
+        _check_scans(file, image)
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image) if rotated else image)
 
@@ -124,6 +131,16 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
         raise
     except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
         raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
+
+
+def _check_scans(file: Path, image: Image.Image) -> None:
+    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":  # which a TIFF may hold
+        scans = file.read_bytes().count(JPEG_SCAN)
+        if (work := scans * image.width * image.height) > MAX_SCANNED_PIXELS:
+            raise DataError(
+                f"{file}: {scans} scans of {image.width}x{image.height} pixels, {work:.1e} in all, more than "
+                f"{MAX_SCANNED_PIXELS:.1e}; save it as an ordinary JPEG"
+            )
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -53,6 +53,14 @@ def endless_tiff() -> bytes:
     return bytes(changed)
 
 
+def progressive(width: int, height: int, scans: int) -> bytes:
+    """A black picture whose last scan, of a dozen bytes, is there so many times more."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height)).save(buffer, "JPEG", progressive=True)
+    start, end = buffer.getvalue().rindex(b"\xff\xda"), len(buffer.getvalue()) - 2
+    return buffer.getvalue()[:end] + buffer.getvalue()[start:end] * scans + b"\xff\xd9"
+
+
 def animation(frames: int) -> bytes:
     buffer = io.BytesIO()
     pictures = [Image.new("P", (8, 8), number % 250) for number in range(frames)]
@@ -84,6 +92,11 @@ REFUSED_PIXELS: dict[str, tuple[bytes, list[str]]] = {
     "12000x12000 without pixels": (png(12000, 12000, b""), ["a.png: not a usable image"]),
     "corrupt pixels": (png(40, 30, b"\x78\x9c" + bytes(50)), ["not a usable image"]),
     "truncated JPEG": (JPEG[:700], ["not a usable image"]),
+    "JPEG of 1500 scans": (
+        progressive(2000, 2000, 1500),
+        ["1510 scans of 2000x2000 pixels, 6.0e+09 in all, more than 5.0e+09"],
+    ),
+    "JPEG of 20000 scans": (progressive(600, 600, 20000), ["20010 scans of 600x600 pixels"]),
     "palette that is missing": (png(4, 4, None, colour=3), ["not a usable image: AssertionError"]),
 }
 USED: dict[str, bytes] = {
@@ -95,6 +108,7 @@ USED: dict[str, bytes] = {
         4, 4, zlib.compress(b"\0\xfa\xfa\xfa\xfa" * 4), chunk(b"PLTE", bytes(9)), colour=3
     ),
     "pixels for 1000 images": png(40, 30, zlib.compress(bytes(1 << 28))),
+    "small JPEG of 1500 scans": progressive(40, 30, 1500),
     "EXIF of rubbish": with_exif(JPEG, b"rubbish" * 3),
     "EXIF that ends early": with_exif(JPEG, b"MM\0*\0\0\0\x08\0\x05"),
     "EXIF that begins beyond the file": with_exif(JPEG, b"II*\0\xff\xff\xff\xff"),
