@@ -2,8 +2,8 @@
 
 import errno
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Values of `OSError.errno` that say: the disk is full or read-only."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Values of `OSError.errno` that say: the disk is full or read-only, or the file too large (`ulimit -f`)."""
 
 
 class DsReasonError(Exception):

@@ -32,14 +32,21 @@ class Terminal(io.FileIO):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            lead_nowhere(self.fileno())
             return memoryview(content).nbytes
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr be such terminals, where they are terminals: a job whose window is closed saves before it ends."""
+    """Let stdout and stderr be such terminals, where they are terminals: a job whose window is closed saves before it ends.
+
+    A stream that is closed already becomes one that leads nowhere: a file would be opened under its number.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            if (opened := os.open(os.devnull, os.O_RDWR)) != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode))
     for name in ("stdout", "stderr"):
         stream: TextIO = getattr(sys, name)
         if stream.isatty():
@@ -75,5 +82,18 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool = False) -> None:
     """Print a text of many lines to stdout or `file`: an answer, JSON, a traceback."""
-    shown = visible(text)
-    print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=file or sys.stdout, end=end, flush=True)
+    shown, stream = visible(text), file or sys.stdout
+    try:
+        print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=stream, end=end, flush=True)
+    except BrokenPipeError:  # such as `| head -1`: who reads no more misses nothing
+        lead_nowhere(stream.fileno())
+    except OSError as error:
+        raise OSError(
+            error.errno, error.strerror, "standard error" if stream is sys.stderr else "standard output"
+        ) from None
+
+
+def lead_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

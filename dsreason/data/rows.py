@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import datasets
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+MAX_LINE_BYTES = 1 << 28
+"""A row of 256 MiB; a line that does not end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
 """What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
@@ -96,7 +98,12 @@ class JsonLinesRows(Rows):
         self.path, self.name = path, str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a line holds one row, and large "
+                        "media belong in files of their own"
+                    )
                 if line.strip():
                     offsets.append(position)
                     lines.append(number)

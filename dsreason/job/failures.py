@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import time
 import traceback
@@ -96,6 +97,12 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
     file = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        found = (
+            f"files may have {most} bytes here" if most != resource.RLIM_INFINITY else "the disk takes none so large"
+        )
+        return SaveError(f"{file}{error.strerror}: {found} (ulimit -f); raise that, and continue with --resume auto")
     return SaveError(
         f"{file}{error.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
         "continues with --resume auto"
@@ -111,8 +118,35 @@ def name_error_as_config_error(error: E) -> E | ConfigError:
     return ConfigError(f"{shown}: {str(error.strerror).lower()}; give another one")
 
 
+def memory_error_as_config_error(error: E) -> E | ConfigError:
+    """Where the shell limits memory or processes, a lack of either is nobody's bug."""
+    memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
+    number, text = error.errno if isinstance(error, OSError) else None, str(error)
+    if memory != resource.RLIM_INFINITY and (
+        isinstance(error, MemoryError)
+        or number == errno.ENOMEM
+        or any(words in text for words in ("failed to map segment", "allocate memory", "start new thread"))
+    ):
+        return ConfigError(
+            f"out of memory ({in_one_line(text)[:200] or 'MemoryError'}): a process may have {memory >> 20} MiB of address space "
+            "here; raise it (`ulimit -v unlimited`)"
+        )
+    if number == errno.EAGAIN and processes != resource.RLIM_INFINITY:
+        return ConfigError(f"no other process can be started: a user may have {processes} here (ulimit -u); raise it")
+    if number == errno.ENOMEM:
+        return ConfigError(
+            f"out of memory ({text}): the machine has none for another process; end others, or use fewer workers"
+        )
+    return error
+
+
+def error_for_people(error: E) -> E | DsReasonError:
+    """The machine's and the shell's limits, and names that no file can have, as sentences."""
+    return memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+
+
 def failure_of(error: BaseException) -> Failure:
-    error = name_error_as_config_error(disk_error_as_save_error(error))
+    error = error_for_people(error)
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):

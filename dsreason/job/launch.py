@@ -36,11 +36,10 @@ from dsreason.job.failures import (
     ERROR_DIR,
     Failure,
     RankError,
-    disk_error_as_save_error,
+    error_for_people,
     exit_codes,
     failure_of,
     first_failure,
-    name_error_as_config_error,
     record_failure,
     with_last_log_line,
 )
@@ -166,7 +165,7 @@ def report(error: Exception) -> int:
 
     The traceback of a bug is left for the parent, which shows that of the rank that failed first.
     """
-    error = name_error_as_config_error(disk_error_as_save_error(error))
+    error = error_for_people(error)
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)

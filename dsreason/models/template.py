@@ -13,11 +13,12 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import SecurityError
 
-from dsreason.errors import CheckpointError
+from dsreason.errors import CheckpointError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
 """What rendering a short conversation may take; it takes a millisecond."""
+LEAST_MEMORY_BYTES = 64 << 20
 TEXT = "What is it?"
 CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}], TEXT)
 
@@ -29,6 +30,7 @@ def check_template(path: Path, processor: Any) -> None:
     texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is
     left to the rows, which name themselves.
     """
+    memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_try_template, args=(processor, writer))
     child.start()
@@ -36,18 +38,38 @@ def check_template(path: Path, processor: Any) -> None:
     try:
         problem = reader.recv()
     except EOFError:
-        problem = f"takes more than {CPU_SECONDS} s or {MEMORY_BYTES >> 20} MiB"
+        problem = f"takes more than {CPU_SECONDS} s or {memory_limit() >> 20} MiB"
     child.join()
     if problem:
         raise CheckpointError(f"{path}: the chat template {problem} on a short conversation; take the original model's")
+
+
+def memory_limit() -> int:
+    """Bytes that a template may take: fewer where the shell's own limit (`ulimit -v`) leaves fewer.
+
+    Raises:
+        ConfigError: that leaves too little for any.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    left = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - address_space())
+    if left < LEAST_MEMORY_BYTES:
+        raise ConfigError(
+            f"ulimit -v: {hard >> 20} MiB of address space for a process leave {max(left, 0) >> 20} MiB, too little to go on; "
+            "raise it (`ulimit -v unlimited`)"
+        )
+    return left
+
+
+def address_space() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
     """In the child: sends why the template cannot be used, or nothing where it goes beyond the limits."""
     signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    limit = address_space() + memory_limit()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(MemoryError):
         problems = [_problem(processor, content) for content in CONTENTS]

@@ -1,0 +1,156 @@
+"""What the shell and the machine limit: memory, sizes of files, processes, and where output goes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.data import rows
+from dsreason.data.rows import JsonLinesRows
+from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError
+from dsreason.job.failures import error_for_people
+from dsreason.models import template
+from tests.integration.command import COMMAND
+
+MIB = 1 << 20
+COSMOS = '[train]\nepoch = 1\n[train.train_policy]\ntype = "sft"\ndataset.name = "a/b"\n[policy]\nmodel_name_or_path = "a/b"\n'
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the shell seem to have these limits, and no others."""
+
+    def limit(**found: int) -> None:
+        numbers = {getattr(resource, f"RLIMIT_{name}"): value for name, value in found.items()}
+        unlimited = resource.RLIM_INFINITY
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (numbers.get(kind, unlimited),) * 2)
+
+    return limit
+
+
+NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")
+NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "kind", "words"),
+    [
+        (MemoryError(), {"AS": 2000 * MIB}, ConfigError, ["MemoryError", "2000 MiB of address space", "ulimit -v"]),
+        (NO_FORK, {"AS": 2000 * MIB}, ConfigError, ["Cannot allocate memory", "2000 MiB", "ulimit -v"]),
+        (
+            ImportError("libtorch.so: failed to map segment from shared object"),
+            {"AS": MIB},
+            ConfigError,
+            ["libtorch.so"],
+        ),
+        (RuntimeError("can't start new thread"), {"AS": MIB}, ConfigError, ["can't start new thread", "1 MiB"]),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"AS": MIB}, ConfigError, ["ulimit -v"]),
+        (NO_FORK, {}, ConfigError, ["the machine has none for another process"]),
+        (NO_PROCESS, {"NPROC": 7}, ConfigError, ["no other process can be started", "7", "ulimit -u"]),
+        (TOO_LARGE, {"FSIZE": 4096}, SaveError, ["run/rows.bin: File too large", "4096 bytes", "ulimit -f"]),
+        (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk takes none so large"]),
+    ],
+    ids=str,
+)
+def test_a_limit_is_told_as_such(
+    error: Exception, given: dict[str, int], kind: type[DsReasonError], words: list[str], limits: Callable[..., None]
+) -> None:
+    limits(**given)
+    told = error_for_people(error)
+    assert type(told) is kind
+    assert all(word in str(told) for word in words), told
+    assert "\n" not in str(told)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), NO_PROCESS, KeyError("memory")]
+)
+def test_what_no_limit_explains_stays_what_it_is(error: Exception, limits: Callable[..., None]) -> None:
+    limits()
+    assert error_for_people(error) is error
+
+
+def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:
+    assert template.memory_limit() == template.MEMORY_BYTES
+    limits(AS=template.address_space() + 200 * MIB)
+    assert 100 * MIB < template.memory_limit() <= 200 * MIB
+    limits(AS=template.address_space() + 10 * MIB)
+    with pytest.raises(ConfigError, match=r"ulimit -v: \d+ MiB of address space for a process leave \d+ MiB"):
+        template.memory_limit()
+
+
+@pytest.mark.parametrize(
+    ("content", "number"), [(b"\0" * 3000, 1), (b'{"a": 1}\n{"a": "' + b"x" * 3000, 2)], ids=["holes", "an open text"]
+)
+def test_a_line_without_end_is_refused_by_its_number(
+    here: Path, content: bytes, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
+    (here / "rows.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=f"line {number}: longer than .* MiB; a line holds one row"):
+        JsonLinesRows(here / "rows.jsonl")
+
+
+def test_a_line_of_the_longest_size_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 20)
+    (here / "rows.jsonl").write_bytes(b'{"a": "aaaaaaaaaa"}\n{"a": "bbbbbbbbbb"}\n')
+    assert JsonLinesRows(here / "rows.jsonl").row(1) == {"a": "bbbbbbbbbb"}
+
+
+def started(here: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([*COMMAND, *arguments], cwd=here, check=False, text=True, timeout=120, **given)
+
+
+def test_a_file_that_may_not_grow_is_told_and_not_left_behind(here: Path) -> None:
+    (here / "cosmos.toml").write_text(COSMOS)
+    ended = started(
+        here,
+        *("import", "cosmos.toml", "-o", "run.toml"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: run.toml: cannot be written (File too large)")
+    assert "Traceback" not in ended.stderr
+    assert not (here / "run.toml").exists()
+
+
+def test_a_full_output_is_named(here: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = started(here, "--version", stdout=full)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: standard output: No space left on device")
+    assert "Traceback" not in ended.stderr
+
+
+def test_who_reads_no_more_misses_nothing(here: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = started(here, "--version", stdout=writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["stdin", "stdout", "stderr"])
+def test_a_closed_stream_is_no_error(here: Path, number: int) -> None:
+    (here / "cosmos.toml").write_text(COSMOS)
+    shell = f'exec {number}>&-; exec "$@"'
+    ended = subprocess.run(
+        ["bash", "-c", shell, "bash", *COMMAND, "import", "cosmos.toml", "-o", "run.toml"],
+        cwd=here,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (here / "run.toml").read_text().startswith(("#", "[", "output", "model"))
