@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from tests.integration.command import COMMAND, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_dpo_gradients import write_pairs
-from tests.integration.two_hosts import MISSING, NAMES, Host, two_hosts
+from tests.integration.two_hosts import NAMES, Host, needs_hosts, two_hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -212,7 +212,7 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
     kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), [])
 
 
-@pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason="needs root and iproute2")
+@needs_hosts
 @pytest.mark.parametrize("command", ["sft", "grpo"])
 def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest

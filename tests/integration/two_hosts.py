@@ -25,13 +25,27 @@ def missing(*tools: str) -> list[str]:
     return [name for name in tools if shutil.which(name, path=SEARCHED) is None]
 
 
-MISSING, MISSING_FOR_SSH = missing("ip", "unshare", "hostname"), missing("sshd", "ssh", "ssh-keygen", "pdsh")
+TRIAL = """
+ip link add eth0 type veth peer name eth1 && ip rule add priority 1 to 10.77.0.1 blackhole &&
+echo trial > /proc/sys/kernel/hostname && mkdir -p /run/netns /etc/netns && mount --bind /run/netns /run/netns
+"""
 
-marks = [
-    pytest.mark.integration,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not found (iproute2)"),
-]
+
+def can_join_hosts() -> bool:
+    """Whether this machine, often a container itself, lets us have namespaces and a cable; leaves nothing behind."""
+    if missing("ip", "unshare", "hostname"):
+        return False
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", TRIAL]
+    environment = os.environ | {"PATH": SEARCHED}
+    return subprocess.run(command, check=False, env=environment, capture_output=True).returncode == 0
+
+
+MISSING_FOR_SSH = missing("sshd", "ssh", "ssh-keygen", "pdsh")
+
+needs_hosts = pytest.mark.skipif(
+    not can_join_hosts(), reason="two hosts on one machine take root, iproute2 and leave to make network namespaces"
+)
+marks = [pytest.mark.integration, needs_hosts]
 needs_ssh = pytest.mark.skipif(
     bool(MISSING_FOR_SSH), reason=f"{', '.join(MISSING_FOR_SSH)} not found (openssh-server, pdsh)"
 )
