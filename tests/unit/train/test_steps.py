@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.checkpoints.checkpoint_folder import SavedRun, TrainerState, prune_exports, write_json
+from dsreason.checkpoints.checkpoint_folder import MARKER, SavedRun, TrainerState, prune_exports, write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import Stopped
 from dsreason.train.common import run_folder, saving, steps
@@ -167,6 +167,44 @@ def test_the_newest_exports_stay_beside_the_final_one_and_that_of_the_best_step(
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all", **settings).train()
     assert saved.exports == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "best", "settings", "expected"),
+    [
+        (4, 3, {}, {"step_4"}),
+        (3, 3, {}, {"step_3"}),
+        (5, 3, {}, set()),  # saved because somebody asked it to stop
+        (10, 3, {}, set()),  # `finish` looks after the final one
+        (4, 3, {"export": "final"}, set()),
+    ],
+)
+def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_continues(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    best: int,
+    settings: dict[str, Any],
+    expected: set[str],
+) -> None:
+    saved = Saved(tmp_path, monkeypatch, **{"every": 2, "export": "all", **settings})
+    saved.run.state = replace(saved.run.state, step=step, best_step=best)
+    marker = saved.run.checkpoints / f"step_{step}" / MARKER
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    for _ in range(2):  # what is there is not written again
+        steps.before_steps(saved.run)
+    assert saved.exports == expected
+    assert saved.exported == len(expected)
+
+
+def test_a_run_that_goes_on_from_another_run_s_checkpoint_does_not_export_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Saved(tmp_path, monkeypatch, every=2, export="all")
+    saved.run.state = replace(saved.run.state, step=4)
+    steps.before_steps(saved.run)
+    assert saved.exports == set()
 
 
 def test_exports_of_an_earlier_job_stay_where_only_the_final_one_is_asked_for(
