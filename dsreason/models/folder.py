@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
@@ -21,6 +22,20 @@ TINY = "tiny:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What a model folder needs; pickled weights are left where they are."""
 CHUNK = 65536
+SIZES = {
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *("vocab_size", "max_position_embeddings", "depth", "num_heads", "out_hidden_size", "num_position_embeddings"),
+    *("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels", "in_chans", "window_size"),
+}
+"""Of config.json and its sections; one that is null has transformers' own value."""
+LARGEST_SIZE = 100_000_000
 
 
 def find_folder(
@@ -85,3 +100,15 @@ def model_fingerprint(folder: Path) -> str:
                 opened.seek(start)
                 found.update(opened.read(CHUNK))
     return found.hexdigest()[:16]
+
+
+def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
+    """CheckpointError where config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            check_sizes(path, value, f"{within}{name}.")
+        elif name in SIZES and value is not None and not (type(value) is int and 0 < value <= LARGEST_SIZE):
+            raise CheckpointError(
+                f"{path}: config.json has {within}{name} = {value!r:.40}, which must be a whole number from 1 to {LARGEST_SIZE}; "
+                "take the original model's"
+            )

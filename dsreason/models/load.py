@@ -27,7 +27,7 @@ from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, family_of
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.attention import use_segments
-from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
+from dsreason.models.folder import MODEL_FILES, check_sizes, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.mrope import position_ids
 from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
 from dsreason.models.shared_media import share_media
@@ -99,6 +99,7 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
         raise CheckpointError(f"{path}: {error}") from error
     if config.to_dict().get("quantization_config"):
         raise CheckpointError(f"{path}: the weights are quantised, which cannot be trained; take the unquantised model")
+    check_sizes(path, config.to_dict())
     if dtype is not None:
         config.dtype = dtype
     return config

@@ -1,0 +1,64 @@
+"""Numbers in config.json that no model can have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.errors import CheckpointError
+from dsreason.models.load import model_config
+from dsreason.models.tiny import build_tiny
+from tests.unit.hostile.guard import guarded
+
+FIELDS = {
+    "qwen2_5_vl": [
+        *("text_config.hidden_size", "text_config.num_attention_heads", "text_config.num_key_value_heads"),
+        *("text_config.intermediate_size", "text_config.vocab_size", "vision_config.depth", "vision_config.num_heads"),
+        *("vision_config.hidden_size", "vision_config.patch_size", "vision_config.window_size"),
+    ],
+    "qwen3_vl": [
+        *("text_config.head_dim", "vision_config.num_heads", "vision_config.spatial_merge_size"),
+        *("vision_config.num_position_embeddings", "vision_config.out_hidden_size"),
+    ],
+    "qwen3": ["hidden_size", "num_attention_heads", "vocab_size"],
+}
+VALUES = {"0": 0, "-1": -1, "10^9": 10**9, "10^400": 10**400, "true": True, "text": "", "list": [], "2.5": 2.5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: build_tiny(family, folder / family) for family in FIELDS}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize(
+    ("family", "field"), [(family, field) for family, fields in FIELDS.items() for field in fields]
+)
+def test_a_size_that_no_model_has_is_refused_by_its_name(
+    here: Path, folders: dict[str, Path], family: str, field: str, value: Any
+) -> None:
+    config = json.loads((folders[family] / "config.json").read_text())
+    *sections, name = field.split(".")
+    section = config
+    for inner in sections:
+        section = section[inner]
+    assert name in section
+    section[name] = value
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as told:
+        guarded(lambda: model_config(here / "model"))
+    assert str(told.value).startswith(f"{here / 'model'}: config.json ")
+    assert name in str(told.value)
+    assert len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize("family", FIELDS)
+def test_the_sizes_of_real_models_are_taken(here: Path, folders: dict[str, Path], family: str) -> None:
+    shutil.copy(folders[family] / "config.json", here)
+    assert model_config(here).model_type
