@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="how often test_kills.py kills each kind of run, and test_eval.py an evaluation beside its start",
     )
+    parser.addoption("--fuzz-seconds", type=float, default=60, help="how long tests/fuzz gives each reader new inputs")
+    parser.addoption("--fuzz-round", type=int, default=0, help="the first round of tests/fuzz: the seed of its inputs")
     parser.addoption("--all", action="store_true", help="also the tests marked `long`")
 
 

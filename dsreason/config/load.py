@@ -27,6 +27,8 @@ S = TypeVar("S", bound=BaseModel)
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
 """Of a configuration file. A few lines of YAML aliases can stand for any number of values."""
+MAX_NUMBER = 10**300
+"""TOML, YAML and JSON have numbers that no float can hold."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
 """What the parsers raise, beside their own errors, for an impossible value: the date 2001-99-99, 5000 digits."""
 
@@ -140,6 +142,8 @@ def _check_extent(value: Any, name: str) -> None:
             raise ConfigError(
                 f"{name}: stands for more than {MAX_VALUES} values; a configuration has fewer, correct it"
             )
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise ConfigError(f"{name}: holds a number of more than 300 digits, which no key takes; correct it")
         waiting += [(item, depth + 1) for item in _inside(value)]
 
 

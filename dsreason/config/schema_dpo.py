@@ -50,7 +50,7 @@ class PreferenceConfig(Section):
 
     @model_validator(mode="after")
     def check_losses(self) -> Self:
-        if self.loss_weights and "loss" in self.model_fields_set:
+        if self.loss_weights and "loss" in self.differing():
             raise ValueError(f"loss ({self.loss}) and loss_weights exclude each other; remove one")
         smoothed = {"sigmoid", "robust"} & self.weights.keys()
         if self.label_smoothing and not smoothed:

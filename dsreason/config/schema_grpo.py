@@ -73,7 +73,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def check_unused(self) -> Self:
-        given = self.model_fields_set
+        given = set(self.differing())
         if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
             raise ValueError(
                 f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef"

@@ -22,12 +22,7 @@ class AdapterConfig(Section):
     @model_validator(mode="after")
     def check_rank(self) -> Self:
         """A rank of 0 that somebody wrote turns off the adapter of a recipe."""
-        fields = type(self).model_fields
-        given = [
-            f"{name} ({shown(getattr(self, name))})"
-            for name in fields
-            if name in self.model_fields_set and getattr(self, name) != fields[name].default
-        ]
+        given = [f"{name} ({shown(getattr(self, name))})" for name in self.differing()]
         if given and "rank" not in self.model_fields_set:
             raise ValueError(
                 f"{' and '.join(given)} without rank: all weights would be trained, and no adapter; set rank, or remove "

@@ -14,6 +14,14 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    def differing(self) -> list[str]:
+        """Names of the fields that were given another value than the default, which is what a written configuration repeats."""
+        return [
+            name
+            for name, field in type(self).model_fields.items()
+            if name in self.model_fields_set and getattr(self, name) != field.default
+        ]
+
     def check_exclusive(self, first: str, second: str) -> None:
         """ValueError where both of these keys are set."""
         a, b = getattr(self, first), getattr(self, second)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsreason.config.load import dump_config, load_config, parse_override, parse_value
-from dsreason.config.schema import SFTConfig
+from dsreason.config.load import dump_config, load_config, parse_override, parse_value, read_values
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
 
@@ -342,3 +345,18 @@ def test_a_dumped_configuration_loads_to_an_equal_one(text: str) -> None:
 
 def test_relative_paths_stay_relative() -> None:
     assert load('[data]\npath = "videos/a.json"').data.path == "videos/a.json"
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (GRPOConfig, {"grpo": {"kl_coef": 0.0}, "reward": {"functions": {"format": 1.0}}}),
+        (GRPOConfig, {"grpo": {"dynamic_sampling": False}, "reward": {"functions": {"format": 1.0}}}),
+        (DPOConfig, {"dpo": {"loss_weights": {"ipo": 0.5, "hinge": 0.5}}}),
+    ],
+)
+def test_what_is_written_is_read_again_where_keys_exclude_each_other(
+    schema: type[RunConfig], values: dict[str, Any]
+) -> None:
+    written = dump_config(read_values(schema, values, "a.toml"))
+    assert dump_config(read_values(schema, written, "written.toml")) == written

@@ -18,6 +18,7 @@ from tests.unit.hostile.inputs import laughs
 
 DEEP, VALUES = "nested deeper than 32 levels", "stands for more than 10000 values"
 NO_VALUE = "holds a value that cannot be read"
+DIGITS = "holds a number of more than 300 digits"
 
 
 def read(name: str) -> SFTConfig:
@@ -32,6 +33,7 @@ JSON_CASES: dict[str, tuple[str | bytes, str]] = {
     "lists in lists": ("[" * 100_000, DEEP),
     "objects in objects": ('{"a":' * 900 + "1" + "}" * 900, DEEP),
     "5000 digits": ('{"train_batch_size": ' + "9" * 5000 + "}", NO_VALUE),
+    "400 digits": ('{"train_batch_size": ' + "9" * 400 + "}", DIGITS),
     "200,000 keys": ("{" + ",".join(f'"{i}":1' for i in range(200_000)) + "}", "larger than 1048576 bytes"),
     "30,000 keys": ("{" + ",".join(f'"{i}":1' for i in range(30_000)) + "}", VALUES),
     "a line of 10 MB": ('{"a": "' + "a" * 10**7 + '"}', "larger than 1048576 bytes"),
@@ -49,6 +51,7 @@ TOML_CASES: dict[str, tuple[str | bytes, str]] = {
     "one dotted key": (".".join(["a"] * 500) + " = 1", DEEP),
     "tables in tables": ("".join(f"[{'.'.join(['a'] * i)}]\n" for i in range(1, 200)), DEEP),
     "5000 digits": ("a = " + "9" * 5000, NO_VALUE),
+    "400 digits": ("[model.rl]\nkl_beta = -" + "9" * 400, DIGITS),
     "no number": ("[optim]\nlr = nan", "optim.lr: nan is not a finite number"),
     "endless": ("[optim]\nlr = inf", "optim.lr: inf is not a finite number"),
     "a date": ("[optim]\nlr = 2001-01-01", "optim.lr: datetime.date(2001, 1, 1) is not a number"),
@@ -73,6 +76,7 @@ YAML_CASES: dict[str, tuple[str | bytes, str]] = {
     "a flag that is none": ("a: !!bool foo", NO_VALUE),
     "a time that is none": ("a: !!timestamp foo", NO_VALUE),
     "5000 digits": ("a: " + "9" * 5000, NO_VALUE),
+    "5000 digits to the base of 16": ("a: 0x" + "f" * 5000, DIGITS),
     "two documents": ("a: 1\n---\nb: 2", "line 2: not valid YAML"),
     "an unknown alias": ("a: *b", "line 1: not valid YAML: found undefined alias"),
     "a merge of a text": ("<<: x", "line 1: not valid YAML"),

@@ -1,0 +1,123 @@
+"""Generated inputs for one reader, in seeded rounds until its time is over."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
+
+ROUND = 200
+"""Inputs of a round: its seed makes the same ones again."""
+CPU_SECONDS = 10
+"""What one input may take."""
+Fuzz = Callable[[Callable[[Any], object], st.SearchStrategy[Any]], None]
+
+texts = st.text(max_size=30)
+numbers = st.one_of(st.integers(), st.integers(-3, 3), st.floats(), st.sampled_from([10**30, -(10**400), 2**63, 1e308]))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=8,
+)
+"""Whatever JSON can say."""
+
+
+def run_rounds(check: Callable[[Any], object], inputs: st.SearchStrategy[Any], seconds: float, first: int) -> None:
+    """`check` with inputs of the rounds `first`, `first + 1`, …; a failure is shown with its round and its smallest input."""
+    end = time.monotonic() + seconds
+    for number in itertools.count(first):
+        run_round(check, inputs, number)
+        if time.monotonic() > end:
+            print(f"{(number - first + 1) * ROUND} inputs, rounds {first} to {number}")
+            return
+
+
+def run_round(check: Callable[[Any], object], inputs: st.SearchStrategy[Any], number: int) -> None:
+    @seed(number)
+    @settings(
+        max_examples=ROUND, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+    )
+    @given(inputs)
+    def check_one(value: Any) -> None:
+        note(f"round {number}: --fuzz-round {number} makes it again")
+        within_time(check, value)
+
+    check_one()
+
+
+def within_time(check: Callable[[Any], object], value: Any) -> None:
+    """Processor time, of this process: the clock goes on while others have the machine."""
+    before = signal.signal(signal.SIGVTALRM, too_slow)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        check(value)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def too_slow(number: int, frame: FrameType | None) -> NoReturn:
+    raise AssertionError(f"one input took more than {CPU_SECONDS} s of processor time")
+
+
+@st.composite
+def changed(draw: st.DrawFn, document: Any, replacements: st.SearchStrategy[Any] = values) -> Any:
+    """The document (JSON values) with one to three of its values replaced or left out, or with a key more."""
+    result = document
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(list(paths(result))))
+        result = with_change(
+            result, path, draw(st.sampled_from(["replace", "replace", "remove", "add"])), draw(replacements)
+        )
+    return result
+
+
+def paths(document: Any) -> list[tuple[Any, ...]]:
+    """Of every value in it, itself included."""
+    found: list[tuple[Any, ...]] = [()]
+    inside = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in inside:
+        found += [(key, *rest) for rest in paths(value)]
+    return found
+
+
+def with_change(document: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
+    if not path:
+        if how == "add" and isinstance(document, dict):
+            return {**document, "unheard_of": value}
+        if how == "add" and isinstance(document, list):
+            return [*document, value]
+        return value
+    if not isinstance(document, dict | list):
+        return value
+    copy: Any = document.copy()
+    key, *rest = path
+    if how == "remove" and not rest:
+        del copy[key]
+    else:
+        copy[key] = with_change(copy[key], tuple(rest), how, value)
+    return copy
+
+
+@st.composite
+def damaged(draw: st.DrawFn, contents: st.SearchStrategy[bytes]) -> bytes:
+    """With bytes changed, left out or put in, most often near the beginning, where headers are; perhaps cut."""
+    content = bytearray(draw(contents))
+    for _ in range(draw(st.integers(1, 8))):
+        place = draw(st.one_of(st.integers(0, min(64, len(content))), st.integers(0, len(content))))
+        piece = draw(
+            st.one_of(st.binary(max_size=8), st.sampled_from([b"\xff" * 4, b"\x7f\xff\xff\xff", bytes(4), bytes(8)]))
+        )
+        removed = draw(st.sampled_from([len(piece), len(piece), len(piece), 0, len(piece) + 4]))
+        content[place : place + removed] = piece
+    if draw(st.integers(0, 9)) == 0:
+        del content[draw(st.integers(0, len(content))) :]
+    return bytes(content)
