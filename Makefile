@@ -19,7 +19,7 @@ PY := $(VENV)/bin/python
 UNIT = $(PY) -m pytest tests/unit -n logical -o faulthandler_timeout=300
 # A file runs in one of two processes: two ranks that start, load and wait leave half of two cores idle. Not beside a GPU,
 # which has room for one test at a time.
-INTEGRATION = $(PY) -m pytest tests/integration tests/gpu \
+INTEGRATION = $(PY) -m pytest tests/integration tests/fuzz tests/gpu \
 	$(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadfile --no-loadscope-reorder)
 TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
@@ -33,7 +33,7 @@ unexport UV_DEFAULT_INDEX
 endif
 COMPILE = $(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --no-emit-index-url --no-header -q
 
-.PHONY: help setup demo test test-all test-rest unit integration gpu gpu-report check fix docs screenshot build requirements clean
+.PHONY: help setup demo test test-all test-rest unit integration fuzz gpu gpu-report check fix docs screenshot build requirements clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,12 @@ unit: setup ## Run the fast tests, on all cores.
 
 integration: setup ## Run the tests with real ranks and engines.
 	$(PY) -m pytest tests/integration
+
+# ROUND=, as a failure names it, makes the inputs of that round again.
+SECONDS ?= 600
+ROUND ?= 0
+fuzz: setup ## Give each reader of foreign input new odd inputs for SECONDS (600).
+	$(PY) -m pytest tests/fuzz --all -n logical -q -rP --fuzz-seconds $(SECONDS) --fuzz-round $(ROUND)
 
 gpu: setup ## Run the tests that need a GPU.
 	$(PY) -m pytest tests/gpu

@@ -15,10 +15,8 @@ def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
     """`letter`: the first of A to Z. `reasoning`: that inside the first `<answer>…</answer>`, and the first `<think>` block."""
     if answer_type == "letter":
         return Parsed(*_first_capital(text, "first capital"))
-    thoughts = re.search("<think>(.*?)</think>", text, re.DOTALL)
-    block = re.search("<answer>(.*?)</answer>", text, re.DOTALL)
-    answer, _, rule = _first_capital(block[1] if block else "", "first capital in the answer tags")
-    return Parsed(answer, thoughts[1].strip() if thoughts else "", rule)
+    answer, _, rule = _first_capital(_inside(text, "answer") or "", "first capital in the answer tags")
+    return Parsed(answer, (_inside(text, "think") or "").strip(), rule)
 
 
 def _first_capital(text: str, rule: str) -> tuple[str, str, str]:
@@ -28,8 +26,14 @@ def _first_capital(text: str, rule: str) -> tuple[str, str, str]:
 
 def tagged_answer(text: str) -> str:
     """cosmos-rl: what is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
-    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[1] if found else text).strip()
+    found = _inside(text, "answer")
+    return (text if found is None else found).strip()
+
+
+def _inside(text: str, tag: str) -> str | None:
+    """What `<tag>(.*?)</tag>` finds, which looks for the end again and again where there is none."""
+    inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+    return inside if end else None
 
 
 def hash_number(text: str) -> str | None:

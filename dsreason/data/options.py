@@ -51,7 +51,7 @@ STYLES = [
 All of a list have the same, bullets or "Option" before them aside. Not the initials of a name, nor edges `A - B`. Lines count
 for more than what is anywhere: an option may name another one.
 """
-MARKUP = re.compile(r"\\boxed\s*\{(.*)\}|\*\*|\$")
+MARKUP = re.compile(r"\\boxed\s{0,9}\{(.{0,1000})\}|\*\*|\$")
 LEAD = re.compile(
     r"\A(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is|\s*:)?\s+(?:option\s+)?",
     re.IGNORECASE,

@@ -243,7 +243,7 @@ def load_model(
         partition(model, dtype, deepspeed, quantized)
     else:
         load_weights(model, weights, dtype, device, quantized)
-    read_generation_config(model, path)
+    model.generation_config = read_generation_config(path) or model.generation_config
     share_media(model, family)
     return model.train()
 
@@ -278,12 +278,14 @@ def load_weights(
             parameter.data = parameter.data.to(device, dtype, copy=True)
 
 
-def read_generation_config(model: PreTrainedModel, path: Path) -> None:
-    if (path / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(path)
-        except Exception as error:  # as in `model_config`
-            raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
+def read_generation_config(path: Path) -> GenerationConfig | None:
+    """That of a model's folder, if it has one; CheckpointError where it cannot be read."""
+    if not (path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except Exception as error:  # as in `model_config`
+        raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
 def check_depth(config: Any, weights: Weights) -> None:

@@ -58,7 +58,7 @@ def load_where_it_fits(
         device_map = plan(model, family, {name_of(one): budget(one) for one in devices})
         log.warning("%s: %s", path, explained(model, device_map, devices))
         spread(model, weights, device_map, dtype, device)
-    read_generation_config(model, path)
+    model.generation_config = read_generation_config(path) or model.generation_config
     return model.requires_grad_(False).eval()
 
 

@@ -22,6 +22,9 @@ UNITS = (
 )
 """Words beside a number that do not count."""
 
+LONGEST = 1000
+"""Characters in braces. Without a bound, many that are never closed would each be looked for to the end of the text."""
+
 
 def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
     """Marks a plain reward for which a call beyond the time limit is worth this much, instead of an end to the run."""
@@ -84,8 +87,8 @@ def normalise(answer: str) -> str:
     text = text.replace(r"\text{.}", "")
     formula = re.search(r"\$+([^$]*)\$+", text)
     text = formula[1] if formula else text.replace("$", "")
-    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text, flags=re.DOTALL)
-    text = re.sub(r"\\(?:text|textbf|mbox|mathrm|overline)\{(.*?)\}", r" \1", text)
+    text = re.sub(rf"\\boxed\{{(.{{0,{LONGEST}}})\}}", r"\1", text, flags=re.DOTALL)
+    text = re.sub(rf"\\(?:text|textbf|mbox|mathrm|overline)\{{(.{{0,{LONGEST}}}?)\}}", r" \1", text)
     text = re.sub(rf"(?<![A-Za-z\\])(?:{UNITS})(?![A-Za-z])(?:\^[23])?", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([^\s{}\\])\s*([^\s{}\\])", r"\\frac{\1}{\2}", text)

@@ -14,9 +14,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, 
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
+from dsreason.errors import CheckpointError
 from dsreason.families import family_of
 from dsreason.models.attention import model_positions
-from dsreason.models.load import empty_model, fill_buffers, model_config
+from dsreason.models.load import empty_model, fill_buffers, model_config, read_generation_config
 from dsreason.models.placement import load_where_it_fits
 from dsreason.models.policy import base_output
 from dsreason.models.shared_media import share_media
@@ -249,14 +250,23 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
 
 
 def stop_token_ids(path: Path) -> list[int]:
-    """The end-of-sequence ids of the folder's generation config, or of its model config where it has none."""
-    if (path / "generation_config.json").exists():
-        config = GenerationConfig.from_pretrained(path)
-    else:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
-    if config.eos_token_id is None:
-        raise ValueError(f"{path}: neither generation_config.json nor config.json names an eos_token_id")
-    return [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id)
+    """The end-of-sequence ids of the folder's generation config, or of its model config where it has none.
+
+    Raises:
+        CheckpointError: there is none, or what is there is no id of a token.
+    """
+    generation = read_generation_config(path)
+    file = "config.json" if generation is None else "generation_config.json"
+    if generation is None:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+    given = generation.eos_token_id
+    found = given if isinstance(given, list) else [given]
+    if not found or any(type(one) is not int or one < 0 for one in found):
+        raise CheckpointError(
+            f"{path}: {file} gives {given!r:.100} as eos_token_id, which must be the id of a token, or a list of them; "
+            "correct it, or completions would never end"
+        )
+    return found
 
 
 class Penalties:

@@ -12,7 +12,9 @@ import pytest
 from dsreason.errors import CheckpointError
 from dsreason.models.load import model_config
 from dsreason.models.tiny import build_tiny
-from tests.unit.hostile.guard import guarded
+from dsreason.rollout.transformers_engine import stop_token_ids
+from tests.unit.hostile.guard import guarded, refused
+from tests.unit.hostile.inputs import change_json
 
 FIELDS = {
     "qwen2_5_vl": [
@@ -62,3 +64,21 @@ def test_a_size_that_no_model_has_is_refused_by_its_name(
 def test_the_sizes_of_real_models_are_taken(here: Path, folders: dict[str, Path], family: str) -> None:
     shutil.copy(folders[family] / "config.json", here)
     assert model_config(here).model_type
+
+
+@pytest.mark.parametrize("value", [None, [], "x", -1, [[1]], [1, None], True, 1.5], ids=str)
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_that_is_no_token_is_refused(here: Path, folders: dict[str, Path], file: str, value: Any) -> None:
+    shutil.copytree(folders["qwen3_vl"], here / "model")
+    if file == "config.json":
+        (here / "model/generation_config.json").unlink()
+    change_json(here / "model" / file, lambda values: values.pop("eos_token_id", None))
+    change_json(here / "model" / file, lambda values: values.get("text_config", values).update(eos_token_id=value))
+    refused(lambda: stop_token_ids(here / "model"), CheckpointError, f"{here / 'model'}: {file} ", "eos_token_id")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"cache_implementation": "x"}', '{"watermarking_config": 3}'])
+def test_settings_of_generation_that_cannot_be_read_are_named(here: Path, folders: dict[str, Path], text: str) -> None:
+    shutil.copytree(folders["qwen3_vl"], here / "model")
+    (here / "model/generation_config.json").write_text(text)
+    refused(lambda: stop_token_ids(here / "model"), CheckpointError, "generation_config.json cannot be read")
