@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -34,6 +35,11 @@ MAX_VIDEO_FRAMES = 2_000_000
 MAX_SCANNED_PIXELS = 5_000_000_000
 """Pixels of a JPEG times its scans, each of which may pass over all of them: 33 scans of the largest image; usual are ten.
 A scan of a few bytes costs as much, so neither the file's size nor the picture's says how long it takes."""
+DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
+"""Of a video, whose frames between two key frames are all decoded: what a file of its size may cost, and what every file may.
+Still scenes are some thousand pixels a byte, black ones 30,000 in H.264; later codecs get further, to minutes or hours for a megabyte."""
+MAX_UNUSABLE_PACKETS = 10_000
+"""At the beginning of a video, of which none can be decoded by itself."""
 JPEG_SCAN = b"\xff\xda"
 """Begins a scan; compressed pixels never hold it."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
@@ -184,7 +190,9 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
         stream.codec_context.thread_count = 1  # starting threads takes longer than one frame
         first = _any_frame(container, stream)
         if first is None:
-            raise DataError(f"{file}: none of its {num_frames} video frames can be decoded")
+            raise DataError(
+                f"{file}: none of its first {min(num_frames, MAX_UNUSABLE_PACKETS)} video frames can be decoded"
+            )
         sideways = _quarter_turns(first) % 2
         height, width = (first.width, first.height) if sideways else (first.height, first.width)
         return VideoInfo(num_frames, fps, height, width, num_frames / fps)
@@ -269,7 +277,7 @@ def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
     """The first that can be decoded by itself. The decoder is flushed, as it would read others before it gives this one."""
-    for packet in container.demux(stream):
+    for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
         if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
             return frames[0]
         stream.codec_context.flush_buffers()
@@ -329,7 +337,7 @@ def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
     """The frames of these numbers (ascending), by decoding all that are before them."""
     index, chosen = -1, set(wanted)
     with opened_video(file) as (container, stream):
-        for index, frame in enumerate(container.decode(stream)):
+        for index, frame in enumerate(_within_work(file, container.decode(stream))):
             if index in chosen:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
@@ -356,7 +364,7 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
             container.seek(missing[0], stream=stream)
         else:
             container.seek(0)
-        for frame in _decoded(container, stream, set(missing)):
+        for frame in _within_work(file, _decoded(container, stream, set(missing))):
             if frame.pts == missing[0] and not frame.is_corrupt:
                 missing.popleft()
                 yield frame
@@ -376,6 +384,20 @@ def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -
     for packet in container.demux(stream):
         stream.codec_context.skip_frame = "NONREF" if can_skip and packet.pts not in chosen else "DEFAULT"
         yield from packet.decode()
+
+
+def _within_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+    """The frames, until decoding them costs more than the file is worth."""
+    size, decoded = file.stat().st_size, 0
+    most = max(DECODED_PIXELS_PER_BYTE * size, FEWEST_DECODED_PIXELS)
+    for frame in frames:
+        decoded += frame.width * frame.height
+        if decoded > most:
+            raise DataError(
+                f"{file}: {decoded:.1e} pixels would be decoded, more than {most:.1e}, the limit of a file of {size} bytes; save "
+                "it with smaller frames or more key frames"
+            )
+        yield frame
 
 
 def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uint8]:

@@ -187,6 +187,28 @@ def test_frames_that_grow_beyond_the_limit_are_refused(
     refused(lambda: load_video(here / "a.ts", [0, 20], size=(28, 28)), DataError, "a.ts")
 
 
+@pytest.mark.parametrize("name", ["mp4", "ts", "avi"])
+@pytest.mark.parametrize("wanted", [[99], [0, 99]])
+def test_frames_that_cost_more_than_the_file_is_worth_are_not_decoded(
+    here: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: list[int]
+) -> None:
+    """A hundred frames behind one key frame; by their times, and where these are of no use (AVI)."""
+    write_video(here / f"a.{name}", 100, gop=1000, codec="mpeg4" if name == "avi" else "libx264")
+    monkeypatch.setattr(media, "DECODED_PIXELS_PER_BYTE", 0)
+    monkeypatch.setattr(media, "FEWEST_DECODED_PIXELS", 50 * 48 * 64)
+    words = ["1.6e+05 pixels would be decoded, more than 1.5e+05", "more key frames"]
+    refused(lambda: load_video(here / f"a.{name}", wanted, size=(28, 28)), DataError, f"a.{name}", *words)
+    assert guarded(lambda: load_video(here / f"a.{name}", [0, 40], size=(28, 28)).shape) == (2, 28, 28, 3)
+
+
+def test_many_packets_of_which_none_can_be_decoded_are_not_all_tried(
+    here: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "MAX_UNUSABLE_PACKETS", 0)
+    (here / "a.mp4").write_bytes(files["mp4"])
+    refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", "can be decoded")
+
+
 @pytest.mark.parametrize("name", ["mp4", "mov", "mkv", "ts", "avi", "long"])
 def test_random_damage_is_an_error_or_harmless(here: Path, files: dict[str, bytes], name: str) -> None:
     chance = random.Random(0)
