@@ -7,11 +7,14 @@ which, and decode their own; all ranks then have the same number of micro-batche
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from multiprocessing.queues import Queue
+from traceback import print_exception
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +25,7 @@ from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, ma
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
+from dsreason.job.failures import dead_worker
 from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
 
@@ -277,6 +281,7 @@ def in_workers(
         collate_fn=lambda item: item,
         generator=torch.Generator(),  # otherwise it draws from the trainer's
         prefetch_factor=ahead,
+        worker_init_fn=start_worker if workers else None,
     )
     try:
         for item in loader:
@@ -286,9 +291,17 @@ def in_workers(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise DsReasonError(
-            f"a data worker died ({error}); out of memory is the usual reason: lower data.workers or data.prefetch"
-        ) from error
+        raise DsReasonError(f"{dead_worker()} ({error})") from error
+
+
+def start_worker(number: int) -> None:
+    """Python only prints why a queue could not take an item, and the trainer would wait for it for ever."""
+    Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
+
+
+def end_worker(error: Exception, item: object) -> NoReturn:
+    print_exception(error)
+    os._exit(1)
 
 
 class WorkDataset(Dataset[Any]):

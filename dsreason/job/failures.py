@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 import traceback
@@ -49,6 +50,8 @@ AGENT_PATIENCE = 30
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
+SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
+"""Docker gives a container 64 MiB of it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
     """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
-    file = f"{error.filename}: " if error.filename else ""
+    file = f"{error.filename}: " if error.filename else shared_memory() and f"{shared_memory()}: "
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         found = (
@@ -107,6 +110,21 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
         f"{file}{error.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
         "continues with --resume auto"
     )
+
+
+def shared_memory() -> str:
+    """How large a small /dev/shm is, through which processes hand data over; "" of an ordinary one."""
+    with suppress(OSError):
+        found = shutil.disk_usage(SHARED_MEMORY)
+        if found.total < SMALL_SHARED_MEMORY:
+            return f"{SHARED_MEMORY} has {found.total >> 20} MiB in all (a container gets more by --shm-size=16g)"
+    return ""
+
+
+def dead_worker() -> str:
+    """Why a data worker may have died."""
+    small = f"; {shared_memory()}" if shared_memory() else ""
+    return f"a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch{small}"
 
 
 def name_error_as_config_error(error: E) -> E | ConfigError:
@@ -158,7 +176,7 @@ def failure_of(error: BaseException) -> Failure:
 def crash_text(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
     if "DataLoader worker (pid" in text:  # raised from a signal handler, wherever the trainer happens to be
-        text += "a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch\n"
+        text += f"{dead_worker()}\n"
     return text
 
 

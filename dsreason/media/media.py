@@ -37,7 +37,7 @@ MAX_SCANNED_PIXELS = 5_000_000_000
 A scan of a few bytes costs as much, so neither the file's size nor the picture's says how long it takes."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
 """Of a video, whose frames between two key frames are all decoded: what a file of its size may cost, and what every file may.
-Still scenes are some thousand pixels a byte, black ones 30,000 in H.264; later codecs get further, to hours for some megabytes."""
+A still scene is some thousand pixels a byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
 MAX_UNUSABLE_PACKETS = 10_000
 """At the beginning of a video, of which none can be decoded by itself."""
 JPEG_SCAN = b"\xff\xda"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -18,9 +20,11 @@ from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
+from dsreason.job import failures
 from dsreason.train.common.preflight import build_encoder
 from dsreason.train.sft.preflight import step_order
 from tests.integration.rows import write_mixed_rows
+from tests.unit.hostile.guard import guarded
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +236,25 @@ def test_a_worker_that_dies_is_told() -> None:
 
     with pytest.raises(DsReasonError, match="a data worker died"):
         next(in_workers(deadly, [0], workers=1))
+
+
+def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
+    """As where /dev/shm is full: Python's queue drops the item, and the trainer waited for it for ever."""
+
+    def wait() -> None:
+        next(in_workers(lambda task: threading.Lock(), [0], workers=1))
+
+    with pytest.raises(DsReasonError, match="a data worker died"):
+        guarded(wait)
+
+
+def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "shm" not in failures.dead_worker()
+    monkeypatch.setattr(failures, "SMALL_SHARED_MEMORY", 2**60)
+    assert re.search(r"; /dev/shm has \d+ MiB in all \(a container gets more by --shm-size", failures.dead_worker())
+    full = failures.disk_error_as_save_error(OSError(errno.ENOSPC, "No space left on device"))
+    assert str(full).startswith("/dev/shm has ")
+    named = failures.disk_error_as_save_error(OSError(errno.ENOSPC, "No space left on device", "/data/a"))
+    assert str(named).startswith("/data/a: No space")
+    monkeypatch.setattr(failures, "SHARED_MEMORY", tmp_path / "none")
+    assert "shm" not in failures.dead_worker()
