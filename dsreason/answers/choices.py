@@ -166,9 +166,7 @@ class _Reader:
     def verdict(self, text: str) -> str | None:
         """The last one: a text that corrects itself ends with what it means; "" where what follows names another option."""
         found = [(start, self._said(line)) for start, line in verdicts(text)]
-        found += [
-            (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text[: m.start()])
-        ]
+        found += [(m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())]
         chosen = [(start, key) for start, key in found if key]
         if not chosen:
             return None
@@ -189,13 +187,16 @@ class _Reader:
         return None
 
     def _is_concluded(self, text: str, found: re.Match[str]) -> bool:
-        before, after = text[: found.start(1)][-WINDOW:], text[found.end(1) :][:WINDOW]
-        lead = text[: found.start()][-WINDOW:]
+        before, after = (
+            text[max(0, found.start(1) - WINDOW) : found.start(1)],
+            text[found.end(1) : found.end(1) + WINDOW],
+        )
+        lead = text[max(0, found.start() - WINDOW) : found.start()]
         sentence, rest = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
         joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
         if HEDGE.match(text, found.start()) and self._named(sentence + rest):
             return False
-        if joined or is_refused(before) or POSSIBLY.search(sentence) or rest.endswith("?"):
+        if joined or is_refused(before, len(before)) or POSSIBLY.search(sentence) or rest.endswith("?"):
             return False
         if found[1].islower() and (found[1] in "ai" or before.endswith("\n")):  # an article, a word
             return False
@@ -305,11 +306,11 @@ class _Reader:
     def _is_contradictory(self, text: str) -> bool:
         """The same anywhere in a text: `A. to the right` and `to the right (A)` of `A. to the left`."""
         for found in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
-            before = text[: found.start()][-WINDOW:]
+            before = text[max(0, found.start() - WINDOW) : found.start()]
             told = normalized(before).rstrip(" ([")
             others = self.texts.others(self.keys[found[1]])
             is_other = before.endswith("(") and any(told.endswith(other) for other in others if other)
-            if is_other or self._contradicts(text[found.start() :][:WINDOW]):
+            if is_other or self._contradicts(text[found.start() : found.start() + WINDOW]):
                 return True
         return False
 

@@ -200,7 +200,10 @@ class OptionTexts:
             before_last = clause[: mentions[-1].start()] if mentions else ""
             is_refused = is_denied(clause) or UNDONE.search(before_last) is not None
             for found in mentions:
-                before, after = clause[: found.start()][-WINDOW:], clause[found.end() :][:WINDOW]
+                before, after = (
+                    clause[max(0, found.start() - WINDOW) : found.start()],
+                    clause[found.end() : found.end() + WINDOW],
+                )
                 is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
                 is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
                 yield found[1], not (is_open or is_refused or is_heading or is_offered or SAID_OF.match(after))
@@ -217,6 +220,6 @@ def _answer_of(marked: str, *, is_number: bool) -> str | None:
 
 
 def _is_part(word: re.Match[str], sentence: str) -> bool:
-    before = sentence[: word.start()][-WINDOW:]
+    before = sentence[max(0, word.start() - WINDOW) : word.start()]
     is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
     return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS_BEFORE.search(before))

@@ -15,13 +15,14 @@ UNREAD = ("", "none")
 def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
     """Where each verdict begins, and the rest of its line (as far as it matters); not those that their clause takes back."""
     for match in begins.finditer(text):
-        if not is_refused(text[: match.start()]):
-            yield match.start(), text[match.end() :][:500].partition("\n")[0]
+        if not is_refused(text, match.start()):
+            yield match.start(), text[match.end() : match.end() + 500].partition("\n")[0]
 
 
-def is_refused(before: str) -> bool:
-    """Whether the clause that leads to a verdict takes it back ("I do not think that") or its sentence ("at first", "if")."""
-    sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before[-200:])[-1]
+def is_refused(text: str, start: int) -> bool:
+    """Whether the clause before a verdict at `start` takes it back ("I do not think that") or its sentence ("at first", "if")."""
+    before = text[max(0, start - 200) : start]
+    sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before)[-1]
     clause = re.split("[,:]", sentence)[-1]
     return REFUSAL.search(clause) is not None or PROVISIONAL.search(sentence) is not None
 
@@ -44,7 +45,7 @@ def read_yes_no(text: str) -> tuple[str, str]:
     led = {
         _meant(next(filter(None, found.groups())))
         for found in LED_YES_NO.finditer(plain)
-        if not is_refused(plain[: found.start()])
+        if not is_refused(plain, found.start())
     }
     return (led.pop(), "conclusion") if len(led) == 1 else UNREAD
 

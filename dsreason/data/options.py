@@ -17,6 +17,7 @@ WIDE = str.maketrans(
 """Letters and brackets as East Asian texts write them, to ordinary ones."""
 BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
 """Not the power of a number."""
+SEPARATORS = " ,;*"
 BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
     re.compile(rf"{place}{BEFORE}{label}[ \t]*", re.MULTILINE)
@@ -111,7 +112,9 @@ def listed_options(question: str) -> dict[str, str] | None:
 
 def _plain(text: str) -> str:
     """Without what separates an option from the next: `left, or` is `left`."""
-    return re.sub(r"(?:[\s,;*]+(?:or|and)?)?[\s,;*]*\Z", "", " ".join(text.split()))
+    plain = " ".join(text.split()).rstrip(SEPARATORS)
+    joined = next((word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), "")
+    return plain.removesuffix(joined).rstrip(SEPARATORS)
 
 
 def option_letter(answer: str, options: dict[str, str]) -> str | None:

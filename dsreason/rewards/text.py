@@ -34,11 +34,12 @@ def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     The format that a prompt asks for is what stands in it from the first tag to the last closing tag:
     `… in the following format: <think> your reasoning </think> <answer> your answer </answer>.`
     """
-    example = re.search(r"<(\w+)>.*</\w+>", prompt, re.DOTALL)
-    if example is None:
+    first, closing = re.search(r"<\w+>", prompt), [*re.finditer(r"</\w+>", prompt)]
+    example = prompt[first.start() : closing[-1].end()] if first and closing else ""
+    if not example:
         return "the prompt asks for no format: it has no <tag>…</tag>"
-    if re.fullmatch(pattern, example[0], re.DOTALL) is None:
-        return f"the prompt asks for {example[0]!r}, which the pattern {pattern!r} does not accept"
+    if re.fullmatch(pattern, example, re.DOTALL) is None:
+        return f"the prompt asks for {example!r}, which the pattern {pattern!r} does not accept"
     return None
 
 
