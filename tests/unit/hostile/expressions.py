@@ -123,14 +123,16 @@ def patterns_in(value: Any) -> Iterator[re.Pattern[Any]]:
 
 
 def written_out(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iterator[Use]:
-    """`re.search(r"…", text)`."""
+    """`re.search(r"…", text)`, under the name of the function where it stands."""
     for file, module in modules.items():
-        for node in ast.walk(trees[file]):
-            if not is_call_of_re(node) or ast.unparse(node.args[0]) in OF_USERS:
-                continue
-            flags = [part for part in (*node.args[1:], *(key.value for key in node.keywords)) if is_flag(part)]
-            pattern = re.compile(value_of(node.args[0], module), sum(value_of(flag, module) for flag in flags))
-            yield Use(f"{file.relative_to(ROOT)}:{node.lineno}", node.func.attr, pattern)
+        functions = [node for node in ast.walk(trees[file]) if isinstance(node, ast.FunctionDef)]
+        for name, tree in [*((function.name, function) for function in functions), ("", trees[file])]:
+            for node in filter(is_call_of_re, ast.walk(tree)):
+                if ast.unparse(node.args[0]) in OF_USERS:
+                    continue
+                flags = [part for part in (*node.args[1:], *(key.value for key in node.keywords)) if is_flag(part)]
+                pattern = re.compile(value_of(node.args[0], module), sum(value_of(flag, module) for flag in flags))
+                yield Use(f"{file.relative_to(ROOT)}: {name}", node.func.attr, pattern)
 
 
 def is_call_of_re(node: Any) -> bool:

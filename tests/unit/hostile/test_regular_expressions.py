@@ -14,9 +14,9 @@ LENGTH = 20_000
 CPU_SECONDS = 0.2
 SHORT = {"ANSWERS": mentions.LONGEST, "COUNTS": mentions.LONGEST}
 """Expressions that get no longer texts."""
-OF_PLAIN_TEXT = (": REASON", ": ANSWERS", ": COUNTS", ": aside", "choices.py:136", "choices.py:264", "choices.py:318")
+OF_PLAIN_TEXT = (": REASON", ": ANSWERS", ": COUNTS", ": aside", ": only_letter", ": only_one_right", ": _split")
 """Read texts of which each white space is one character: `dsreason.answers` makes them so."""
-OF_MARKED_TEXT = ("mentions.py: MARKED", "mentions.py:131")
+OF_MARKED_TEXT = ("mentions.py: MARKED", "mentions.py: is_denied")
 """Read texts in which each « is one of ours."""
 FOUND = uses()
 
