@@ -285,7 +285,9 @@ def test_what_a_table_says_of_itself_opens_nothing(folder: Path, here: Path, kin
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
     described = json.dumps({"info": {"features": {**texts, "image": {"_type": kind}}}})
-    table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}])
+    file = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # else `datasets` does not believe the description
+    schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
+    table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
     pq.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "train.parquet")
     refused(lambda: ids(folder), DataError, f"image: {given} ", "is an address" if "://" in given else "leads out of")
 
