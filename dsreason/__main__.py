@@ -2,12 +2,16 @@
 
 A Python file beside the user's data must not run because a library looks for a module of that name. So the current folder
 leaves the import path here, before anything else is imported; code that the configuration names is found by
-`dsreason.user_code`. Out of reach are what Python itself imports to get here (`contextlib`, `warnings`) and the launchers'
-own processes: PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed` protects them too.
+`dsreason.user_code`. Programs and shared libraries are not looked for there either. Out of reach are what Python itself
+imports and loads to get here (`contextlib`, `warnings`; what an empty entry of PYTHONPATH or LD_LIBRARY_PATH offers) and the
+launchers' own processes: PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed` protects them too.
 """
 
 import os
 import sys
+
+SEARCHED = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+"""Lists of folders in which an empty entry, as of `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
 
 
 def leave_current_folder() -> None:
@@ -34,7 +38,21 @@ def leave_current_folder() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text will do; reward workers know this one as ours
 
 
+def leave_empty_entries() -> None:
+    """Programs, shared libraries and headers are not looked for in the current folder by the processes that this one starts."""
+    for name in SEARCHED:
+        given = os.environ.get(name, "").split(os.pathsep)
+        if named := [path for path in given if path]:
+            os.environ[name] = os.pathsep.join(named)
+        else:
+            os.environ.pop(name, None)
+    # OpenCV, which vLLM imports, puts a folder and a colon before what it finds, which ends in an empty entry where it finds
+    # nothing. There is no shared library in this folder.
+    os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
+
+
 leave_current_folder()
+leave_empty_entries()
 
 from dsreason.cli.main import main  # noqa: E402
 

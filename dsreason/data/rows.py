@@ -29,6 +29,8 @@ MAX_LINE_BYTES = 1 << 28
 UNREADABLE = (ValueError, RecursionError)
 """What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "videofolder", "webdataset")
+"""Of `datasets`, for a local folder with a README. It knows more, some of which follow a file to others (HDF5, Lance)."""
 
 
 class Rows(Sequence[Any]):
@@ -341,7 +343,11 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
         if data_files is None and Path(path).is_dir():
             # `datasets` keeps what it has read under the README's patterns, and would take the same for the rows of another
             # folder, or of a file that has changed since. Under the files it looks at their times.
-            data_files = datasets.load_dataset_builder(path, data.subset, revision=data.revision).config.data_files
+            builder = datasets.load_dataset_builder(path, data.subset, revision=data.revision)
+            kind = type(builder).__module__.rpartition(".")[2]
+            if kind not in FOLDER_BUILDERS:
+                raise DataError(f"{name}: files of the kind {kind} are not read; convert them to JSON lines or Parquet")
+            data_files = builder.config.data_files
         table = datasets.load_dataset(
             path, data.subset, data_files=data_files, split=data.split, revision=data.revision
         )
@@ -354,16 +360,14 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
 
 
 def _undecoded_features(features: Any) -> Any:
-    """The same features with media left as bytes or path."""
+    """The same features with media, and all else that `datasets` would open for us, left as bytes or path."""
     import datasets
 
     def walk(feature: Any) -> Any:
-        if isinstance(feature, (datasets.Image, datasets.Video, datasets.Audio)):
-            return type(feature)(decode=False)
         if isinstance(feature, dict):
             return {name: walk(inner) for name, inner in feature.items()}
         if isinstance(feature, (datasets.List, datasets.LargeList)):
             return type(feature)(walk(feature.feature))
-        return feature
+        return type(feature)(decode=False) if "decode" in vars(feature) else feature
 
     return datasets.Features(walk(dict(features)))

@@ -65,6 +65,10 @@ ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 PR_SET_PDEATHSIG = 1
 
+DRIVER_LIBRARY = "libcuda.so.1"
+LOADER_FOLDERS = (".", "glibc-hwcaps/*", "tls", "tls/*", "tls/*/*", "x86_64", "x86_64/*", "aarch64", "aarch64/*")
+"""Where the system's loader looks for a shared library in a folder."""
+
 
 class Interrupted(BaseException):
     """A signal asked this command to end. It is no Exception, which somebody might take for a failure and go on."""
@@ -110,12 +114,18 @@ def check_surroundings() -> None:
     """What every command takes for granted: a current folder, and numbers where a launcher writes numbers.
 
     Raises:
-        ConfigError: the folder is gone, or a variable holds something else.
+        ConfigError: the folder is gone or has a library that would run, or a variable holds something else.
     """
     try:
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the current folder cannot be used ({error.strerror}); change to another one") from None
+    # A library of NVIDIA's, which comes with torch, looks for the driver in the current folder before the system's.
+    for folder in LOADER_FOLDERS:
+        for planted in Path().glob(f"{folder}/{DRIVER_LIBRARY}"):
+            raise ConfigError(
+                f"the current folder has {planted}, which torch would run; remove it, or change to another one"
+            )
     wrong = [f"{name}={os.environ[name]!r:.60}" for name in NUMBERS if not os.environ.get(name, "0").isdecimal()]
     if wrong and is_rank():
         raise ConfigError(

@@ -12,7 +12,7 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,10 @@ def check_wandb(config: MonitorConfig) -> None:
             "monitor.wandb is true, and the package wandb is not installed; "
             f"install it with `{install_command('wandb')}`, or set monitor.wandb = false"
         ) from error
-    if wandb.setup().settings.mode != "online":
+    # From `wandb/settings` in the current folder it would learn the address to which it sends the key.
+    with chdir("/"):
+        mode = wandb.setup().settings.mode
+    if mode != "online":
         return
     login = shlex.join([sys.executable, "-m", "wandb", "login"])
     way_out = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"

@@ -1,10 +1,16 @@
-"""Python files beside a person's rows stay unread, however a job is started; the reward that is named runs."""
+"""Files beside a person's rows do not run, however a job is started; the reward that is named does.
+
+Planted are all modules of the standard library that Python has not imported before the first line of `dsreason`, packages that
+libraries look for, entry points, and programs for where PATH has an empty entry.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +20,24 @@ from tests.integration.rows import write_mixed_rows
 
 pytestmark = pytest.mark.integration
 
-MODULES = (
-    # packages that libraries look for; `pynvml` and `winreg` are looked for in every start
+PACKAGES = (
+    # what libraries look for and is not installed; `op_builder` and `torch_supa_ext` in every start
     *("apex", "torch_npu", "soundfile", "pynvml", "winreg", "cupy", "mpi4py", "flash_attn", "torchaudio", "intel_npu"),
-    # of the standard library, imported by the launchers' agents, the ranks, and their workers
-    *("token", "queue", "tempfile", "tarfile", "unittest", "multiprocessing", "pickle", "socket", "typing", "csv"),
+    *(
+        "op_builder",
+        "accelerator",
+        "torch_supa_ext",
+        "torch_xla",
+        "torch_musa",
+        "torch_mlu",
+        "torch_sdaa",
+        "torchcomms",
+    ),
+    *("brotli", "brotlicffi", "backports", "trio", "h2", "socks", "socksio", "chardet", "zstandard", "lz4", "snappy"),
+    *("accimage", "librosa", "soxr", "timm", "onnxruntime", "kernels", "cutlass", "mlflow", "comet_ml", "tensorflow"),
+    *("sitecustomize", "usercustomize", "conftest", "_distutils_system_mod", "annotationlib", "gmpy2", "OpenSSL"),
 )
+PROGRAMS = ("git", "g++", "gcc", "c++", "ninja", "uname", "file", "lscpu", "ldconfig", "ld", "as", "nvidia-smi", "sh")
 PLUGINS = ("torch.backends", "vllm.general_plugins", "vllm.platform_plugins", "fsspec.specs")
 """Entry points that libraries call in whatever is installed."""
 
@@ -71,43 +89,104 @@ def folder(tmp_path: Path, tiny_qwen3_vl: Path) -> Path:
     (folder / "planted-1.0.dist-info" / "entry_points.txt").write_text(
         "".join(f"[{group}]\nplanted = planted:run\n" for group in PLUGINS)
     )
-    ran = tmp_path / "ran"
-    for name in ("planted", *MODULES):
-        (folder / f"{name}.py").write_text(
-            f"import sys\nopen({str(ran)!r}, 'a').write(f'{name} in {{sys.orig_argv}}\\n')\nraise ImportError('planted')\n"
-        )
+    plant(folder, ("planted", *PACKAGES))
+    for name in PROGRAMS:
+        (folder / name).write_text(f"#!/bin/bash\necho {name} >> {tmp_path / 'ran'}\nexit 1\n")
+        (folder / name).chmod(0o755)
     return folder
 
 
-def run(folder: Path, command: list[str], config: str, **environment: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    kept |= {"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin", **environment}
-    arguments = [Path(config).stem, "--config", config, "--output-dir", "D"]
-    ended = subprocess.run(
-        [sys.executable, *command, *arguments], cwd=folder, env=kept, capture_output=True, text=True, timeout=600
-    )
+def plant(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / f"{name}.py").write_text(
+            f"import sys\nopen({str(folder.parent / 'ran')!r}, 'a').write(f'{name} in {{sys.orig_argv}}\\n')\n"
+            "raise ImportError('planted')\n"
+        )
+
+
+def late_modules(folder: Path) -> set[str]:
+    """Modules of the standard library that are not there yet when a module that `-m` names begins."""
+    (folder.parent / "shown.py").write_text("import sys\nprint(*{name.partition('.')[0] for name in sys.modules})")
+    shown = subprocess.check_output([sys.executable, "-m", "shown"], cwd=folder.parent, text=True)
+    return sys.stdlib_module_names - set(shown.split()) - {"__main__"}
+
+
+def run(folder: Path, command: list[str], config: str, *options: str, **environment: str) -> None:
+    arguments = [Path(config).stem, "--config", config, "--output-dir", "D", *options]
+    ended = start(folder, [*command, *arguments], **environment)
     ran = folder.parent / "ran"
     assert not ran.exists(), ran.read_text()
     assert ended.returncode == 0, ended.stderr
     assert [line["step"] for line in metrics(folder / "D")] == [1]
 
 
+def start(folder: Path, command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    kept |= {"DS_ACCELERATOR": "cpu", "PATH": ":/usr/bin:/bin", **environment}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=kept, capture_output=True, text=True, timeout=600)
+
+
 def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:
     """Parent, rank, data worker, checkpoint writer, reward workers."""
+    plant(folder, late_modules(folder))
+    for name in ("sitecustomize", "usercustomize"):
+        (folder / f"{name}.py").unlink()  # Python runs them before anything else where PYTHONPATH has an empty entry
     run(folder, ["-m", "dsreason"], "grpo.toml", PYTHONPATH=f"{os.environ['PYTHONPATH']}:")
+
+
+@pytest.mark.long
+def test_the_installed_script_and_its_engine_run_only_what_is_named(folder: Path) -> None:
+    """And what vLLM starts."""
+    script = folder.parent / "dsreason"
+    script.write_text("from dsreason.__main__ import main\nmain()\n")
+    plant(folder, sys.stdlib_module_names)
+    run(folder, [str(script)], "grpo.toml", "--set=rollout.engine=vllm")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["data", "validate", "--config", "grpo.toml", "--workers", "1"],
+        ["plan", "--config", "grpo.toml", "--gpus", "1"],
+        pytest.param(["doctor", "--quick"], marks=pytest.mark.long),
+        pytest.param(["eval", "--model", "tiny:qwen2_5_vl", "--data", "rows.jsonl"], marks=pytest.mark.long),
+    ],
+    ids=lambda command: command[0],
+)
+def test_other_commands_run_only_what_is_named(folder: Path, command: list[str]) -> None:
+    plant(folder, late_modules(folder))
+    ended = start(folder, ["-m", "dsreason", *command])
+    ran = folder.parent / "ran"
+    assert not ran.exists(), ran.read_text()
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode in (0, 1), ended.stderr
 
 
 @pytest.mark.long
 def test_a_rank_of_torchrun_runs_only_what_is_named(folder: Path) -> None:
     # The launcher itself is started like the installed `torchrun`, which has its own folder on the path.
+    plant(folder, late_modules(folder))
     run(
         folder,
         ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "dsreason"],
         "sft.toml",
+        PATH="/usr/bin:/bin",
     )
+
+
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29519", "--module", "dsreason")
 
 
 @pytest.mark.long
 def test_pythonsafepath_protects_the_processes_of_deepspeed_too(folder: Path) -> None:
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29519", "--module", "dsreason"]
-    run(folder, launcher, "sft.toml", PYTHONSAFEPATH="1")
+    plant(folder, sys.stdlib_module_names)
+    run(folder, [*DEEPSPEED], "sft.toml", PYTHONSAFEPATH="1", PATH="/usr/bin:/bin")
+
+
+@pytest.mark.long
+def test_without_it_only_the_launchers_of_deepspeed_run_more(folder: Path) -> None:
+    shutil.rmtree(folder / "planted-1.0.dist-info")  # the launchers' torch would end at it
+    ended = start(folder, [*DEEPSPEED, "sft", "--config", "sft.toml", "--output-dir", "D"], PATH="/usr/bin:/bin")
+    assert ended.returncode == 0, ended.stderr
+    ran = (folder.parent / "ran").read_text().splitlines()
+    assert [line for line in ran if "'deepspeed.launcher." not in line] == []

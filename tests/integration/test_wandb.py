@@ -53,3 +53,23 @@ def test_wandb_without_a_key_is_an_error_and_no_prompt(tmp_path: Path) -> None:
     shown = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
     assert "there is no key for Weights & Biases" in shown
     assert "WANDB_MODE=offline" in shown
+
+
+ADDRESS = """
+import wandb
+from dsreason.config.schema import MonitorConfig
+from dsreason.monitor.metrics import check_wandb
+
+check_wandb(MonitorConfig(wandb=True))
+print(wandb.setup().settings.base_url)
+"""
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_a_file_beside_the_data_does_not_say_where_the_key_is_sent(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    environment |= {"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", ADDRESS]
+    assert "127.0.0.1" not in subprocess.check_output(command, text=True, cwd=tmp_path, env=environment)

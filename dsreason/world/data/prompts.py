@@ -7,7 +7,9 @@ from pathlib import Path
 
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
+from dsreason.files.own_files import is_inside
 from dsreason.files.remote import join_address, local_copy, read_address
+from dsreason.secrets import without_credentials
 from dsreason.world.data.rows import Rows
 
 ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
@@ -19,7 +21,7 @@ STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".
 def read_prompts(path: str) -> Rows:
     """The rows of a text file, or of JSONL where its name says so; empty lines are left out.
 
-    A `video` is a path from the file's folder on, or an `s3://` address.
+    A `video` is a path below the file's folder, an absolute one, or an `s3://` address.
 
     Raises:
         DataError: no such file, it is not UTF-8, or its lines are no prompts.
@@ -72,16 +74,23 @@ def _add_object(found: Rows, path: str, row_id: str, line: str) -> None:
     video = fields.pop("video", None) if isinstance(fields, dict) else None
     try:
         found.add(row_id, fields, None if video is None else beside(path, str(video)))
-    except DataError:
-        found.bad.append(
-            f"{row_id}: its video {str(video):.200} is not below the folder of {path}; give its whole address"
-        )
+    except DataError as error:
+        found.bad.append(f"{row_id}: its video {error}")
 
 
-def beside(path: str, relative: str) -> str:
-    """A path from the folder of `path` on; absolute ones and addresses stay. DataError where it leads out of a folder in S3."""
-    if is_s3(relative) or Path(relative).is_absolute():
-        return relative
+def beside(path: str, given: str) -> str:
+    """A path from the folder of `path` on; absolute ones and those in S3 stay.
+
+    Raises:
+        DataError: it leads out of the folder, or is an address.
+    """
+    if is_s3(given) or Path(given).is_absolute():
+        return given
+    shown = without_credentials(given)[:200]
+    if "://" in given:
+        raise DataError(f"{shown} is an address; only files and s3:// addresses are read, download it")
+    if not is_inside(Path("/folder", given), "/folder"):
+        raise DataError(f"{shown} is not below the folder of {path}; give its whole path")
     if is_s3(path):
-        return str(join_address(read_address(path).parent, relative))
-    return str(Path(path).expanduser().parent / relative)
+        return str(join_address(read_address(path).parent, given))
+    return str(Path(path).expanduser().parent / given)

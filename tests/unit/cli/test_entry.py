@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dsreason.__main__ import leave_empty_entries
+
 ROOT = Path(__file__).parents[3]
 SHOW = "import json, os, sys, dsreason.__main__; print(json.dumps([sys.path, dict(os.environ)]))"
 
@@ -56,6 +58,28 @@ def test_an_empty_entry_of_pythonpath_does_not_stand_for_the_current_folder(tmp_
     assert str(tmp_path) not in path
     assert "/somewhere" in path
     assert environment["PYTHONPATH"] == f"/somewhere:{ROOT}"
+
+
+@pytest.mark.parametrize("name", ["PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH"])
+@pytest.mark.parametrize(
+    ("given", "left"), [("/x:", "/x"), (":/x", "/x"), ("/x::/y", "/x:/y"), ("", None), (":", None)]
+)
+def test_nor_does_one_of_another_list_of_folders(
+    name: str, given: str, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, given)
+    monkeypatch.setenv("LD_LIBRARY_PATH", given)
+    leave_empty_entries()
+    assert os.environ.get("LD_LIBRARY_PATH") == (left or str(ROOT / "dsreason"))
+    assert name == "LD_LIBRARY_PATH" or os.environ.get(name) == left
+
+
+def test_what_opencv_adds_does_not_stand_for_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    leave_empty_entries()
+    entries = ("/cv2/../../lib64:" + os.environ.get("LD_LIBRARY_PATH", "")).split(":")  # as in its __init__.py
+    assert "" not in entries
+    assert not list((ROOT / "dsreason").glob("*.so*"))
 
 
 @pytest.mark.parametrize("named", [".", "here"])

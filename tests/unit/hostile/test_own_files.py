@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
+from dsreason.config.schema_world import WorldDataConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from dsreason.files import own_files
+from dsreason.world.data import open_world_data
+from dsreason.world.data.prompts import read_prompts
 from tests.unit.hostile.guard import guarded, refused
 
 ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
@@ -50,6 +56,14 @@ def name_files(folder: Path, files: Any, key: str = "data_files") -> None:
         {"config_name": "more", "data_files": "train.jsonl", key: files},
     ]
     (folder / "README.md").write_text(f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# Rows\n")
+
+
+KINDS = ("Image", "Video", "Audio", "Pdf", "Nifti", "Mesh")
+
+
+def known(kinds: list[str]) -> list[str]:
+    """Those that the oldest version of `datasets` has, too."""
+    return [kind for kind in kinds if importlib.util.find_spec(f"datasets.packaged_modules.{kind}")]
 
 
 ADDRESSES = (
@@ -134,6 +148,29 @@ def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
     name_files(folder, "train.jsonl")
     (folder / ".huggingface.yaml").write_text("configs:\n- config_name: default\n  data_files: ../secret.jsonl\n")
     refused(lambda: ids(folder), DataError, ".huggingface.yaml: configs[0].data_files: ../secret.jsonl leads out of")
+
+
+@pytest.mark.parametrize("kind", known(["hdf5", "xml", "lance", "vortex", "eval", "pdffolder", "niftifolder", "fasta"]))
+def test_files_that_may_lead_to_others_are_not_read(folder: Path, kind: str) -> None:
+    """Whether or not the packages that read them are installed."""
+    name = {"pdffolder": "rows.pdf", "niftifolder": "rows.nii"}.get(kind, f"rows.{kind}")
+    (folder / name).write_bytes(b"rows")
+    (folder / "README.md").write_text(
+        f"---\nlicense: mit\nconfigs: [{{config_name: default, data_files: {name}}}]\n---\n"
+    )
+    refused(lambda: ids(folder), DataError, f"files of the kind {kind} are not read; convert them to JSON lines")
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["~/secret.jsonl", "[.][.]/secret.jsonl", "{..,x}/secret.jsonl", "$HOME/secret.jsonl", "%2e%2e/secret.jsonl"],
+)
+def test_patterns_do_not_lead_out(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.chdir(folder)
+    (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{given}'}}]\n---\n")
+    refused(lambda: ids(folder), DataError, "cannot be read")
+    refused(lambda: ids(Path(".")), DataError, "cannot be read")
 
 
 @pytest.mark.parametrize("files", ["train.jsonl", "./train.jsonl", "*.jsonl", "more/../train.jsonl", ["train.jsonl"]])
@@ -237,3 +274,50 @@ def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: P
     given = f"{folder}/../secret.png"
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": given, "bytes": None}}))
     refused(lambda: ids(folder), DataError, f"image: {given} leads out of {folder}")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in vars(datasets)])
+@pytest.mark.parametrize(
+    "given", ["http://127.0.0.1:9/a.png", "zip://a.png::http://127.0.0.1:9/a.zip", "../secret.png"]
+)
+def test_what_a_table_says_of_itself_opens_nothing(folder: Path, here: Path, kind: str, given: str) -> None:
+    """`datasets` would open what a column of such a kind names when the row is read."""
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
+    described = json.dumps({"info": {"features": {**texts, "image": {"_type": kind}}}})
+    file = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # else `datasets` does not believe the description
+    schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
+    table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
+    pq.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "train.parquet")
+    refused(lambda: ids(folder), DataError, f"image: {given} ", "is an address" if "://" in given else "leads out of")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
+@pytest.mark.parametrize("field", ["file_name", "image_file_name"])
+@pytest.mark.parametrize("given", ["../../secret.png", "http://127.0.0.1:9/a.png"])
+def test_no_form_of_metadata_leads_out(folder: Path, here: Path, name: str, field: str, given: str) -> None:
+    Image.new("RGB", (28, 28)).save(here / "secret.png")
+    (folder / "pictures").mkdir()
+    (folder / "a.png").rename(folder / "pictures" / "a.png")
+    table = datasets.Dataset.from_list([{"id": "7", field: given, "question": "What colour?", "answer": "red"}])
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[name.partition(".")[2]](
+        str(folder / "pictures" / name)
+    )
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: pictures/*\n---\n")
+    refused(lambda: ids(folder), DataError, given)
+
+
+@pytest.mark.parametrize("given", ["../secret.mp4", "a/../../secret.mp4", "http://127.0.0.1:9/a.mp4", "file:///a.mp4"])
+def test_a_video_of_a_prompt_stays_below_its_file(folder: Path, given: str) -> None:
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
+    data = WorldDataConfig(format="prompts", path=str(folder / "prompts.jsonl"), validation=0)
+    told = "is an address" if "://" in given else "is not below the folder of"
+    refused(lambda: open_world_data(data, 0), DataError, f"prompts.jsonl:1: its video {given} {told}")
+
+
+@pytest.mark.parametrize("given", ["a.mp4", "a/../b.mp4", "take:1.mp4", "/elsewhere/a.mp4", "s3://bucket/a.mp4"])
+def test_a_video_of_a_prompt_may_lie_there(folder: Path, given: str) -> None:
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
+    rows = read_prompts(str(folder / "prompts.jsonl"))
+    assert rows.bad == []
+    assert rows.rows[0].clip == (given if given[0] == "/" or "://" in given else str(folder / given))

@@ -101,6 +101,16 @@ def test_a_current_folder_that_is_gone_is_told(
         os.chdir(here)
 
 
+@pytest.mark.parametrize("place", [".", "glibc-hwcaps/x86-64-v3", "tls/x86_64/x86_64", "x86_64"])
+def test_a_driver_in_the_current_folder_is_not_loaded(
+    place: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / place).mkdir(parents=True, exist_ok=True)
+    (here / place / "libcuda.so.1").write_bytes(b"")
+    assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert f"the current folder has {Path(place) / 'libcuda.so.1'}, which torch would run" in told(capsys)
+
+
 @pytest.mark.parametrize("home", ["/proc/none", "/dev/null"])
 def test_a_home_that_cannot_be_written_is_told_with_what_helps(
     home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
