@@ -42,7 +42,7 @@ import signal  # noqa: E402
 def end_at_signals() -> None:
     """Until `launch.end_at_signals`: the imports take a second, and Python answers Ctrl-C in them with a traceback.
 
-    A rank is left alone: its launcher says what ended it.
+    A rank ends without a word: its launcher says what ended it.
     """
 
     def end(number: int, frame: object) -> None:
@@ -52,6 +52,7 @@ def end_at_signals() -> None:
             os._exit(75)  # as `Stopped` has it
 
     if "LOCAL_RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it

@@ -7,6 +7,7 @@ launcher. Nothing here imports torch before `prepare_environment` has run.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import json
@@ -373,7 +374,7 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
         return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
-        text, code = f"ended at once by a second {received[1]}, nothing was saved", 128 + signal.SIGTERM
+        text, code = f"ended at once by a second {received[1]}; what was saved before it stays", 128 + signal.SIGTERM
         return replace(failure, text=text, exit_code=code, user_fixable=True)
     return failure
 
@@ -413,11 +414,14 @@ def end_at_signals() -> None:
     for number in numbers:
         signal.signal(number, end)
 
-    def restore() -> None:
+    def set_all(handler: signal.Handlers) -> None:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=restore)  # workers are ended by their parent, without a word
+    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # workers are ended by their parent
+    atexit.register(
+        set_all, signal.SIG_IGN
+    )  # Python, while it ends, would die of one, whatever the exit code was to be
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
-from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
+from dsreason.errors import CheckpointError, ConfigError, Stopped, Stopped, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.disk import json_object
@@ -449,6 +449,22 @@ def config(**values: object) -> CheckpointConfig:
 def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeStorage) -> None:
     with uploading(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
+    assert storage.sent == [f"{TARGET}/export/final"]
+
+
+def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(run: Path, storage: FakeStorage) -> None:
+    export, asked = run / "export" / "final", iter(["", "", "SIGTERM"])
+    storage.gate.clear()
+    with (
+        pytest.raises(Stopped, match="^stopped by SIGTERM before all was uploaded; 1 of") as caught,
+        uploading(config(), lambda: next(asked, "SIGTERM")) as uploader,
+    ):
+        uploader.add(export, last=True)
+    storage.gate.set()
+    assert f"upload it with: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
+    uploader.finish()
+    with uploading(config(), lambda: "SIGTERM") as uploader:
+        uploader.add(export, last=True)  # it is there
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
