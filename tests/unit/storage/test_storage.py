@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
-from dsreason.errors import CheckpointError, ConfigError, Stopped, Stopped, StorageError
+from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, parse_target
 from dsreason.files.disk import json_object
