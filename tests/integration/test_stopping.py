@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -101,6 +102,22 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
     ]
     expected, found = (load_file(r / "export/final/model.safetensors") for r in (folder / "whole", run))
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.long
+def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
+    """It goes on to the whole process group of each rank, data workers included."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dsreason"]
+    command += ["sft", "--config", "run.toml", "--output-dir", "torchrun"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        while steps_done(folder / "torchrun") < 2 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=300)
+    (step,) = map(int, re.findall(r"^stopped by SIGTERM after step (\d+), which is saved", said, re.MULTILINE))
+    assert (folder / f"torchrun/checkpoints/step_{step}/COMPLETE").exists()
 
 
 @pytest.mark.long
