@@ -167,8 +167,9 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
 
 def error_for_people(error: E) -> E | DsReasonError:
     """The machine's and the shell's limits, names that no file can have, and dead data workers, as sentences."""
-    error = dead_worker_as_error(error)
-    return memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+    return dead_worker_as_error(
+        memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+    )
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -256,10 +257,14 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
             agent ends the others with SIGTERM.
     """
     known = {failure.rank for failure in reports}
+    if any(report.exit_code == Stopped.exit_code for report in reports):  # SIGUSR1 came to a rank that had already saved
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
-    if any(report.exit_code == Stopped.exit_code for report in reports):
-        followed += (-signal.SIGUSR1,)  # the request came to this rank after another one's had it save and leave
+    if any(
+        report.exit_code == Stopped.exit_code for report in reports
+    ):  # SIGUSR1 came to a rank that had already saved
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
     user_fixable = [failure for failure in reports if failure.user_fixable]
     late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]

@@ -27,7 +27,7 @@ TICK = 0.5
 """Longest time between two looks at the workers: one may die without closing its pipe."""
 
 
-CAUSES = {
+CAUSES: dict[int, str] = {
     signal.SIGKILL: ", often: out of memory; see the kernel log, or lower reward.workers",
     signal.SIGSEGV: ", by native code that the function calls",
     signal.SIGABRT: ", by native code that the function calls",
