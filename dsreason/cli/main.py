@@ -80,4 +80,7 @@ def main() -> None:
         say(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
+        if launch.STOPPED_BY:
+            say(f"stopped by {launch.STOPPED_BY[0]}", err=True)
+            sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

@@ -295,7 +295,12 @@ def in_workers(
 
 
 def start_worker(number: int) -> None:
-    """Python only prints why a queue could not take an item, and the trainer would wait for it for ever."""
+    """In a worker, before its first task.
+
+    Python only prints why a queue could not take an item, and the trainer would wait for it for ever. And torchrun sends what
+    asks a rank to stop to all of its process group: a worker that died of it would take the rank along, before it has saved.
+    """
+    os.setpgid(0, 0)
     Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
 
 

@@ -127,6 +127,13 @@ def dead_worker() -> str:
     return f"a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch{small}"
 
 
+def dead_worker_as_error(error: E) -> E | DsReasonError:
+    """torch raises it from a signal handler, wherever the trainer happens to be."""
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
+        return DsReasonError(f"{dead_worker()} ({str(error).strip()})")
+    return error
+
+
 def name_error_as_config_error(error: E) -> E | ConfigError:
     """A name that no file can have is a mistake of whoever gave it, wherever it is first looked for."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -159,8 +166,10 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
 
 
 def error_for_people(error: E) -> E | DsReasonError:
-    """The machine's and the shell's limits, and names that no file can have, as sentences."""
-    return memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+    """The machine's and the shell's limits, names that no file can have, and dead data workers, as sentences."""
+    return dead_worker_as_error(
+        memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+    )
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -175,7 +184,7 @@ def failure_of(error: BaseException) -> Failure:
 
 def crash_text(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
-    if "DataLoader worker (pid" in text:  # raised from a signal handler, wherever the trainer happens to be
+    if "DataLoader worker (pid" in text:  # what another error followed from
         text += f"{dead_worker()}\n"
     return text
 
@@ -248,6 +257,10 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
             agent ends the others with SIGTERM.
     """
     known = {failure.rank for failure in reports}
+    if any(
+        report.exit_code == Stopped.exit_code for report in reports
+    ):  # SIGUSR1 came to a rank that had already saved
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]

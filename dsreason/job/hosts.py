@@ -35,6 +35,8 @@ from dsreason.screen import say
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
+GRACE = timedelta(seconds=10)
+"""Beyond it, for torch to say itself what was missing."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
@@ -70,18 +72,44 @@ def join() -> dist.Store:
     global _store
     if _store is None:
         try:
-            store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
+            with ending_after(JOIN_TIMEOUT + GRACE, not_met("what listens there does not answer")):
+                store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
-            raise DsReasonError(
-                f"{this_rank()}: the ranks did not all connect to {master()} within {limit()} ({error}); look whether all "
-                "hosts have started, and whether a firewall between them closes that port"
-            ) from error
+            raise not_met(str(error)) from error
         # torchrun keeps its store over restarts, and torch would read in it where the ranks before these have listened.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        rank = os.environ["RANK"]
+        if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun numbers them itself
+            raise ConfigError(f"{this_rank()}: another process of this job has RANK={rank} as well; give each its own")
         if several_hosts():
             share_environment()
             use_interface(exchange("address", own_address(os.environ["MASTER_ADDR"])))
     return _store
+
+
+def not_met(cause: str) -> DsReasonError:
+    if "EADDRINUSE" in cause:
+        return DsReasonError(
+            f"{this_rank()}: port {os.environ['MASTER_PORT']} is taken by another process of this host, perhaps another job; "
+            "choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
+        )
+    unknown = "" if knows(os.environ["MASTER_ADDR"]) else f": no host of that name is known on {socket.gethostname()}"
+    return DsReasonError(
+        f"{this_rank()}: the ranks did not all connect to {master()} within {limit()}{unknown} ({cause}); look whether all "
+        "hosts have started, whether a firewall between them closes that port, and whether another program has it"
+    )
+
+
+@contextmanager
+def ending_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
+    """Inside, this process ends with the error once that time is over: native code that waits hears of no exception."""
+    timer = threading.Timer(time.total_seconds(), launch.report_and_exit, [error])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave() -> None:
@@ -112,23 +140,18 @@ def exchange(name: str, value: Any) -> list[Any]:
 def connecting() -> Iterator[None]:
     """Around the first connections between ranks: after JOIN_TIMEOUT this process ends, and says what to look at.
 
-    By a timer: the native code waits as long as a collective may take, and hears of no exception.
+    The native code would wait as long as a collective may take.
     """
     if os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    no_answer = not_connected(f"nothing for {limit()}")
-    timer = threading.Timer(JOIN_TIMEOUT.total_seconds(), launch.report_and_exit, [no_answer])
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with ending_after(JOIN_TIMEOUT, not_connected(f"nothing for {limit()}")):
+            yield
     except torch.AcceleratorError:
         raise
     except RuntimeError as error:  # gloo's and NCCL's
         raise not_connected(str(error)) from error
-    finally:
-        timer.cancel()
 
 
 def not_connected(cause: str) -> DsReasonError:
@@ -158,13 +181,20 @@ def this_rank() -> str:
 
 def own_address(peer: str) -> str | None:
     """The address of this host on the way to `peer`, None where that is this host's loopback. Nothing is sent."""
-    with suppress(OSError):  # an unknown name, or no way there
+    with suppress(OSError, UnicodeError):  # an unknown name, one that none can have, or no way there
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             own = str(probe.getsockname()[0])
             return None if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
     return None
+
+
+def knows(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
 
 
 def interface_of(address: str) -> str | None:

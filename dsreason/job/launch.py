@@ -7,6 +7,7 @@ launcher. Nothing here imports torch before `prepare_environment` has run.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import json
@@ -54,8 +55,10 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
 """Set by `deepspeed`."""
 
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *LOCAL_SIZES, "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
 """Variables of launchers that hold whole numbers."""
+MOST_RANKS = 10**6
 
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
@@ -68,6 +71,9 @@ PR_SET_PDEATHSIG = 1
 DRIVER_LIBRARY = "libcuda.so.1"
 LOADER_FOLDERS = (".", "glibc-hwcaps/*", "tls", "tls/*", "tls/*/*", "x86_64", "x86_64/*", "aarch64", "aarch64/*")
 """Where the system's loader looks for a shared library in a folder."""
+
+STOPPED_BY: list[str] = []
+"""The signal that asked this command to end: a library may catch `Interrupted` on its way and raise an error of its own."""
 
 
 class Interrupted(BaseException):
@@ -105,16 +111,17 @@ def prepare_environment() -> None:
     path = os.environ.get("PATH", os.defpath)
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is a warning with 30 lines of native frames
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
     if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def check_surroundings() -> None:
-    """What every command takes for granted: a current folder, and numbers where a launcher writes numbers.
+    """What every command takes for granted: a current folder, and numbers that fit where a launcher writes numbers.
 
     Raises:
-        ConfigError: the folder is gone or has a library that would run, or a variable holds something else.
+        ConfigError: the folder is gone or has a library that would run, or a variable cannot be true.
     """
     try:
         os.getcwd()
@@ -126,11 +133,34 @@ def check_surroundings() -> None:
             raise ConfigError(
                 f"the current folder has {planted}, which torch would run; remove it, or change to another one"
             )
-    wrong = [f"{name}={os.environ[name]!r:.60}" for name in NUMBERS if not os.environ.get(name, "0").isdecimal()]
-    if wrong and is_rank():
-        raise ConfigError(
-            f"environment: {', '.join(wrong)}: must be whole numbers; start with torchrun or deepspeed, or unset them"
-        )
+    if is_rank() and (wrong := wrong_numbers(os.environ)):
+        raise ConfigError(f"environment: {'; '.join(wrong)}; start with torchrun or deepspeed, or unset them")
+
+
+def wrong_numbers(given: Mapping[str, str]) -> list[str]:
+    """Which variables of a launcher cannot be true, and what they have to be."""
+    texts = {name: given[name] for name in NUMBERS if name in given}
+    if odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]:
+        return [f"{', '.join(odd)}: must be whole numbers"]
+    found = {name: int(text) for name, text in texts.items()}
+    size = found["WORLD_SIZE"]
+    local = min((found[name] for name in LOCAL_SIZES if name in found), default=size)
+    ranges = {
+        "WORLD_SIZE": (1, MOST_RANKS),
+        "RANK": (0, size - 1),
+        "LOCAL_RANK": (0, local - 1),
+        "MASTER_PORT": (1, 65535),
+    }
+    ranges |= dict.fromkeys(LOCAL_SIZES, (1, size))
+    return [
+        f"{name}={found[name]}: must be {lowest} to {highest}"
+        for name, (lowest, highest) in ranges.items()
+        if name in found and not lowest <= found[name] <= highest
+    ]
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def enter_rank() -> None:
@@ -354,7 +384,7 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
         return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
-        text, code = f"ended at once by a second {received[1]}, nothing was saved", 128 + signal.SIGTERM
+        text, code = f"ended at once by a second {received[1]}; what was saved before it stays", 128 + signal.SIGTERM
         return replace(failure, text=text, exit_code=code, user_fixable=True)
     return failure
 
@@ -380,19 +410,28 @@ def end_at_signals() -> None:
     noted: list[float] = []
 
     def end(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if not noted:
             noted.append(time.monotonic())
-            raise Interrupted(signal.Signals(number).name)
+            STOPPED_BY.append(name)
+            raise Interrupted(name)
         if demands_immediate_end(number, noted[0]):
+            with suppress(OSError):
+                os.write(2, f"ended at once by a second {name}\n".encode())
             os._exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in heeded(ASK_TO_STOP)}
+    numbers = heeded(ASK_TO_STOP)
+    for number in numbers:
+        signal.signal(number, end)
 
-    def restore() -> None:
-        for number, handler in before.items():
+    def set_all(handler: signal.Handlers) -> None:
+        for number in numbers:
             signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=restore)  # workers are ended by their parent, without a word
+    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # workers are ended by their parent
+    atexit.register(
+        set_all, signal.SIG_IGN
+    )  # Python, while it ends, would die of one, whatever the exit code was to be
 
 
 @contextmanager

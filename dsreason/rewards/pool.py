@@ -27,6 +27,14 @@ TICK = 0.5
 """Longest time between two looks at the workers: one may die without closing its pipe."""
 
 
+CAUSES: dict[int, str] = {
+    signal.SIGKILL: ", often: out of memory; see the kernel log, or lower reward.workers",
+    signal.SIGSEGV: ", by native code that the function calls",
+    signal.SIGABRT: ", by native code that the function calls",
+}
+"""What usually kills a worker so."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One reward function (by number) for one completion, or for some clips."""
@@ -251,6 +259,7 @@ class Pool:
         worker.kill()
         code = worker.process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how += CAUSES.get(-code, "")
         if not worker.pending:
             return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({how}), see above")
         return RewardError(f"{self._subject(calls[worker.pending[0]])} its worker process died ({how})")

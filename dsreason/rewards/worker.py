@@ -29,6 +29,8 @@ from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
 """Of one async function in one worker."""
+ERROR_CHARACTERS = 4000
+"""Of an error's text."""
 
 
 Function = Callable[..., Any]
@@ -110,6 +112,7 @@ def main(descriptor: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for before a hanging worker is killed
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
+        os.register_at_fork(after_in_child=connection.close)  # a copy of this process must not answer a second time
         try:
             start: Start = connection.recv()
             restore_script_folders()
@@ -120,7 +123,7 @@ def main(descriptor: int) -> None:
                 _run(job, functions[job.function], start, runner, connection.send)
         except ConfigError as error:
             connection.send(ConfigError(str(error)))  # of a function that cannot be loaded
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+        except (EOFError, OSError):
             return
 
 
@@ -151,10 +154,10 @@ def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, sen
             result = function(*arguments)
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
-        except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
-            send(Failed(call, described(error)))
-        else:
-            send(_checked(call, result, arguments, start.kind))
+            answer = _checked(call, result, arguments, start.kind)
+        except BaseException as error:  # noqa: BLE001  somebody else's code, which may call sys.exit; the trainer raises it
+            answer = Failed(call, described(error))
+        send(answer)
 
 
 async def _wait(result: Any) -> Any:
@@ -181,23 +184,28 @@ async def _answer(
     try:
         async with scope:
             result = await running
-    except Exception as error:  # noqa: BLE001  somebody else's code; the trainer raises it
+        return _checked(call, result, arguments, kind)
+    except BaseException as error:  # noqa: BLE001  somebody else's code, which may call sys.exit; the trainer raises it
         # The function may itself raise a TimeoutError: one of its requests took too long.
         return Failed(call, no_result_within(time_limit) if scope.expired() else described(error))
-    return _checked(call, result, arguments, kind)
 
 
 def no_result_within(time_limit: float) -> str:
     return f"no result within the time limit of {time_limit:g} s"
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """`raised ValueError: …`, and below it the traceback from the function on, indented: part of a message of ours."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-    return f"raised {type(error).__name__}: {error}\n{textwrap.indent(lines, '  ')}"
+    found = traceback.TracebackException(type(error), error, own)  # its text may be endless, or raise an error itself
+    lines = [_shortened(line) for line in found.format()]
+    return f"raised {type(error).__name__}: {_shortened(str(found)).rstrip()}\n{textwrap.indent(''.join(lines).rstrip(), '  ')}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= ERROR_CHARACTERS else f"{text[:ERROR_CHARACTERS]}… ({len(text)} characters)\n"
 
 
 def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:

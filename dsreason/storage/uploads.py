@@ -5,8 +5,8 @@
         uploads.add(folder, last=step == total_steps)
         prune(…, keep=uploads.in_use())              # what is still to be uploaded must not be deleted
 
-On the way out it waits; what cannot be uploaded is a StorageError that names the command for doing it later. Of a run that
-fails or is stopped only the logs are waited for, and not for long.
+On the way out it waits, until the job is asked to stop; what is not uploaded then is an error that names the command for doing
+it later. Of a run that fails or is stopped only the logs are waited for, and not for long.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -25,7 +25,7 @@ from huggingface_hub.utils import disable_progress_bars
 from rich.filesize import decimal
 
 from dsreason.config.schema_checkpoint import CheckpointConfig, UploadKind, UploadWhat
-from dsreason.errors import DsReasonError, StorageError
+from dsreason.errors import DsReasonError, Stopped, StorageError
 from dsreason.files.address import HubAddress, S3Address
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import json_object
@@ -53,15 +53,21 @@ RECORD = "uploads.json"
 RECORDING = Lock()
 """Held while the record is changed: each target has a thread of its own."""
 REPORT_EVERY_S = 30.0
+TICK = 0.2
+"""Seconds between two looks whether the job is asked to stop."""
 LOGS_TIME_S = 12.0
 """How long a run that has failed or is stopped waits for its logs: less than the watchdog's `CLOSING_TIME`."""
 
 
 @contextmanager
-def uploading(config: CheckpointConfig) -> Iterator[Uploads]:
+def uploading(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
     """Uploads of a run, which the first rank does. Leave it after the ranks have parted: then nobody waits for an upload.
 
+    Args:
+        stopped_by: names the signal that asked the job to stop; "" while none has.
+
     Raises:
+        Stopped: on the way out, where the job is asked to stop before all is uploaded.
         StorageError: on the way out, unless the run itself has failed; what is missing in storage then is only logged.
     """
     targets = config.targets if is_first_rank() else ()
@@ -75,7 +81,7 @@ def uploading(config: CheckpointConfig) -> Iterator[Uploads]:
         if missing := uploads.missing():
             log.warning("%s", missing)
         raise
-    uploads.finish()
+    uploads.finish(stopped_by)
 
 
 class Uploads:
@@ -98,16 +104,20 @@ class Uploads:
         """Folders that must not be deleted: they wait, are being uploaded, or could not be and are tried again."""
         return {folder for uploader in self.uploaders for folder in uploader.in_use()}
 
-    def finish(self) -> None:
-        """Wait for all uploads, and try once more what has failed. StorageError names what is missing in storage."""
-        missing = []
+    def finish(self, stopped_by: Callable[[], str] = str) -> None:
+        """Wait for all uploads, and try once more what has failed; the error names what is missing in storage."""
+        thread = Thread(target=self._finish_each, name="finishing uploads", daemon=True)
+        thread.start()
+        while thread.is_alive() and not stopped_by():
+            thread.join(TICK)
+        if missing := self.missing():
+            name = stopped_by()
+            raise Stopped(f"stopped by {name} before all was uploaded; {missing}") if name else StorageError(missing)
+
+    def _finish_each(self) -> None:
         for uploader in self.uploaders:
-            try:
+            with suppress(StorageError):  # `missing` has it
                 uploader.finish()
-            except StorageError as error:
-                missing.append(str(error))
-        if missing:
-            raise StorageError("\n".join(missing))
 
     def finish_logs(self, error: BaseException) -> None:
         """Upload the logs of a run that ends with an error, which they name, where they were asked for; `LOGS_TIME_S` at most.

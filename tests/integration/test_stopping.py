@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import termios
 import time
 from contextlib import suppress
@@ -103,6 +105,22 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
 
 
 @pytest.mark.long
+def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
+    """It goes on to the whole process group of each rank, data workers included."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "dsreason"]
+    command += ["sft", "--config", "run.toml", "--output-dir", "torchrun"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        while steps_done(folder / "torchrun") < 2 and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=300)
+    (step,) = map(int, re.findall(r"^stopped by SIGTERM after step (\d+), which is saved", said, re.MULTILINE))
+    assert (folder / f"torchrun/checkpoints/step_{step}/COMPLETE").exists()
+
+
+@pytest.mark.long
 def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
     """Also for rank 0, whose bar is drawn there."""
     run, ours = folder / "closed", os.openpty()
@@ -168,7 +186,43 @@ def test_a_signal_ends_an_evaluation_whose_answers_stay(tmp_path: Path, tiny_qwe
     assert_stopped(process.returncode, said, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+each = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+
+
+@each
+def test_a_signal_while_python_still_imports_is_answered_with_a_sentence(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [*COMMAND, "--version"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd="/", env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (STOPPED, f"stopped by {number.name}\n")
+
+
+@each
+def test_a_second_signal_ends_a_command_at_once(number: signal.Signals) -> None:
+    code = f"""
+import signal, time
+from dsreason.job import launch
+launch.ECHO_TIME = 0.0
+launch.end_at_signals()
+try:
+    signal.raise_signal({int(number)})
+except launch.Interrupted:
+    signal.raise_signal({int(number)})
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + number, f"ended at once by a second {number.name}\n")
+
+
+@each
 def test_a_signal_ends_the_wait_for_a_server(tmp_path: Path, number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -129,9 +129,9 @@ def open_job(
     """
     world = init_world()
     lock = stack.enter_context(FolderLock(on_lost=report_and_exit))
-    uploads = stack.enter_context(uploading(config.checkpoint))  # left last: no rank waits for an upload
-    stack.callback(shutdown)
     stop = stack.enter_context(StopRequest())
+    uploads = stack.enter_context(uploading(config.checkpoint, lambda: stop.name))  # no rank waits for an upload
+    stack.callback(shutdown)
     output_dir = broadcast_object(output_dir or default_output_dir(command))
     config = config.model_copy(update={"output_dir": str(output_dir)})
     world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)

@@ -238,6 +238,10 @@ def test_a_worker_that_dies_is_told() -> None:
         next(in_workers(deadly, [0], workers=1))
 
 
+def test_a_signal_to_the_process_group_of_a_trainer_spares_its_workers() -> None:
+    assert next(in_workers(lambda task: os.getpgrp(), [0], workers=1)) != os.getpgrp()
+
+
 def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
     """As where /dev/shm is full: Python's queue drops the item, and the trainer waited for it for ever."""
 

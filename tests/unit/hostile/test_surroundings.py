@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from dsreason.cli import main
+from dsreason.errors import Stopped
 from dsreason.job import launch
 
 LONG = "a" * 300
@@ -16,7 +18,7 @@ LONG = "a" * 300
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", launch.ERROR_DIR):
+    for name in (*launch.NUMBERS, launch.ERROR_DIR):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
@@ -75,6 +77,9 @@ def test_a_name_that_no_file_can_have_is_a_mistake(
         ("LOCAL_RANK", ""),
         ("MASTER_PORT", "port"),
         ("WORLD_SIZE", "1e3"),
+        ("WORLD_SIZE", "1" * 5000),
+        ("RANK", "\u0661"),  # 1 in Arabic
+        ("LOCAL_WORLD_SIZE", "x"),
     ],
 )
 def test_a_launchers_variable_that_is_no_number_is_named(
@@ -84,7 +89,50 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     for variable, number in (given | {name: value}).items():
         monkeypatch.setenv(variable, number)
     assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
-    assert f"environment: {name}={value!r}: must be whole numbers" in told(capsys)
+    assert f"environment: {name}={value!r:.60}: must be whole numbers" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "range_"),
+    [
+        ("WORLD_SIZE", "0", "1 to 1000000"),
+        ("WORLD_SIZE", "100000000", "1 to 1000000"),
+        ("RANK", "2", "0 to 1"),
+        ("LOCAL_RANK", "1", "0 to 0"),
+        ("LOCAL_WORLD_SIZE", "0", "1 to 2"),
+        ("LOCAL_SIZE", "3", "1 to 2"),
+        ("MASTER_PORT", "0", "1 to 65535"),
+        ("MASTER_PORT", "99999", "1 to 65535"),
+    ],
+)
+def test_a_launchers_number_that_does_not_fit_the_others_is_named(
+    name: str, value: str, range_: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
+    for variable, number in (given | {name: value}).items():
+        monkeypatch.setenv(variable, number)
+    assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert f"{name}={value}: must be {range_}" in told(capsys)
+
+
+def test_an_error_that_a_library_made_of_a_signal_is_still_that_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except launch.Interrupted as stop:
+            raise ModuleNotFoundError("transformers' words for whatever happens in an import") from stop
+
+    before = [(number, signal.getsignal(number)) for number in launch.ASK_TO_STOP]
+    monkeypatch.setattr(launch, "STOPPED_BY", [])
+    monkeypatch.setattr(main, "app", imports)
+    try:
+        assert call(monkeypatch=monkeypatch) == Stopped.exit_code
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
 
 
 def test_a_current_folder_that_is_gone_is_told(

@@ -32,6 +32,10 @@ def told(rank: int, time: float) -> Failure:
     return Failure(rank, f"error of {rank}", 2, user_fixable=True, time=time)
 
 
+def stopped(rank: int, time: float) -> Failure:
+    return Failure(rank, "stopped, and saved", Stopped.exit_code, user_fixable=True, time=time)
+
+
 def late(rank: int, time: float) -> Failure:
     return Failure(rank, f"stacks of {rank}", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time)
 
@@ -47,6 +51,12 @@ def late(rank: int, time: float) -> Failure:
         ([told(0, 5.0)], {0: 2, 1: PEER_EXIT_CODE, 2: ABORT}, "error of 0"),
         ([crash(0, 5.0)], {0: 1, 1: 7}, "rank 1 ended with exit code 7 and left no traceback"),
         ([], {0: TERM, 1: TERM}, "rank 0 was killed by SIGTERM"),
+        ([stopped(0, 5.0)], {0: 75, 1: -signal.SIGUSR1}, "stopped, and saved"),  # the request came late to rank 1
+        (
+            [stopped(0, 5.0)],
+            {0: 75, 1: KILL},
+            "rank 1 was killed by SIGKILL (often: out of memory; see the kernel log)",
+        ),
     ],
 )
 def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes: dict[int, int], expected: str) -> None:
@@ -95,3 +105,17 @@ def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path)
     (tmp_path / "log").write_text("x" * 20_000 + "\nstep 3\n\n  \n")
     assert last_line(tmp_path / "log") == "step 3"
     assert last_line(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"],
+)
+def test_a_dead_data_worker_is_a_sentence_with_the_usual_reason(text: str) -> None:
+    failure = failure_of(RuntimeError(text))
+    assert failure.text == (
+        f"a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch ({text.strip()})"
+    )
+    assert failure.user_fixable
+    assert failure.restarts
+    assert failure.exit_code == 1

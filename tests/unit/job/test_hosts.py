@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError, DsReasonError
+from dsreason.job import hosts
 from dsreason.job.hosts import code_facts, differences, lacking, own_address, shared
 
 
@@ -82,3 +89,55 @@ def test_a_host_with_cosmos_keys_of_its_own_takes_none_of_them_but_aws_keys() ->
 @pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
 def test_a_loopback_address_and_an_unknown_name_lead_to_no_other_host(peer: str) -> None:
     assert own_address(peer) is None
+
+
+@pytest.fixture
+def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a program that accepts connections and never says a word; ranks are to meet there."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        given = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (given | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        yield port
+
+
+def test_a_port_that_another_program_has_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(DsReasonError, match=rf"port {taken_port} is taken by another process of this host"):
+        hosts.join()
+
+
+def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(hosts, "JOIN_TIMEOUT", timedelta(seconds=0.3))
+    monkeypatch.setattr(hosts, "GRACE", timedelta(seconds=0.3))
+    child = os.fork()
+    if child == 0:
+        hosts.join()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    said = capfd.readouterr().err
+    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (what listens there does not answer)" in said
+
+
+@pytest.mark.parametrize("name", ["no.such.host.invalid", "a b\x1b[31m", "x" * 300])
+def test_a_name_that_no_host_has_is_told(name: str, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", name)
+    assert ": no host of that name is known on" in str(hosts.not_met("timed out"))
+
+
+def test_two_processes_of_one_number_are_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    store = dist.HashStore()
+    monkeypatch.setattr(hosts, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    hosts.join()
+    hosts.leave()
+    with pytest.raises(ConfigError, match="another process of this job has RANK=1 as well"):
+        hosts.join()
+    hosts.leave()

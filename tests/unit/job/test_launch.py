@@ -66,7 +66,7 @@ def test_what_a_person_must_change_is_not_started_again(monkeypatch: pytest.Monk
     [
         (Stopped.exit_code, 0, ["SIGINT"], ("stopped by SIGINT, saved", Stopped.exit_code)),
         (1, 10, ["SIGTERM"], ("stopped by SIGTERM", Stopped.exit_code)),
-        (1, 15, ["SIGTERM", "SIGTERM"], ("ended at once by a second SIGTERM, nothing was saved", 143)),
+        (1, 15, ["SIGTERM", "SIGTERM"], ("ended at once by a second SIGTERM; what was saved before it stays", 143)),
         (1, 15, ["SIGTERM"], ("stopped by SIGUSR1, saved", 1)),
         (7, 0, ["SIGTERM"], ("stopped by SIGUSR1, saved", 7)),
     ],

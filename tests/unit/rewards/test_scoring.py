@@ -90,8 +90,32 @@ def dies(completion, sample):
 
 def leaves(completion, sample):
     if sample.id == "2":
-        sys.exit(3)
+        os._exit(3)
     return 1.0
+
+def calls_exit(completion, sample):
+    sys.exit(3)
+
+async def calls_exit_async(completion, sample):
+    sys.exit(3)
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+def mute(completion, sample):
+    raise Mute()
+
+def gives_mute(completion, sample):
+    return Mute()
+
+def raises_endlessly(completion, sample):
+    raise ValueError("y" * 10_000_000)
+
+def answers_twice(completion, sample):
+    return 0.25 if os.fork() == 0 else 0.5
 """
 SAMPLES = [Sample(str(i), [], answer="a b") for i in range(4)]
 COMPLETIONS = ["a b", "a", "", "a b c"]
@@ -155,7 +179,7 @@ def test_nothing_to_score_is_no_error(file):
     [
         ("raises", ["raised KeyError: 'no such thing'", 'raise KeyError("no such thing")', "mine.py"]),
         ("raises_async", ["raised TimeoutError: the judge took too long"]),
-        ("dies", ["killed by SIGKILL"]),
+        ("dies", ["killed by SIGKILL, often: out of memory"]),
         ("leaves", ["exit code 3"]),
     ],
 )
@@ -164,6 +188,29 @@ def test_a_function_that_raises_or_dies_names_itself_and_the_sample(file, functi
         score({"exact_match": 1.0, f"{file}:{function}": 1.0})
     for text in [f'reward "{file}:{function}", sample "2":', *texts]:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("calls_exit", "raised SystemExit: 3"),
+        ("calls_exit_async", "raised SystemExit: 3"),
+        ("mute", "raised Mute: <exception str() failed>"),
+        ("gives_mute", "raised RuntimeError: no text"),
+        ("raises_endlessly", "raised ValueError: yyyy"),
+    ],
+)
+def test_an_odd_end_of_a_function_is_told_in_a_few_lines(file, function, text, capfd):
+    with pytest.raises(RewardError) as error:
+        score({f"{file}:{function}": 1.0}, workers=1)
+    assert f'reward "{file}:{function}", sample "0": {text}' in str(error.value)
+    assert len(str(error.value)) < 10_000
+    assert capfd.readouterr().err == ""
+
+
+def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
+    for _ in range(2):
+        assert score({f"{file}:answers_twice": 1.0}, workers=1).total.tolist() == [0.5] * 4
 
 
 @pytest.mark.parametrize(

@@ -452,6 +452,22 @@ def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeSt
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
+def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(run: Path, storage: FakeStorage) -> None:
+    export, asked = run / "export" / "final", iter(["", "", "SIGTERM"])
+    storage.gate.clear()
+    with (
+        pytest.raises(Stopped, match="^stopped by SIGTERM before all was uploaded; 1 of") as caught,
+        uploading(config(), lambda: next(asked, "SIGTERM")) as uploader,
+    ):
+        uploader.add(export, last=True)
+    storage.gate.set()
+    assert f"upload it with: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
+    uploader.finish()
+    with uploading(config(), lambda: "SIGTERM") as uploader:
+        uploader.add(export, last=True)  # it is there
+    assert storage.sent == [f"{TARGET}/export/final"]
+
+
 def test_the_context_lets_a_run_fail_without_waiting_and_logs_what_is_missing(
     run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
