@@ -197,13 +197,6 @@ def check_sizes(path: Path) -> dict[str, int]:
             raise CheckpointError(
                 f"{file}: has {file.stat().st_size} bytes instead of {size!r:.100}; choose another checkpoint"
             )
-    foreign = [
-        file.name for file in path.glob("*_states.pt") if file.name not in files
-    ]  # DeepSpeed's converter takes all
-    if foreign:
-        raise CheckpointError(
-            f"{path / foreign[0]}: is not of this checkpoint ({MARKER} does not name it); move it away"
-        )
     return files
 
 

@@ -96,6 +96,11 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
 
     Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
     """
+    if (found := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
+        raise CheckpointError(
+            f"{checkpoint}: has *_optim_states.pt of {found} ranks, and {saved.world_size} have written it; move those of other "
+            "checkpoints away"
+        )
     for rank in range(saved.world_size):
         with inconsistent_where_unreadable(checkpoint):
             model = load_model_file(checkpoint, rank, saved.zero_stage)
@@ -159,6 +164,8 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
     found = sorted(checkpoint.glob(pattern))
     if not found:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
+    if len(found) > 1:
+        raise CheckpointError(f"{found[0]}: stands beside {found[1].name}; move the one of another checkpoint away")
     try:
         check_stored(found[0])
         with safe_loading():

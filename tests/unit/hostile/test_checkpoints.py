@@ -427,11 +427,16 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(two: tuple[Path,
             use(renamed)
 
 
-@pytest.mark.parametrize("name", ["zero_pp_rank_2_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
-def test_files_that_another_number_of_ranks_left_are_no_part_of_a_checkpoint(two: tuple[Path, Path], name: str) -> None:
-    (two[1] / name).write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=f"{name}: is not of this checkpoint"):
-        check_sizes(two[1])
+def test_files_that_another_number_of_ranks_left_do_not_reach_the_converter(two: tuple[Path, Path]) -> None:
+    shutil.copyfile(two[0] / OPTIMIZER.format(1), two[1] / OPTIMIZER.format(2))
+    with pytest.raises(CheckpointError, match="has .* of 3 ranks, and 2 have written it"):
+        check_names(two[1], read_state(two[1]))
+
+
+def test_of_two_files_of_a_rank_none_is_taken(two: tuple[Path, Path]) -> None:
+    shutil.copyfile(two[0] / RANK1, two[1] / RANK1.removeprefix("bf16_"))
+    with pytest.raises(CheckpointError, match=f"{RANK1}: stands beside {RANK1.removeprefix('bf16_')}"):
+        tensors(two[1])
 
 
 @pytest.mark.parametrize("ends", [[], {"trainer_state.json": "x"}, "all"])
