@@ -20,12 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import (
+    MARKER,
     SAVING,
     STATE_FILE,
     Parameter,
     SavedRun,
     TrainerState,
     as_save_error,
+    check_content,
     check_sizes,
     check_written,
     checkpoint_step,
@@ -33,8 +35,10 @@ from dsreason.checkpoints.checkpoint_folder import (
     complete_checkpoints,
     delete_folder,
     read_checkpoint,
+    read_json,
     rng_file,
     write_json,
+    write_marker,
 )
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
@@ -42,6 +46,7 @@ from dsreason.engine.average import average_file
 from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
+from dsreason.files.disk import digest_of_end
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
 from dsreason.problems import listed
 
@@ -144,9 +149,9 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 
 def check_files(path: Path, world: World) -> None:
-    """Sizes of all files, that none is missing which was written on other hosts, and that this rank can read its own."""
+    """That all files are those of the checkpoint, none is missing that other hosts wrote, and this rank can read its own."""
     with errors_on_all_ranks():
-        check_sizes(path)
+        (check_content if world.is_first_of_folder else check_sizes)(path)
         saved = read_checkpoint(path)
         check_parts(path, saved.world_size, world)
         if saved.world_size == world.size:
@@ -189,12 +194,19 @@ def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
 
 
 def make_universal(path: Path, saved: SavedRun) -> None:
-    """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state."""
-    if (path / UNIVERSAL).is_dir():
-        return
+    """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state.
+
+    One that is there already is used where it was made of this very checkpoint, and has all its files.
+    """
+    made_of = digest_of_end(path / MARKER)
+    with contextlib.suppress(CheckpointError):
+        check_content(path / UNIVERSAL)
+        if read_json(path / UNIVERSAL / MARKER).get("made_of") == made_of:
+            return
     check_names(path, saved)
     partial = path / f"{SAVING}{UNIVERSAL}"
     delete_folder(partial)
+    delete_folder(path / UNIVERSAL)
     arguments = Namespace(
         input_folder=str(path),
         output_folder=str(partial),
@@ -207,6 +219,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
     try:
         with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(arguments)
+        write_marker(partial, made_of=made_of)
         partial.rename(path / UNIVERSAL)
     except UNREADABLE as cause:
         raise CheckpointError(

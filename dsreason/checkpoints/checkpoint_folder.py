@@ -1,7 +1,7 @@
 """The folders of checkpoints: which are complete, and how they get and lose their names. Nothing here needs torch.
 
 <folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
-<folder>/step_N/COMPLETE    written last: every file with its size; a folder without it is never picked up
+<folder>/step_N/COMPLETE    written last: every file with its size and a digest of its end; a folder without it is never picked up
 <folder>/.saving_step_N/    one that is being written; `recover` looks at what a killed run left
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
-from dsreason.files.disk import read_small
+from dsreason.files.disk import digest_of_end, read_small, remove
 from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
@@ -131,13 +130,17 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest step first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).is_file()]
+    found = [path for path in folder.iterdir() if is_checkpoint_name(path.name) and (path / MARKER).is_file()]
     return sorted(found, key=checkpoint_step)
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Of checkpoints that are being written."""
     return [int(path.name.removeprefix(f"{SAVING}step_")) for path in folder.glob(f"{SAVING}step_*")]
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return re.fullmatch(r"step_\d+", name) is not None
 
 
 def checkpoint_step(path: Path) -> int:
@@ -155,7 +158,13 @@ def check_complete(path: Path) -> None:
 def read_checkpoint(path: Path) -> SavedRun:
     """What a complete checkpoint says of its run."""
     check_complete(path)
-    return read_state(path)
+    saved = read_state(path)
+    if is_checkpoint_name(path.name) and checkpoint_step(path) != saved.state.step:
+        raise CheckpointError(
+            f"{path}: holds the checkpoint of step {saved.state.step}, says its {STATE_FILE}; give it the name "
+            f"step_{saved.state.step} again, or choose another one"
+        )
+    return saved
 
 
 def read_state(folder: Path) -> SavedRun:
@@ -177,7 +186,7 @@ def check_sizes(path: Path) -> dict[str, int]:
     if not isinstance(files, dict):
         raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
     for name, size in files.items():
-        if Path(name).name != name:
+        if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
             raise CheckpointError(
                 f"{path / MARKER}: names {name!r:.300}, which is no file in it; choose another checkpoint"
             )
@@ -191,6 +200,33 @@ def check_sizes(path: Path) -> dict[str, int]:
     return files
 
 
+def check_content(path: Path) -> dict[str, int]:
+    """As `check_sizes`, and that every file is the one that was written: those of another step or run have the same sizes.
+
+    It reads the end of every file: not for every rank of a large run.
+    """
+    files = check_sizes(path)
+    ends = read_json(path / MARKER).get("ends", {})  # older checkpoints have none
+    if not (isinstance(ends, dict) and (not ends or ends.keys() == files.keys())):
+        raise CheckpointError(f"{path / MARKER}: has digests of other files than it names; choose another checkpoint")
+    for name, digest in ends.items():
+        if digest_of_end(path / name) != digest:
+            raise CheckpointError(
+                f"{path / name}: is not the file that was written with {MARKER}: damaged, or of another checkpoint; put that "
+                "file back, or choose another checkpoint"
+            )
+    return files
+
+
+def write_marker(folder: Path, **facts: str) -> None:
+    """Say that all files which are in a folder now are complete, and which they are; `facts` stand beside them."""
+    files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    sizes = {name: path.stat().st_size for name, path in names.items()}
+    ends = {name: digest_of_end(path) for name, path in names.items()}
+    write_json(folder / MARKER, {**facts, "files": sizes, "ends": ends})
+
+
 def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
     """Make what the ranks of this folder have written a checkpoint, in place of an older one of that name.
 
@@ -202,14 +238,12 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
             f"{partial}: has no {', '.join(missing)}, which ranks that write into this folder should have written"
         )
     with as_save_error(final):
-        files = [path for path in sorted(partial.glob("[!.]*")) if path.is_file() and path.name != MARKER]
-        sizes = {path.name: path.stat().st_size for path in files}
-        write_json(partial / MARKER, {"files": sizes})
+        write_marker(partial)
         replaced = mark_deleted(final)  # the old one goes once the new one has its marker: `recover` finds that
         partial.rename(final)
         flush(final.parent)
         if replaced is not None:
-            shutil.rmtree(replaced)
+            remove(replaced)
 
 
 def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
@@ -240,12 +274,12 @@ def recover(folder: Path) -> list[Path]:
         final = folder / partial.name.removeprefix(SAVING)
         with contextlib.suppress(CheckpointError):
             if (partial / MARKER).is_file():
-                check_sizes(partial)
+                check_content(partial)
             finish(partial, final, read_state(partial).ranks_here)
             recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):
-            shutil.rmtree(path)
+            remove(path)
     return recovered
 
 
@@ -273,7 +307,7 @@ def prune_exports(
 ) -> None:
     """The same of exports `step_N`, by the time they were written: a run that was resumed at an earlier step may have left
     some of later steps. One of another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
-    found = [file for file in folder.glob(f"step_*/{export_file}") if re.fullmatch(r"step_\d+", file.parent.name)]
+    found = [file for file in folder.glob(f"step_*/{export_file}") if is_checkpoint_name(file.parent.name)]
     found.sort(key=lambda file: (file.stat().st_mtime_ns, checkpoint_step(file.parent)))
     prune([file.parent for file in found], keep, spared)
 
@@ -290,16 +324,15 @@ def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) 
 def delete_folder(path: Path) -> None:
     """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
     if (doomed := mark_deleted(path)) is not None:
-        shutil.rmtree(doomed)
+        remove(doomed)
 
 
 def mark_deleted(path: Path) -> Path | None:
     """Give a folder, where there is one, the name of what is being deleted."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     doomed = path.with_name(f"{DELETING}{path.name}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    remove(doomed)
     return path.rename(doomed)
 
 

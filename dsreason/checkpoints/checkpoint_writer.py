@@ -266,7 +266,7 @@ class CheckpointWriter:
             free = shutil.disk_usage(partial).free
         if needed <= free:
             return
-        remove(partial)
+        give_up(partial)
         raise SaveError(
             f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
             "checkpoints are as they were. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
@@ -288,7 +288,7 @@ class CheckpointWriter:
         self.writing = None
         concurrent.futures.wait([writing.future])
         barrier()
-        on_one_rank_per_folder(self.world, lambda: remove(writing.partial))
+        on_one_rank_per_folder(self.world, lambda: give_up(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
@@ -317,7 +317,7 @@ def outcome(future: Future[None]) -> str | None:
     return "" if error is None else f"{type(error).__name__}: {error}".strip()
 
 
-def remove(partial: Path) -> None:
+def give_up(partial: Path) -> None:
     """What was written of a checkpoint that failed; where even that fails, the next start does it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)

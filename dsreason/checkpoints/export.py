@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.adapter import Merge, adapter_weights, write_adapter
-from dsreason.checkpoints.checkpoint_folder import SavedAdapter, check_sizes, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import SavedAdapter, check_content, read_checkpoint
 from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.merged import unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.families import family_of
+from dsreason.files.disk import remove
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 from dsreason.models.load import model_config
 
@@ -92,9 +93,10 @@ def appearing_folder(output: Path) -> Iterator[Path]:
     Raises:
         SaveError: it cannot be written; nothing of it stays.
     """
+    output = output.resolve() if output.is_dir() else output  # a link to where there is room stays one
     partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        remove(partial)
         partial.mkdir(parents=True)
         yield partial
         if output.exists():
@@ -237,7 +239,7 @@ def export_checkpoint(
         scores: of evaluations, for the model card.
     """
     saved = read_checkpoint(checkpoint)
-    check_sizes(checkpoint)
+    check_content(checkpoint)
     dtype = saved.precision if dtype == "auto" else dtype
     run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)

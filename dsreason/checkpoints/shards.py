@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -24,7 +25,7 @@ from dsreason.job.launch import environment
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
-    *(LookupError, ValueError, TypeError, AttributeError),
+    *(LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError),
 )
 """What reading a damaged file, or one with other content than a checkpoint's, may raise."""
 
@@ -51,9 +52,15 @@ def checkpoint_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool =
     ranks = range(saved.world_size)
     if len(saved.ranks_here) < len(ranks):
         check_written(checkpoint, len(ranks), ranks, "copy what the others have in that folder into this one")
-    try:
+    with inconsistent_where_unreadable(checkpoint):
         for name, pieces, shape in sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
             yield hf_name(name), assemble(pieces, shape)
+
+
+@contextlib.contextmanager
+def inconsistent_where_unreadable(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
     except UNREADABLE as cause:
         raise CheckpointError(
             f"{checkpoint}: its files are inconsistent ({type(cause).__name__}: {cause}); choose another checkpoint"
@@ -89,12 +96,19 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
 
     Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
     """
+    if (found := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
+        raise CheckpointError(
+            f"{checkpoint}: has *_optim_states.pt of {found} ranks, and {saved.world_size} have written it; move those of other "
+            "checkpoints away"
+        )
     for rank in range(saved.world_size):
-        model = load_model_file(checkpoint, rank, saved.zero_stage)
-        shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
-        mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
-        names = {name for named in (*shapes, *mappings) for name in named}
-        if foreign := sorted(names - saved.parameters.keys()):
+        with inconsistent_where_unreadable(checkpoint):
+            model = load_model_file(checkpoint, rank, saved.zero_stage)
+            shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
+            mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
+            names = {name for named in (*shapes, *mappings) for name in named}
+            foreign = sorted(names - saved.parameters.keys())
+        if foreign:
             raise CheckpointError(
                 f"{checkpoint}: the files of rank {rank} hold {foreign[0]!r}, which {len(saved.parameters)} parameters of "
                 "trainer_state.json do not name; choose another checkpoint"
@@ -106,7 +120,9 @@ def untrained(saved: SavedRun) -> list[str]:
 
 
 def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
-    """Rank by rank, without the padding at the end."""
+    """Rank by rank, without the padding at the end. ValueError for one that says more numbers than its file has."""
+    if any(piece.nbytes > piece.untyped_storage().nbytes() for piece in slices):
+        raise ValueError(f"its parts of a parameter of shape {list(shape)} are larger than their files")
     return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
 
 
@@ -148,11 +164,21 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
     found = sorted(checkpoint.glob(pattern))
     if not found:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
+    if len(found) > 1:
+        raise CheckpointError(f"{found[0]}: stands beside {found[1].name}; move the one of another checkpoint away")
     try:
+        check_stored(found[0])
         with safe_loading():
             loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
-    except UNREADABLE as cause:
+    except (*UNREADABLE, BadZipFile) as cause:
         raise CheckpointError(f"{found[0]}: cannot be read ({cause}); choose another checkpoint") from cause
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{found[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
     return loaded
+
+
+def check_stored(file: Path) -> None:
+    """ValueError for a file with compressed parts, which torch never writes: a few bytes may become any number."""
+    with ZipFile(file) as archive:
+        if packed := [part.filename for part in archive.infolist() if part.compress_type != ZIP_STORED]:
+            raise ValueError(f"{packed[0]:.80} in it is compressed")

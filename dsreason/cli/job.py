@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -193,11 +192,11 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir
-    started = time.time()
+    before = _checkpoints_in(output_dir)
     say(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
     with launch.when_stopped("no step was under way, what is saved stays, and --resume auto continues"):
         launch.start_ranks(
-            lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, started)),
+            lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
             ranks=ranks,
             log_dir=output_dir / "logs",
             max_restarts=job.max_restarts,
@@ -223,23 +222,29 @@ def _run_rank(job: Job[C], config: C) -> Path | None:
         hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
         if launch.started_by_torchrun():  # it may start the ranks again
             output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.trainer.name))))
-            started = float(launch.agreed("started", str(time.time())))
-            resume = _resume_at(launch.attempt(), resume, output_dir, started)
+            before = json.loads(launch.agreed("checkpoints", json.dumps(_checkpoints_in(output_dir))))
+            resume = _resume_at(launch.attempt(), resume, output_dir, before)
         job.trainer.run(config, output_dir, resume)
     return output_dir
 
 
-def _resume_at(attempt: int, resume: str | None, output_dir: Path, started: float) -> str | None:
-    """What an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
-    asked for: later checkpoints of an earlier job are not what `--resume PATH` wants."""
-    if attempt == 0 or resume == "auto":
-        return resume
-    if resume is not None:
-        from dsreason.checkpoints.checkpoint_folder import find_checkpoint
+def _checkpoints_in(output_dir: Path) -> dict[str, int]:
+    """The complete checkpoints of a run, and what tells each from a later one of its name."""
+    from dsreason.checkpoints.checkpoint_folder import MARKER, complete_checkpoints
 
-        newest = find_checkpoint(output_dir / "checkpoints")
-        if newest is None or newest.stat().st_mtime < started:
-            return resume
+    found = complete_checkpoints(output_dir / "checkpoints")
+    return {path.name: (path / MARKER).stat().st_ino for path in found}
+
+
+def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, int]) -> str | None:
+    """What an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
+    asked for: those `before`, of an earlier job, are not what `--resume PATH` wants. No clock tells which these are."""
+    if (
+        attempt == 0
+        or resume == "auto"
+        or (resume is not None and not _checkpoints_in(output_dir).items() - before.items())
+    ):
+        return resume
     return "auto"
 
 

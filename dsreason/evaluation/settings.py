@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from dsreason.config.load import dump_config
 from dsreason.config.output import run_record
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
+from dsreason.files.disk import remove
 from dsreason.job.record import git_state, versions
 
 COMPARED = ("evaluation", "generation", "vision")
@@ -96,9 +96,16 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
         settings = same_settings(read_json(file), settings, folder)
     for old in replaced:
-        shutil.rmtree(old, ignore_errors=True)
+        delete(old)
     record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
+
+
+def delete(folder: Path) -> None:
+    try:
+        remove(folder)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be deleted ({error.strerror}); give another results_dir") from error
 
 
 def has_answers(file: Path) -> bool:

@@ -6,12 +6,14 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 * 1024**2
 """Of a small file of ours: a lock, a marker, what a run remembers."""
+END_BYTES = 64 * 1024
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a folder",
@@ -25,6 +27,16 @@ def sha256_of(file: Path) -> str:
     """In hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def digest_of_end(file: Path) -> str:
+    """SHA-256 of the last 64 KiB, in hexadecimal digits: one read, however long the file is.
+
+    A zip archive, which torch writes, ends with a checksum of each of its parts: it differs wherever the archive does.
+    """
+    with file.open("rb") as content:
+        content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
+        return hashlib.sha256(content.read()).hexdigest()
 
 
 def read_small(file: Path) -> bytes:
@@ -47,6 +59,14 @@ def check_regular(opened: int | Path, file: Path) -> None:
     mode = os.stat(opened).st_mode
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(file))
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, a file or a link, where there is one; where a link leads, all stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def existing_part(path: Path) -> Path:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dsreason.errors import ConfigError
 from dsreason.job.failures import CRASH_LOG, crash_text
 from dsreason.screen import write
 from dsreason.secrets import HidingFormatter
@@ -70,6 +73,10 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
     """
     path = output_dir / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(
+            f"{path}: is no file, which the log is appended to; remove it, or choose another output folder"
+        )
     to_file = logging.FileHandler(path)
     to_screen = ScreenHandler()
     to_screen.addFilter(lambda record: is_for_screen(record, rank))

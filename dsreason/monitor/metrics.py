@@ -237,7 +237,7 @@ def open_wandb(
     id_file = output_dir / "wandb" / "run_id"
     id_file.parent.mkdir(exist_ok=True)
     if not (resumed and id_file.exists()):
-        id_file.write_text(uuid.uuid4().hex[:8])
+        write_file(id_file, uuid.uuid4().hex[:8])
     run = wandb.init(
         project=config.wandb_project,
         name=config.wandb_name or re.sub(r"\W+", "-", output_dir.name),

@@ -11,7 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, check_complete, check_sizes, complete_checkpoints, read_json
+from dsreason.checkpoints.checkpoint_folder import (
+    MARKER,
+    check_complete,
+    check_content,
+    complete_checkpoints,
+    read_json,
+)
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
 
@@ -88,12 +94,19 @@ def is_logs(folder: Path) -> bool:
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
-    """A copy in `place` of what the ranks logged, with `BESIDE_LOGS` in the same folder."""
+    """A copy in `place` of what the ranks logged, with `BESIDE_LOGS` in the same folder.
+
+    CheckpointError for a link in them that leads elsewhere. These folders themselves may be links.
+    """
     copy = place / LOGS
+    check_links(folder)
     shutil.copytree(folder, copy, symlinks=True)
     for name in BESIDE_LOGS:
         beside = folder.parent / name
+        if beside.is_file():
+            check_link(beside, folder.parent)
         if beside.is_dir():
+            check_links(beside)
             shutil.copytree(beside, copy / name, symlinks=True)
         elif beside.is_file():
             shutil.copyfile(beside, copy / name)
@@ -113,7 +126,7 @@ def open_package(folder: Path) -> Package:
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
         check_complete(folder)
-        return Package(folder, check_sizes(folder), MARKER)  # what was added later (`universal/`) can be made again
+        return Package(folder, check_content(folder), MARKER)  # what was added later (`universal/`) can be made again
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
@@ -141,9 +154,13 @@ def open_export(folder: Path) -> Package:
 def check_links(folder: Path) -> None:
     """CheckpointError for a link that leads out of the folder: what lies elsewhere is not what was to be uploaded."""
     for path in folder.rglob("*"):
-        target = Path(os.path.realpath(path))
-        if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
-            raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
+        check_link(path, folder)
+
+
+def check_link(path: Path, folder: Path) -> None:
+    target = Path(os.path.realpath(path))
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
+        raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
 
 
 def written_at(folder: Path) -> int:

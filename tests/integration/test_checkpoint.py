@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsreason.checkpoints.checkpoint_folder import write_marker
 from dsreason.errors import CheckpointError
 from tests.distributed import run_on_ranks
 from tests.integration.test_engine import (
@@ -197,9 +197,7 @@ class Planted:
 
 def plant_code(path: Path, file: Path) -> None:
     torch.save(Planted(), file)
-    marker = json.loads((path / "COMPLETE").read_text())
-    marker["files"][file.name] = file.stat().st_size
-    (path / "COMPLETE").write_text(json.dumps(marker))
+    write_marker(path)
 
 
 def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_why(
@@ -211,7 +209,9 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_why(
     texts = per_rank[0]
     assert "missing/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: is missing" in texts["missing"]
     assert "truncated/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: has" in texts["truncated"]
-    assert "garbled/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot be read" in texts["garbled"]
+    assert (
+        "garbled/step_1/zero_pp_rank_1_mp_rank_00_optim_states.pt: is not the file that was written" in texts["garbled"]
+    )
     assert "is not a complete checkpoint (COMPLETE is missing)" in texts["unmarked"]
     assert "Weights only load failed" in texts["pickle"]
     assert "frozen in the checkpoint, trained now: frozen.bias, frozen.weight" in texts["freeze"]

@@ -13,6 +13,7 @@ from PIL import Image
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
+from dsreason.files.atomic import write_file
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
 from dsreason.rewards.scoring import Scorer, Scores
@@ -81,7 +82,7 @@ class ValidationResult:
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """JSON lines, in a folder that is made where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def describe(prompt: str, completion: str, reference: str | None, correct: bool | None) -> str:

@@ -19,6 +19,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import JobConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
+from dsreason.files.atomic import draft_of, write_file
 from dsreason.job.ranks import World, errors_on_all_ranks
 
 log = logging.getLogger(__name__)
@@ -104,9 +105,10 @@ class FiniteCheck:
         file = folder / f"rank_{self.world.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, file.with_suffix(".safetensors"))
+            with draft_of(file.with_suffix(".safetensors")) as draft:
+                save_file(tensors, draft)
             text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
-            file.with_suffix(".json").write_text(text, encoding="utf-8")
+            write_file(file.with_suffix(".json"), text)
         except (OSError, SafetensorError) as error:
             raise SaveError(
                 f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}"

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
-from dsreason.checkpoints.checkpoint_folder import check_sizes, choose_checkpoint, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import check_content, choose_checkpoint, read_checkpoint
 from dsreason.config.deepspeed import shown, trial_settings, zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
@@ -114,7 +114,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
         saved = read_checkpoint(checkpoint)
-        check_sizes(checkpoint)
+        check_content(checkpoint)
         check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
     return checkpoint
 

@@ -17,6 +17,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
 from dsreason.families import family_of
+from dsreason.files.disk import remove
 from dsreason.job.ranks import World, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -70,4 +71,9 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
     reference.load(folder, family_of(reference.engine.module.model.config.model_type).rename)
     own = output_dir / "reference" / folder.name
     if own.resolve() != folder:
-        on_rank_zero(lambda: shutil.copytree(folder, own, dirs_exist_ok=True))
+
+        def copy() -> None:
+            remove(own)
+            shutil.copytree(folder, own)
+
+        on_rank_zero(copy)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import SavedRun, check_sizes, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import SavedRun, check_content, read_checkpoint
 from dsreason.checkpoints.export import appearing_folder, check_target_empty, parse_size, write_weights
 from dsreason.checkpoints.model_card import CARD, model_card, recorded
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
@@ -109,7 +109,7 @@ def copy_pipeline(source: Path, output: Path) -> None:
 def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:
     """Write the weights of a saved checkpoint as `write_export` does; one process, no model and no ranks needed."""
     saved = read_checkpoint(checkpoint)
-    check_sizes(checkpoint)
+    check_content(checkpoint)
     check_target_empty(output)
     lora = saved.state.extra.get("lora")
     tensors = saved_tensors(checkpoint, saved, with_frozen=lora is None)

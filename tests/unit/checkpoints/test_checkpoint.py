@@ -145,7 +145,9 @@ def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: 
     """A checkpoint whose job of `ranks` ranks was killed after `written` of them had written theirs."""
     partial = folder / f".saving_step_{step}"
     partial.mkdir(parents=True)
-    (partial / "trainer_state.json").write_text(json.dumps(asdict(saved_run(world_size=ranks))))
+    (partial / "trainer_state.json").write_text(
+        json.dumps(asdict(saved_run(state=TrainerState(step), world_size=ranks)))
+    )
     (partial / ".rng_rank_1.safetensors").write_text("half")
     for rank in range(written):
         (partial / f"rng_rank_{rank}.safetensors").write_text("numbers")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,15 +19,18 @@ import torch
 from dsreason.checkpoints.checkpoint import make_universal
 from dsreason.checkpoints.checkpoint_folder import (
     TrainerState,
+    check_content,
     check_sizes,
     choose_checkpoint,
+    delete_folder,
     read_checkpoint,
     read_state,
     recover,
+    write_marker,
 )
 from dsreason.checkpoints.export import export_checkpoint
 from dsreason.checkpoints.rng import load_rng_state
-from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
+from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, checkpoint_tensors
 from dsreason.errors import CheckpointError
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
@@ -342,3 +348,113 @@ def test_random_damage_is_an_error_or_harmless(checkpoint: Path) -> None:
                 assert "step_1" in str(error)
 
     guarded(read_damaged)
+
+
+def compressed(folder: Path) -> None:
+    """As torch.save writes, with parts that are a thousand times what they take."""
+    buffer, file = io.BytesIO(), folder / RANK1
+    torch.save({"optimizer_state_dict": {"fp32_flat_groups": [torch.zeros(10**6)]}}, buffer)
+    with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in sound.namelist():
+            packed.writestr(name, sound.read(name))
+
+
+def test_a_compressed_file_is_refused_unread(checkpoint: Path) -> None:
+    compressed(checkpoint)
+    refused(lambda: tensors(checkpoint), CheckpointError, RANK1, "data.pkl in it is compressed")
+
+
+def test_a_tensor_of_more_numbers_than_its_file_has_is_not_filled() -> None:
+    many = torch.zeros(4).as_strided([10**12], [0])
+    with pytest.raises(ValueError, match="are larger than their files"):
+        assemble([many], torch.Size([10**12]))
+
+
+@pytest.mark.parametrize("content", [{}, {"optimizer_state_dict": [1]}, {"optimizer_state_dict": None}])
+def test_the_converter_does_not_meet_a_state_of_another_kind(checkpoint: Path, content: Any) -> None:
+    write(RANK1, content)(checkpoint)
+    refused(lambda: make_universal(checkpoint, read_state(checkpoint)), CheckpointError, "step_1", "are inconsistent")
+
+
+@pytest.fixture
+def two(checkpoint: Path, saved: dict[str, Any]) -> tuple[Path, Path]:
+    """Complete checkpoints of two steps, whose files have the same sizes."""
+    write_marker(checkpoint)
+    later = checkpoint.with_name("step_2")
+    shutil.copytree(checkpoint, later)
+    for rank in range(2):
+        torch.save(optimizer_state(rank + 7), later / OPTIMIZER.format(rank))
+        for folder in (checkpoint, later):
+            (folder / f"rng_rank_{rank}.safetensors").write_bytes(folder.name.encode())
+            (folder / f"average_ema_rank_{rank}.safetensors").write_bytes(bytes(10**5) + folder.name.encode())
+    (later / "trainer_state.json").write_text(json.dumps(saved | {"state": {"step": 2, "model_path": "base"}}))
+    for folder in (checkpoint, later):
+        write_marker(folder)
+        check_content(folder)
+    return checkpoint, later
+
+
+OF_ANOTHER = [
+    *([OPTIMIZER.format(rank)] for rank in range(2)),
+    [OPTIMIZER.format(rank) for rank in range(2)],
+    ["rng_rank_1.safetensors"],
+    ["average_ema_rank_0.safetensors"],
+    ["trainer_state.json"],
+    ["COMPLETE"],
+    ["COMPLETE", "trainer_state.json"],
+    ["COMPLETE", OPTIMIZER.format(0)],
+]
+
+
+@pytest.mark.parametrize("names", OF_ANOTHER, ids="+".join)
+def test_files_of_another_step_are_seen_where_their_sizes_are_the_same(
+    two: tuple[Path, Path], names: list[str]
+) -> None:
+    one, later = two
+    for name in names:
+        assert (one / name).stat().st_size == (later / name).stat().st_size
+        shutil.copyfile(one / name, later / name)
+    with pytest.raises(CheckpointError, match=rf"{later}/\S+: is not the file that was written with COMPLETE"):
+        check_content(later)
+    with pytest.raises(CheckpointError, match=str(later)):
+        export_checkpoint(later, later.parent / "out")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(two: tuple[Path, Path]) -> None:
+    renamed = two[1].rename(two[1].with_name("step_9"))
+    for use in (read_checkpoint, lambda folder: export_checkpoint(folder, folder.parent / "out")):
+        with pytest.raises(CheckpointError, match="step_9: holds the checkpoint of step 2.* the name step_2 again"):
+            use(renamed)
+
+
+def test_files_that_another_number_of_ranks_left_do_not_reach_the_converter(two: tuple[Path, Path]) -> None:
+    shutil.copyfile(two[0] / OPTIMIZER.format(1), two[1] / OPTIMIZER.format(2))
+    with pytest.raises(CheckpointError, match="has .* of 3 ranks, and 2 have written it"):
+        check_names(two[1], read_state(two[1]))
+
+
+def test_of_two_files_of_a_rank_none_is_taken(two: tuple[Path, Path]) -> None:
+    shutil.copyfile(two[0] / RANK1, two[1] / RANK1.removeprefix("bf16_"))
+    with pytest.raises(CheckpointError, match=f"{RANK1}: stands beside {RANK1.removeprefix('bf16_')}"):
+        tensors(two[1])
+
+
+@pytest.mark.parametrize("ends", [[], {"trainer_state.json": "x"}, "all"])
+def test_digests_of_another_kind_are_refused(two: tuple[Path, Path], ends: Any) -> None:
+    marker = two[1] / "COMPLETE"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"ends": ends or [1]}))
+    with pytest.raises(CheckpointError, match=f"{marker}: has digests of other files"):
+        check_content(two[1])
+
+
+def test_a_checkpoint_of_before_there_were_digests_is_complete(checkpoint: Path) -> None:
+    assert len(check_content(checkpoint)) == 5
+
+
+@pytest.mark.parametrize("link", ["step_1", ".saving_step_3", ".deleting_step_3"])
+def test_what_is_deleted_is_a_link_and_not_where_it_leads(here: Path, link: str) -> None:
+    for target in (here.parent / "outside", here / "nowhere"):
+        (here / link).symlink_to(target)
+        recover(here)
+        delete_folder(here / "step_1")
+        assert [path.name for path in here.iterdir()] == []

@@ -1,0 +1,117 @@
+"""Links in the folder of a run or of results: nothing elsewhere is overwritten, deleted or sent because of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsreason.checkpoints.export import appearing_folder
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.evaluation.settings import delete
+from dsreason.files.disk import remove
+from dsreason.job.logs import setup_logs
+from dsreason.monitor.metrics import StepLines
+from dsreason.storage.package import opened_package
+from dsreason.train.common.answers import write_rows
+
+
+@pytest.fixture
+def flag(here: Path) -> Path:
+    """A file of somebody else, which every test must leave as it is."""
+    return here.parent / "outside" / "flag"
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in set(root.handlers) - set(before):
+        handler.close()
+    root.handlers = before
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "rows": lambda file: write_rows(file, [{"a": 1}]),
+    "metrics": lambda file: StepLines(file, resume_step=None).add(1, {"a": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_takes_the_place_of_a_link(name: str, here: Path, flag: Path) -> None:
+    (here / "file.jsonl").symlink_to(flag)
+    WRITERS[name](here / "file.jsonl")
+    assert not (here / "file.jsonl").is_symlink()
+    assert (here / "file.jsonl").read_text().startswith("{")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder"])
+@pytest.mark.usefixtures("own_handlers")
+def test_a_log_is_appended_to_a_file_only(kind: str, here: Path, flag: Path) -> None:
+    log = here / "logs" / "rank_0.log"
+    log.parent.mkdir()
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: log.symlink_to(flag),
+        "dangling": lambda: log.symlink_to(flag.with_name("new")),
+        "fifo": lambda: os.mkfifo(log),
+        "folder": log.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(ConfigError, match="rank_0.log: is no file, which the log is appended to; remove it"):
+        setup_logs(here, 0)
+
+
+@pytest.mark.parametrize("inside", [".", "file", "folder"])
+def test_what_is_deleted_is_the_link(inside: str, here: Path, flag: Path) -> None:
+    place = here / "results"
+    if inside == ".":
+        place.symlink_to(flag.parent)
+    else:
+        place.mkdir()
+        (place / "link").symlink_to(flag if inside == "file" else flag.parent)
+    delete(place)
+    assert not os.path.lexists(place)
+
+
+def test_nothing_is_deleted_where_there_is_nothing(here: Path) -> None:
+    remove(here / "nothing")
+
+
+def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, flag: Path) -> None:
+    (here / "disk" / "empty").mkdir(parents=True)
+    (here / "export").symlink_to(here / "disk" / "empty")
+    with appearing_folder(here / "export") as partial:
+        (partial / "config.json").write_text("{}")
+    assert (here / "export").is_symlink()
+    assert (here / "disk" / "empty" / "config.json").exists()
+
+
+def test_an_export_is_not_written_into_a_link_at_its_temporary_name(here: Path, flag: Path) -> None:
+    (here / ".final.partial").symlink_to(flag.parent)
+    with appearing_folder(here / "final") as partial:
+        (partial / "config.json").write_text("{}")
+    assert [path.name for path in here.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("link", ["metrics.jsonl", "config.json", "tensorboard/events", "logs/rank_1.log"])
+def test_logs_are_not_sent_with_what_a_link_in_them_leads_to(link: str, here: Path, flag: Path) -> None:
+    for folder in ("logs", "tensorboard"):
+        (here / folder).mkdir()
+    (here / "metrics.jsonl").write_text("{}")
+    (here / link).unlink(missing_ok=True)
+    (here / link).symlink_to(flag)
+    with pytest.raises(CheckpointError, match=f"{here / link}: is a link to {flag}"), opened_package(here / "logs"):
+        pytest.fail("it was copied")
+
+
+def test_logs_are_sent_where_their_folder_is_a_link_that_a_person_made(here: Path) -> None:
+    (here / "disk").mkdir()
+    (here / "disk" / "rank_0.log").write_text("x")
+    (here / "logs").symlink_to("disk")
+    (here / "metrics.jsonl").write_text("{}")
+    with opened_package(here / "logs") as package:
+        assert package.files == {"rank_0.log": 1, "metrics.jsonl": 2}
