@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from dsreason.errors import ConfigError
+
 MOST_BYTES = 64 * 1024**2
 """Of a small file of ours: a lock, a marker, what a run remembers."""
 KINDS = {
@@ -47,6 +49,15 @@ def check_regular(opened: int | Path, file: Path) -> None:
     mode = os.stat(opened).st_mode
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(file))
+
+
+def check_utf8(folder: Path) -> Path:
+    """The folder; ConfigError where its name is other bytes, which libraries that write tokenizers and weights refuse late."""
+    try:
+        os.fspath(folder).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{folder}: the name is not UTF-8; choose another folder") from None
+    return folder
 
 
 def existing_part(path: Path) -> Path:
