@@ -115,8 +115,9 @@ def sparse(file: Path) -> Path:
 
 
 def test_a_file_that_is_read_whole_has_a_size(here: Path) -> None:
-    refused(lambda: JsonListRows(sparse(here / "a.json")), DataError, "a.json: has 10737418240 bytes", "as .jsonl")
-    refused(lambda: read_world_prompts(str(sparse(here / "a.txt"))), DataError, "a.txt: has 10737418240 bytes")
+    rows, prompts = sparse(here / "a.json"), sparse(here / "a.txt")
+    refused(lambda: JsonListRows(rows), DataError, "a.json: has 10737418240 bytes", "as .jsonl")
+    refused(lambda: read_world_prompts(str(prompts)), DataError, "a.txt: has 10737418240 bytes")
     refused(lambda: read_prompts(None, Path("/dev/zero")), ConfigError, "--prompt-file /dev/zero: is larger than")
 
 
