@@ -130,6 +130,13 @@ def is_set(value: Any) -> bool:
     return value is not None and value != "" and not isinstance(value, bool)
 
 
+class VisibleRecord(logging.LogRecord):
+    """Of a log: libraries have handlers of their own, which print a message as it is."""
+
+    def getMessage(self) -> str:
+        return as_message(hide_secrets(super().getMessage()))
+
+
 class HidingFormatter(logging.Formatter):
     """Of log lines: neither message nor traceback shows a secret or acts on the terminal, and no message begins a line."""
 

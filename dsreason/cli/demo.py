@@ -18,7 +18,7 @@ from dsreason.cli import grpo, sft, world
 from dsreason.cli.eval import RECIPE
 from dsreason.cli.export import export
 from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
-from dsreason.config.load import load_config
+from dsreason.config.load import as_toml, load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
@@ -83,7 +83,7 @@ def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> N
     with announce_stage(1, started, STAGES):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
-    changes = (*changes, f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}")
+    changes = (*changes, f"model.path={as_toml(str(folder / 'sft' / 'export' / 'final'))}")
     job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
     with announce_stage(2, started, STAGES):
         run_job(job, ranks_on_cpu=ranks_on_cpu)
@@ -100,7 +100,7 @@ def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> N
 def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
     """A model that makes clips: partly wrong captions, and rewards that repair what came of them, in two ways."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
-    started, start = time.monotonic(), f"model.path={json.dumps(str(folder / 'sft' / 'export' / 'final'))}"
+    started, start = time.monotonic(), f"model.path={as_toml(str(folder / 'sft' / 'export' / 'final'))}"
     for number, (name, recipe) in enumerate(WORLD_RECIPES.items(), 1):
         overrides = changes if name == "sft" else (*changes, start)
         job = Job(world.TRAINER, config=recipe, overrides=overrides, output_dir=folder / name, nproc=nproc)
@@ -133,7 +133,7 @@ def evaluate_export(folder: Path) -> Path:
     from dsreason.evaluation.report.report import write_reports
     from dsreason.evaluation.run import evaluate
 
-    changes = [f"model.path={json.dumps(str(folder / 'export'))}", f"results_dir={json.dumps(str(folder / 'results'))}"]
+    changes = [f"model.path={as_toml(str(folder / 'export'))}", f"results_dir={as_toml(str(folder / 'results'))}"]
     results, _ = evaluate(load_config(EvalConfig, HELD_OUT, changes, default_recipe=RECIPE))
     write_reports(results)
     return results

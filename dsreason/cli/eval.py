@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from dsreason.checkpoints.checkpoint_folder import newer_checkpoint
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
 from dsreason.config.keys import split_unknown
-from dsreason.config.load import load_config, read_config, read_values
+from dsreason.config.load import as_toml, load_config, read_config, read_values
 from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_world import WorldConfig
@@ -96,7 +95,7 @@ def evaluate(
     }
     asked = question_overrides(dataset or [], data, adapter, named=names_datasets(config))
     changes = [*asked, *model_overrides(model, server)]
-    changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    changes += [f"{key}={as_toml(value)}" for key, value in given.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     if launch.is_rank():
         with quick_imports():
@@ -211,7 +210,7 @@ def evaluate_world(
 ) -> None:
     """Sample and score the held-out prompts on every GPU, and report."""
     if model is not None:
-        changes = [f"model.path={json.dumps(exported(model))}", *changes]
+        changes = [f"model.path={as_toml(exported(model))}", *changes]
     config = read_values(WorldConfig, source.values, source.name, changes)
     check_unmasked(config, source.name)
     with quick_imports():
@@ -275,7 +274,7 @@ def question_overrides(datasets: list[str], data: str | None, adapter: str | Non
                 f"--dataset {datasets[0]} names a benchmark folder, and --data {data} is read as rows; leave one out"
             )
         rows = {"adapter": adapter or "jsonl"} | ({"path": data} if data is not None else {})
-        pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in rows.items())
+        pairs = ", ".join(f"{key} = {as_toml(value)}" for key, value in rows.items())
         return ["datasets=[]", f"sources=[{{{pairs}}}]"]
     if data is not None:
         if not Path(data).is_dir():
@@ -285,10 +284,10 @@ def question_overrides(datasets: list[str], data: str | None, adapter: str | Non
                 f"--data {data}: has no <name>/<name>_benchmark_qa_pairs.json in it or in {data}/benchmark; give --adapter, "
                 "if these are rows of another kind"
             )
-        changes.append(f"data_dir={json.dumps(data)}")
+        changes.append(f"data_dir={as_toml(data)}")
         datasets = datasets or ([] if named else benchmarks_in(Path(data)))
     if datasets:
-        changes += [f"datasets={json.dumps(datasets)}", "sources=[]"]
+        changes += [f"datasets={as_toml(datasets)}", "sources=[]"]
     return changes
 
 
@@ -307,7 +306,7 @@ def model_overrides(model: str | None, server: str | None) -> list[str]:
     """The overrides that say who answers: what the command line names replaces what the file does."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
-    return [] if model is None and server is None else ["server.url=null", f"model.path={json.dumps(model)}"]
+    return [] if model is None and server is None else ["server.url=null", f"model.path={as_toml(model)}"]
 
 
 def arguments(config: Path | None, changes: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ import typer
 
 from dsreason import train
 from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
-from dsreason.config.load import dump_config
+from dsreason.config.load import as_toml, dump_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.cosmos_rl.loading import load_run
@@ -152,9 +152,9 @@ def load_job(job: Job[C]) -> C:
         say(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
     overrides = list(job.overrides)
     if job.ds_config is not None:
-        overrides.append(f"deepspeed={json.dumps(job.ds_config)}")
+        overrides.append(f"deepspeed={as_toml(job.ds_config)}")
     if job.output_dir is not None:
-        overrides.append(f"output_dir={json.dumps(str(job.output_dir))}")
+        overrides.append(f"output_dir={as_toml(str(job.output_dir))}")
     trainer = job.trainer
     config, imported = load_run(trainer.name, trainer.schema, job.config, overrides, default_recipe=trainer.recipe)
     if imported is not None and speaks:

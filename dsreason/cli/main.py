@@ -20,7 +20,7 @@ from dsreason.errors import Stopped
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
 from dsreason.screen import outlive_terminal, say, write
-from dsreason.secrets import HidingFormatter
+from dsreason.secrets import HidingFormatter, VisibleRecord
 
 app = typer.Typer(
     help="Train reasoning vision-language models with DeepSpeed ZeRO-3.",
@@ -67,6 +67,7 @@ def main() -> None:
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
+    logging.setLogRecordFactory(VisibleRecord)
     threading.excepthook = lambda raised: write(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:

@@ -213,6 +213,11 @@ def parse_override(text: str) -> Override:
     return Override(text, tuple(int(part) if part.isdecimal() else part for part in parts), parse_value(value.strip()))
 
 
+def as_toml(value: Any) -> str:
+    """A value as `--set` takes it: JSON, but TOML has no pairs of surrogates, as which JSON may write an emoji."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def parse_value(text: str) -> Any:
     """A TOML value, `null` for "unset", or else the text itself. ConfigError where a list or table is broken TOML."""
     if text == "null":

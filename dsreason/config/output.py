@@ -15,7 +15,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part
+from dsreason.files.disk import check_utf8, existing_part, read_small
 from dsreason.files.lock import check_not_in_use
 from dsreason.secrets import hidden
 
@@ -63,7 +63,7 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     Raises:
         ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
     """
-    _check_writable(folder)
+    _check_writable(check_utf8(folder))
     check_not_in_use(folder)
     if resume is None:
         found = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
@@ -99,7 +99,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError, RecursionError: it cannot be read, or is not one of a run.
     """
-    record = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    record = json.loads(read_small(folder / CONFIG_FILE))
     if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
         raise ValueError('it has no object "config"')
     return record

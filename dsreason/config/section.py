@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+LARGEST_NUMBER = 2**53
+"""Of whole numbers: torch takes none of more than 64 bits as a seed, and JSON readers round above this one."""
 
 
 class Section(BaseModel):
@@ -13,6 +17,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def check_extent(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+            raise ValueError(f"{value} is beyond {LARGEST_NUMBER}, the largest whole number that is taken; lower it")
+        return value
 
     def differing(self) -> list[str]:
         """Names of the fields that were given another value than the default, which is what a written configuration repeats."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import datasets
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+MAX_LIST_BYTES = 4 * 1024**3
 MAX_LINE_BYTES = 1 << 28
 """A row of 256 MiB; a line that does not end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
@@ -75,6 +76,11 @@ class JsonListRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
+        if (size := path.stat().st_size) > MAX_LIST_BYTES:
+            raise DataError(
+                f"{path}: has {size} bytes; a JSON list is read whole, and may have {MAX_LIST_BYTES}: write one row a line, "
+                "as .jsonl"
+            )
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:

@@ -28,6 +28,7 @@ from dsreason.datasets.builtin_scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
 from dsreason.files.atomic import build_once
 from dsreason.files.cache import cache_dir, cache_errors
+from dsreason.files.disk import json_object
 
 VERSION = 2
 """Raise it when the same seed gives other rows or pixels."""
@@ -106,7 +107,7 @@ def write_builtin(
     facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
     build_once(folder, partial(draw_task, facts=facts))
     note = folder / "task.json"
-    found = json.loads(note.read_text()) if note.is_file() else "other files"
+    found = json_object(note) or "other files"
     if found != facts:
         raise DataError(f"{folder} holds {found}, not the built-in task {facts}; choose another folder")
     return folder

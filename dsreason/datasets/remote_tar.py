@@ -18,6 +18,7 @@ from dsreason.datasets.ranges import RangedFile, Source, Version
 from dsreason.errors import DataError
 from dsreason.files.archives import TarMember
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import json_object
 from dsreason.monitor.progress import track
 
 SUFFIX = ".mp4"
@@ -97,7 +98,7 @@ def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int,
 def read_index(file: Path, version: Version) -> Index:
     """A new one where there is none, or the tar was replaced by another."""
     try:
-        found = Index(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        found = Index(**json_object(file))
+        return found if tuple(found.version) == version else Index(version)
+    except TypeError:
         return Index(version)
-    return found if tuple(found.version) == version else Index(version)

@@ -14,6 +14,7 @@ from pathlib import Path
 import dsreason
 from dsreason.doctor.finding import Finding, failed, last_line, output_of, passed, warned
 from dsreason.errors import ConfigError
+from dsreason.files.disk import read_small
 
 MASTER_PORT = 29500
 """Where torchrun and `deepspeed` meet unless they are told."""
@@ -49,7 +50,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
         ConfigError: it cannot be read, or a line is of another form.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_small(file).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {file}: cannot be read ({error}); give a text file") from None
     hosts = []
@@ -58,7 +59,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
         if not words:
             continue
         name, _, slots = words[-1].partition("=")
-        if len(words) != 2 or name != "slots" or not slots.isdecimal() or words[0].startswith("-"):
+        if len(words) != 2 or name != "slots" or not slots.isdecimal() or len(slots) > 9 or words[0].startswith("-"):
             raise ConfigError(f"--hostfile {file}: line {number} is {line[:80]!r}; write it as `node-0 slots=8`")
         hosts.append((words[0], int(slots)))
     if not hosts:

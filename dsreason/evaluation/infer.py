@@ -43,6 +43,7 @@ from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
 """From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
+MOST_PROMPT_BYTES = 16 * 1024**2
 
 Asked = tuple[EncodedPrompt, Sampling]
 Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]]
@@ -306,12 +307,21 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             rows = JsonLinesRows(file)
             prompts = [_prompt_of(rows[i], rows.location(i)) for i in range(len(rows))]
         else:
-            prompts = [file.read_text(encoding="utf-8-sig").strip()]
+            prompts = [read_prompt(file)]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
     if not prompts or not all(found.strip() for found in prompts):
         raise ConfigError(f"{'--prompt' if file is None else file}: the prompt is empty")
     return prompts
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a file, which may be a pipe, such as `<(…)`."""
+    with file.open("rb") as opened:
+        content = opened.read(MOST_PROMPT_BYTES + 1)
+    if len(content) > MOST_PROMPT_BYTES:
+        raise ConfigError(f"--prompt-file {file}: is larger than {MOST_PROMPT_BYTES} bytes; give a shorter prompt")
+    return content.decode("utf-8-sig").strip()
 
 
 def _prompt_of(row: Any, where: str) -> str:

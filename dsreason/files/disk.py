@@ -11,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from dsreason.errors import ConfigError
+
 MOST_BYTES = 64 * 1024**2
 """Of a small file of ours: a lock, a marker, what a run remembers."""
 END_BYTES = 64 * 1024
@@ -67,6 +69,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def check_utf8(folder: Path) -> Path:
+    """The folder; ConfigError where its name is other bytes, which libraries that write tokenizers and weights refuse late."""
+    try:
+        os.fspath(folder).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{folder}: the name is not UTF-8; choose another folder") from None
+    return folder
 
 
 def existing_part(path: Path) -> Path:

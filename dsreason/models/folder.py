@@ -14,6 +14,7 @@ from dsreason.errors import CheckpointError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.atomic import build_once
 from dsreason.files.cache import cache_errors
+from dsreason.files.disk import check_regular
 from dsreason.files.hub import HUB_ERRORS, hub, hub_error
 from dsreason.files.remote import local_folder
 from dsreason.secrets import without_credentials
@@ -36,6 +37,8 @@ SIZES = {
 }
 """Of config.json and its sections; one that is null has transformers' own value."""
 LARGEST_SIZE = 100_000_000
+MOST_BYTES = 256 * 1024**2
+"""Of a file of a model that holds no weights; the largest tokenizers have a tenth of it."""
 
 
 def find_folder(
@@ -55,10 +58,27 @@ def find_folder(
             "read"
         )
     if (local := Path(path).expanduser()).exists():
+        check_files(local)
         return local
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
         return download()
     raise CheckpointError(f"model.path {path}: no such folder (working folder: {Path.cwd()})")
+
+
+def check_files(folder: Path) -> None:
+    """CheckpointError for what transformers would open and never come back from: a FIFO, a device, a file without an end."""
+    for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
+        try:
+            check_regular(file, file)
+            size = file.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{file}: cannot be read ({error.strerror}); remove it, or download the model again"
+            ) from None
+        if size > MOST_BYTES and file.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{file}: has {size} bytes, a file of a model that holds no weights at most {MOST_BYTES}; download it again"
+            )
 
 
 def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:

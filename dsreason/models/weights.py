@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsreason.errors import CheckpointError
+from dsreason.files.disk import read_small
 
 STEM = "model"
 """Weights are in `model.safetensors`, or in several files that `model.safetensors.index.json` names."""
@@ -92,7 +93,7 @@ def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
         return [single]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=os.fspath)
+            names = sorted(set(json.loads(read_small(index))["weight_map"].values()), key=os.fspath)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
         if outside := [name for name in names if Path(name).name != name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], P
 
     CheckpointError where the base model cannot be found, or the export is of an adapter.
     """
-    if not (folder / FILE).is_file() or (folder / "vae").is_dir():
+    if not is_export(folder):
         return folder
     if not (folder / "transformer").is_dir():
         raise CheckpointError(
@@ -47,9 +48,19 @@ def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], P
     return joined(folder, base_of(folder, resolve), cache)
 
 
+def is_export(folder: Path) -> bool:
+    """Whether parts of the model are elsewhere."""
+    return os.path.isfile(folder / FILE) and not (folder / "vae").is_dir()
+
+
 def base_of(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
     """The local folder of an export's base model."""
     note = read_json(folder / FILE)
+    named = Path(str(note.get("path"))).expanduser()
+    if is_export(named):
+        raise CheckpointError(
+            f"{folder / FILE}: names an export, {named}; write the path of the model that it began with"
+        )
     try:
         return resolve(WorldModelConfig(path=note["path"], revision=note.get("revision")))
     except (KeyError, ValueError) as error:

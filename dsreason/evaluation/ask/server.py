@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.errors import ConfigError, DataError, DsReasonError
@@ -65,7 +65,7 @@ class Usage(BaseModel):
 class Answer(BaseModel):
     """What is read of a response; servers differ in the rest."""
 
-    choices: list[Choice] = Field(min_length=1)
+    choices: Annotated[list[Choice], FailFast()] = Field(min_length=1)
     usage: Usage | None = None
 
 
@@ -253,7 +253,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    data: list[Model]
+    data: Annotated[list[Model], FailFast()]
 
 
 def base_url(url: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsreason.evaluation.report.results import OWN_FILES, json_files, safe_name
+from dsreason.files.disk import read_small
 
 
 class Count(NamedTuple):
@@ -38,7 +39,7 @@ def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) 
     complaints = []
     for file in files:
         try:
-            items = json.loads(file.read_text(encoding="utf-8"))
+            items = json.loads(read_small(file))
         except (OSError, ValueError, RecursionError) as error:
             complaints.append(f"Error: {file}: {error}; skipped")
             continue

@@ -22,6 +22,7 @@ from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import read_small
 from dsreason.problems import first_problem
 
 RUN_FILE = "run.json"
@@ -196,7 +197,7 @@ def read_file(file: Path) -> list[Result]:
 
 def read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_small(file))
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

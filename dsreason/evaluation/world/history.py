@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,21 @@ def validations(run: Path) -> dict[int, list[Row]]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """`splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    """Without lines that are no JSON object: a page that shows less ends no run.
+
+    `splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are.
+    """
+    found = []
+    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                found.append(row)
+    return found
 
 
 def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
     steps = chosen([*found])
-    lines = read_rows(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    lines = read_rows(run / "metrics.jsonl")
     config = (run_record(run) or {}).get("config", {})
     algorithm = config.get("world", {}).get("algorithm", "")
     columns = [f"step {step}" for step in steps]

@@ -11,6 +11,7 @@ from typing import Any
 from dsreason.config.output import flat
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import read_small
 
 SETTINGS_FILE, CLIPS = "world.json", "clips"
 MODEL_KEYS = ("model.path", "model.revision", "model.weights")
@@ -49,8 +50,8 @@ def read_clips(folder: Path) -> list[ClipResult]:
 
 def read_clip(file: Path) -> ClipResult:
     try:
-        return ClipResult(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return ClipResult(**json.loads(read_small(file)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{file}: is not the result of a clip ({error}); delete it and evaluate again") from error
 
 
@@ -81,8 +82,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
     file = folder / SETTINGS_FILE
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(read_small(file)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{file}: are not the settings of an evaluation of a world model ({error})") from error
 
 

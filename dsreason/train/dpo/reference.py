@@ -195,12 +195,15 @@ def append(file: Path, rows: Iterable[Measured]) -> None:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Without a last line that a killed process left unfinished. DataError for anything that is no object."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); correct or delete it") from error
     found = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{file}, line {number}: not JSON ({error}); correct or delete the file") from error
         if not isinstance(value, dict):
             raise DataError(f"{file}, line {number}: not an object; correct or delete the file")

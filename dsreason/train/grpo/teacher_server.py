@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 from torch import Tensor
 
 from dsreason.config.schema_grpo import DistillConfig
@@ -33,6 +32,8 @@ PROBES = 256
 """Tokens from all over the vocabulary, of which the server says what they are."""
 ROUNDING = 1e-3
 """By which a log-probability may exceed 0."""
+LOWEST = -1e6
+"""No token of a model has a lower one, and 32 bits hold none of -1e300."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -42,7 +43,7 @@ class Token(BaseModel):
 
 
 class Choice(BaseModel):
-    prompt_logprobs: list[dict[str, Token] | None]
+    prompt_logprobs: Annotated[list[dict[str, Token] | None], FailFast()]
 
 
 class Answer(BaseModel):
@@ -135,7 +136,7 @@ def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
         token = (said or {}).get(str(number))
         if token is None:
             raise ValueError(f"nothing of token {place}, whose id is {number}")
-        if not (math.isfinite(token.logprob) and token.logprob < ROUNDING):
+        if not LOWEST < token.logprob < ROUNDING:
             raise ValueError(f"{token.logprob} for token {place}")
         tokens.append(token)
     return tokens

@@ -16,6 +16,7 @@ ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
 """Suffixes of files whose lines are no prompts."""
+MAX_BYTES = 2 * 1024**3
 
 
 def read_prompts(path: str) -> Rows:
@@ -50,6 +51,8 @@ def _lines(path: str) -> list[str]:
     file = local_copy(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: no such file")
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise DataError(f"{path}: has {size} bytes, a file of prompts at most {MAX_BYTES}; give {ADVICE}")
     try:
         return file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

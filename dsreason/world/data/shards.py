@@ -125,7 +125,10 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
 
     with cache_errors(folder, "DSREASON_CACHE"):
         built = build_once(folder, build)
+    try:
         entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{built / 'index.json'}: is damaged ({error}); remove {built}: it is made again") from None
     return entries
 
 

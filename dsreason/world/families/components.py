@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsreason.errors import CheckpointError
+from dsreason.files.disk import read_small
 
 WEIGHTS = "diffusion_pytorch_model"
 """Of the files in which diffusers keeps weights: their names without what follows."""
@@ -20,7 +21,7 @@ SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 def read_json(file: Path) -> dict[str, Any]:
     """CheckpointError where the file is missing or is no JSON object."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(read_small(file))
     except FileNotFoundError:
         raise CheckpointError(
             f"{file}: is missing; the folder must be a model in diffusers' format, with model_index.json and a folder for "

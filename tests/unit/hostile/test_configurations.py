@@ -52,6 +52,7 @@ TOML_CASES: dict[str, tuple[str | bytes, str]] = {
     "tables in tables": ("".join(f"[{'.'.join(['a'] * i)}]\n" for i in range(1, 200)), DEEP),
     "5000 digits": ("a = " + "9" * 5000, NO_VALUE),
     "400 digits": ("[model.rl]\nkl_beta = -" + "9" * 400, DIGITS),
+    "no seed for torch": ("[train]\nseed = 18446744073709551616", "beyond 9007199254740992, the largest whole number"),
     "no number": ("[optim]\nlr = nan", "optim.lr: nan is not a finite number"),
     "endless": ("[optim]\nlr = inf", "optim.lr: inf is not a finite number"),
     "a date": ("[optim]\nlr = 2001-01-01", "optim.lr: datetime.date(2001, 1, 1) is not a number"),
@@ -134,6 +135,11 @@ def test_an_override_that_cannot_be_parsed(value: str) -> None:
         assert "train.seed" in str(error) or "--set" in str(error)
     else:
         assert override.value == value  # a text, which the schema refuses
+
+
+@pytest.mark.parametrize("name", ["\N{GRINNING FACE}", "a\x7fb", 'a"b\\n', "a\n\tb", "é", ""])
+def test_a_name_that_an_option_gives_stays_what_it_is(name: str) -> None:
+    assert parse_override(f"output_dir={load.as_toml(name)}").value == name
 
 
 # ---------------------------------------------------------------- what DeepSpeed would do with it

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from dsreason.data import rows
-from dsreason.data.rows import JsonLinesRows
+from dsreason.data.rows import JsonLinesRows, JsonListRows
 from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError
+from dsreason.evaluation.infer import read_prompts
 from dsreason.job.failures import error_for_people
 from dsreason.models import template
+from dsreason.world.data.prompts import read_prompts as read_world_prompts
 from tests.integration.command import COMMAND
+from tests.unit.hostile.guard import refused
 
 MIB = 1 << 20
 COSMOS = '[train]\nepoch = 1\n[train.train_policy]\ntype = "sft"\ndataset.name = "a/b"\n[policy]\nmodel_name_or_path = "a/b"\n'
@@ -103,6 +106,27 @@ def test_a_line_of_the_longest_size_is_read(here: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 20)
     (here / "rows.jsonl").write_bytes(b'{"a": "aaaaaaaaaa"}\n{"a": "bbbbbbbbbb"}\n')
     assert JsonLinesRows(here / "rows.jsonl").row(1) == {"a": "bbbbbbbbbb"}
+
+
+def sparse(file: Path) -> Path:
+    file.touch()
+    os.truncate(file, 10 * 2**30)
+    return file
+
+
+def test_a_file_that_is_read_whole_has_a_size(here: Path) -> None:
+    rows, prompts = sparse(here / "a.json"), sparse(here / "a.txt")
+    refused(lambda: JsonListRows(rows), DataError, "a.json: has 10737418240 bytes", "as .jsonl")
+    refused(lambda: read_world_prompts(str(prompts)), DataError, "a.txt: has 10737418240 bytes")
+    refused(lambda: read_prompts(None, Path("/dev/zero")), ConfigError, "--prompt-file /dev/zero: is larger than")
+
+
+def test_a_prompt_may_come_through_a_pipe(here: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, "\ufeffWhich? ".encode())
+    os.close(writer)
+    assert read_prompts(None, Path(f"/dev/fd/{reader}")) == ["Which?"]
+    os.close(reader)
 
 
 def started(here: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

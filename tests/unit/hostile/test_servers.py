@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
@@ -239,7 +240,7 @@ FIELDS: dict[str, list[bytes]] = {
         b"\xff\xfe",
     ],
     "teacher": [
-        *(tokens(one) for one in (DIGITS, b"-" + DIGITS, b"NaN", b"-1e999", b"3", b'"x"')),
+        *(tokens(one) for one in (DIGITS, b"-" + DIGITS, b"NaN", b"-1e999", b"-1e300", b"3", b'"x"')),
         tokens(b"-1", DIGITS),
         nested('{"choices": '),
         b"\xff\xfe",
@@ -276,6 +277,21 @@ def test_a_field_out_of_bounds_is_an_error(client: str, number: int) -> None:
     with serving(client, content(FIELDS[client][number])) as server:
         said = CLIENTS[client](server.url, LONG)
     check_named(client, said, server.url)
+
+
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        (eval_server.Answer, '{"choices": [%s3]}'),
+        (eval_server.ModelList, '{"data": [%s3]}'),
+        (teacher_server.Choice, '{"prompt_logprobs": [%s3]}'),
+    ],
+)
+def test_of_many_wrong_values_one_is_described(answer: type[BaseModel], content: str) -> None:
+    """8 MB of them would take gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        answer.model_validate_json(content % ("3," * 1000))
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize("charset", ["utf-7", "rot13", "no-such-charset", "utf-16", "x" * 1000])

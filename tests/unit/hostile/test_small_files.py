@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, check_sizes, complete_checkpoints, read_state
-from dsreason.errors import CheckpointError, ConfigError
+from dsreason.config.output import read_run_config, run_record
+from dsreason.datasets import builtin, remote_tar
+from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
+from dsreason.evaluation.report import results
+from dsreason.evaluation.world import results as world_results
+from dsreason.evaluation.world.history import read_rows
 from dsreason.files import disk, lock
 from dsreason.files.disk import json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
+from dsreason.models.folder import find_folder
 from dsreason.monitor.metrics import StepLines, read_lines
+from dsreason.train.dpo import reference
+from dsreason.world.families import components
+from tests.unit.hostile.guard import guarded, refused
 
 Put = Callable[[Path], object]
 
@@ -103,6 +112,64 @@ def test_a_line_of_metrics_that_is_no_step_is_left_out(line: bytes, here: Path) 
     file.write_bytes(b'{"step": 1, "a": 2}\n' + line + b"\n")
     StepLines(file, resume_step=1).close()
     assert file.read_text() == '{"step": 1, "a": 2}\n'
+
+
+READ: dict[str, tuple[Callable[[Path], object], type[DsReasonError]]] = {
+    "results of a clip": (results.read_file, DataError),
+    "record of a run": (lambda place: read_run_config(place.parent), ConfigError),
+    "clip of a world model": (world_results.read_clip, DataError),
+    "component of a world model": (components.read_json, CheckpointError),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_run_wrote_is_refused_by_its_name_where_it_is_no_file(name: str, put: Put, here: Path) -> None:
+    read, error = READ[name]
+    put(here / "config.json")
+    if name == "record of a run" and put is not other_bytes:  # it counts as none
+        assert guarded(lambda: run_record(here)) is None
+    else:
+        refused(lambda: read(here / "config.json"), error, "config.json: ")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_a_model_folder_with_what_is_no_file_is_not_opened(file: str, put: Put, here: Path) -> None:
+    put(here / file)
+    if put is not other_bytes:  # that is a file, whose content is read later
+        refused(lambda: found_folder(here), CheckpointError, f"{file}: cannot be read (")
+
+
+def test_a_file_of_a_model_that_is_as_large_as_weights_is_not_opened(here: Path) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (here / name).touch()
+        os.truncate(here / name, 10 * 2**30)
+    refused(lambda: found_folder(here), CheckpointError, "tokenizer.json: has 10737418240 bytes")
+    (here / "tokenizer.json").unlink()
+    assert found_folder(here) == here
+
+
+def found_folder(folder: Path) -> Path:
+    return find_folder(str(folder), tiny=Path, fetch=Path, download=Path)
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"[1]", b"3", b'{"a": 1'])
+def test_lines_of_others_are_left_out_of_a_page_and_refused_as_a_reference(line: bytes, here: Path) -> None:
+    file = here / "step_3.jsonl"
+    file.write_bytes('{"a": "\u2028"}\n'.encode() + line + b"\n")
+    assert read_rows(file) == [{"a": "\u2028"}]
+    refused(lambda: reference.read_lines(file), DataError, "step_3.jsonl, line 2: ")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[1]", b'{"version": 3}'])
+def test_what_the_cache_remembers_may_be_damaged(content: bytes, here: Path) -> None:
+    (here / "task.json").write_bytes(content)
+    refused(lambda: builtin.write_builtin(here, num_train=64), DataError, "holds ", "not the built-in task")
+    assert remote_tar.read_index(here / "task.json", (9, "etag")) == remote_tar.Index((9, "etag"))
+
+
+def test_a_page_is_written_of_files_that_are_none(put: Put, here: Path) -> None:
+    put(here / "metrics.jsonl")
+    assert guarded(lambda: read_rows(here / "metrics.jsonl")) == []
 
 
 def test_a_file_that_has_no_end_is_not_read_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

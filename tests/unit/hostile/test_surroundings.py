@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -9,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.checkpoints.export import check_target_empty
 from dsreason.cli import main
-from dsreason.errors import Stopped
+from dsreason.doctor.network import read_hostfile
+from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch
+from dsreason.secrets import VisibleRecord
+from tests.unit.hostile.guard import refused
 
 LONG = "a" * 300
 
@@ -168,6 +173,41 @@ def test_a_home_that_cannot_be_written_is_told_with_what_helps(
     monkeypatch.setenv("HOME", home)
     assert call("sft", "--dry-run", monkeypatch=monkeypatch) in (1, 2)
     assert "set DSREASON_CACHE to another folder" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sft", "--dry-run", "--output-dir", "\udcff"),
+        ("plan", "--gpus", "1"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_folder_whose_name_is_no_text_is_refused_before_it_is_used(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0] == "plan":
+        monkeypatch.setenv("DSREASON_CACHE", "\udcff")
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    assert r"\udcff: the name is not UTF-8; choose another folder" in told(capsys)
+
+
+def test_an_export_whose_name_is_no_text_is_refused_before_it_is_written() -> None:
+    with pytest.raises(ConfigError, match="the name is not UTF-8"):
+        check_target_empty(Path("\udcff"))
+
+
+@pytest.mark.parametrize("text", ["node-0 slots=" + "9" * 5000, "node-0 slots=-1", "\0", "node-0 slots=\u00b2"])
+def test_a_hostfile_that_is_none_is_a_mistake(text: str, here: Path) -> None:
+    (here / "hosts").write_text(text)
+    refused(lambda: read_hostfile(here / "hosts"), ConfigError, "--hostfile ", "hosts: line 1 is ")
+    refused(lambda: read_hostfile(Path("/dev/zero")), ConfigError, "--hostfile /dev/zero: cannot be read (")
+
+
+def test_records_of_libraries_are_made_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    assert call("--version", monkeypatch=monkeypatch) == 0
+    assert logging.getLogRecordFactory() is VisibleRecord
 
 
 def test_links_in_a_circle_are_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

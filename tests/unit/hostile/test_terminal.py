@@ -22,7 +22,7 @@ from dsreason.job.failures import Failure, RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import open_progress, track
 from dsreason.screen import as_message, in_one_line, say, visible, write
-from dsreason.secrets import HidingFormatter
+from dsreason.secrets import HidingFormatter, VisibleRecord
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = {
@@ -86,6 +86,19 @@ def logged(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     return stream.getvalue()
 
 
+def from_library(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Which has a handler of its own, as transformers has."""
+    library, stream = logging.Logger("library"), io.StringIO()
+    library.addHandler(logging.StreamHandler(stream))
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(VisibleRecord)
+    try:
+        library.warning("unknown key %s", text)
+    finally:
+        logging.setLogRecordFactory(before)
+    return stream.getvalue()
+
+
 def on_screen(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     handler = logs.ScreenHandler()
     handler.setFormatter(logs.RankFormatter(0))
@@ -125,6 +138,7 @@ WAYS: dict[str, Callable[[str, pytest.CaptureFixture[str]], str]] = {
     "error": ended,
     "crash": crashed,
     "log": logged,
+    "library": from_library,
     "screen": on_screen,
     "table": in_table,
     "lines": in_lines,
@@ -140,7 +154,7 @@ def test_no_character_acts_on_the_terminal(way: str, name: str, capsys: pytest.C
     assert not ACTING.search(shown)
 
 
-@pytest.mark.parametrize("way", ["error", "log", "screen", "lines", "S3", "notice"])
+@pytest.mark.parametrize("way", ["error", "log", "library", "screen", "lines", "S3", "notice"])
 def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = WAYS[way](LINE, capsys)
     assert "all is lost" in shown

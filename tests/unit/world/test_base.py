@@ -73,3 +73,10 @@ def test_an_adapter_is_not_trained_further(export: Path, tmp_path: Path) -> None
 
 def test_a_complete_folder_is_taken_as_it_is(export: Path, tmp_path: Path) -> None:
     assert resolve(tmp_path / "base", tmp_path / "cache") == tmp_path / "base"
+
+
+def test_an_export_that_names_an_export_is_refused(export: Path, tmp_path: Path) -> None:
+    """Also itself, without end."""
+    (export / FILE).write_text(json.dumps({"path": str(export)}))
+    with pytest.raises(CheckpointError, match="names an export, .*; write the path of the model that it began with"):
+        resolve(export, tmp_path / "cache")
