@@ -21,8 +21,9 @@ from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
+from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
+from dsreason.media.time_limit import last_words
 from dsreason.screen import as_message, in_one_line
 from dsreason.secrets import hide_secrets
 
@@ -121,6 +122,12 @@ def shared_memory() -> str:
     return ""
 
 
+def dead_worker_as_data_error(error: E) -> E | DataError:
+    """A data worker that ended itself over a file, wherever this process happened to be when it learnt of it."""
+    words = last_words(str(error)) if "DataLoader worker (pid" in str(error) else ""
+    return DataError(words) if words else error
+
+
 def dead_worker() -> str:
     """Why a data worker may have died."""
     small = f"; {shared_memory()}" if shared_memory() else ""
@@ -160,7 +167,8 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
 
 def error_for_people(error: E) -> E | DsReasonError:
     """The machine's and the shell's limits, and names that no file can have, as sentences."""
-    return memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
+    told = name_error_as_config_error(disk_error_as_save_error(error))
+    return memory_error_as_config_error(dead_worker_as_data_error(told))
 
 
 def failure_of(error: BaseException) -> Failure:
