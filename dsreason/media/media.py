@@ -7,7 +7,7 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -411,12 +411,12 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
     raise UnusableTimes
 
 
-def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int] | None = None) -> Iterator[VideoFrame]:
-    """The frames from here on; of those not `chosen` (None: all are), the ones that no other is made from are left out.
+def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()) -> Iterator[VideoFrame]:
+    """The frames from here on; of those not `chosen` (none given: all are), the ones that no other is made from are left out.
 
     Only for H.264, where a frame says so without exception (`nal_ref_idc`); of HEVC, higher layers may use it after all.
     """
-    can_skip = chosen is not None and stream.codec_context.name == "h264"
+    can_skip = bool(chosen) and stream.codec_context.name == "h264"
     for packet in container.demux(stream):
         check_time()
         stream.codec_context.skip_frame = "NONREF" if can_skip and packet.pts not in chosen else "DEFAULT"
