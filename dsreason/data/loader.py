@@ -25,7 +25,7 @@ from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, ma
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
-from dsreason.job.failures import dead_worker
+from dsreason.job.failures import dead_worker_as_error
 from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
 
@@ -289,9 +289,9 @@ def in_workers(
                 raise item
             yield item
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if (told := dead_worker_as_error(error)) is error:
             raise
-        raise DsReasonError(f"{dead_worker()} ({error})") from error
+        raise told from error
 
 
 def start_worker(number: int) -> None:

@@ -18,10 +18,13 @@ from dsreason.datasets.clip_rules import Cut
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import draft_of
 from dsreason.media.media import UnusableTimes, frames_by_count, frames_by_time, load_image, opened_video, packet_times
+from dsreason.media.time_limit import time_limit
 
 ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Visually lossless."""
+ENCODING = 10
+"""How many times longer than decoding alone writing a clip may take."""
 IMAGE_FPS = Fraction(30)
 """As cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: what a model is asked
 about such a clip, and how many of its frames it sees, depends on it."""
@@ -47,10 +50,11 @@ def cut_clip(cut: Cut, target: Path) -> None:
                 return
             video = timing(cut.source)
             wanted = frames_of_cut(cut, video)
-            try:
-                encode(frames_by_time(cut.source, wanted, video.times), video.fps, draft)
-            except UnusableTimes:
-                encode(counted_frames(cut.source, wanted, video), video.fps, draft)
+            with time_limit(cut.source, factor=ENCODING):
+                try:
+                    encode(frames_by_time(cut.source, wanted, video.times), video.fps, draft)
+                except UnusableTimes:
+                    encode(counted_frames(cut.source, wanted, video), video.fps, draft)
     except av.FFmpegError as error:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
 
@@ -75,7 +79,7 @@ def timing(source: Path) -> Timing:
 
 @lru_cache(maxsize=8)  # many clips come from one recording, and finding the times reads all of it
 def _timing(source: Path, modified: int, size: int) -> Timing:
-    with opened_video(source) as (container, stream):
+    with time_limit(source), opened_video(source) as (container, stream):
         count, times = packet_times(container, stream)
         fps = stream.average_rate or stream.guessed_rate
         if not fps:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from dsreason.errors import DataError
+from dsreason.media.time_limit import last_words
 from dsreason.monitor.progress import track
 
 T = TypeVar("T")
@@ -100,8 +101,9 @@ class Worker(Generic[T, R]):
             found: R | DataError = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            reason = exit_reason(self.process.exitcode or 0)
-            return DataError(f"{self.place(self.task)}: the process that worked on it {reason}")
+            words = last_words(str(self.process.pid))
+            reason = words or f"the process that worked on it {exit_reason(self.process.exitcode or 0)}"
+            return DataError(f"{self.place(self.task)}: {reason}")
         return found
 
     def end(self) -> None:

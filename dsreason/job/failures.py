@@ -21,8 +21,9 @@ from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dsreason.errors import DISK_ERRORS, ConfigError, DsReasonError, SaveError, Stopped
+from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
+from dsreason.media.time_limit import last_words
 from dsreason.screen import as_message, in_one_line
 from dsreason.secrets import hide_secrets
 
@@ -128,10 +129,14 @@ def dead_worker() -> str:
 
 
 def dead_worker_as_error(error: E) -> E | DsReasonError:
-    """torch raises it from a signal handler, wherever the trainer happens to be."""
-    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
-        return DsReasonError(f"{dead_worker()} ({str(error).strip()})")
-    return error
+    """torch tells of a dead data worker from a signal handler, wherever the trainer happens to be. One that ended itself over a
+    file has left its reason."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
+        return error
+    if words := last_words(text):
+        return DataError(words)
+    return DsReasonError(f"{dead_worker()} ({text.strip()})")
 
 
 def name_error_as_config_error(error: E) -> E | ConfigError:
@@ -167,9 +172,8 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
 
 def error_for_people(error: E) -> E | DsReasonError:
     """The machine's and the shell's limits, names that no file can have, and dead data workers, as sentences."""
-    return dead_worker_as_error(
-        memory_error_as_config_error(name_error_as_config_error(disk_error_as_save_error(error)))
-    )
+    told = name_error_as_config_error(disk_error_as_save_error(error))
+    return dead_worker_as_error(memory_error_as_config_error(told))
 
 
 def failure_of(error: BaseException) -> Failure:

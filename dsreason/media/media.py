@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -28,6 +30,7 @@ from torchvision.transforms.v2 import functional as tvf
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.remote import local_copy
+from dsreason.media.time_limit import check_time, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_VIDEO_FRAMES = 2_000_000
@@ -126,10 +129,30 @@ def _orientation(image: Image.Image) -> int:
     return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 
 
+class TimedFile(io.BufferedReader):
+    """Pillow comes here for every chunk of a header or of pixels, so that this is where it can be ended."""
+
+    reads = 0
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(io.FileIO(file))
+        self.file = file
+
+    def __repr__(self) -> str:  # in Pillow's errors
+        return repr(str(self.file))
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        if self.reads % 16 == 0:
+            check_time()
+        return super().read(size)
+
+
 @contextmanager
 def _opened_image(file: Path) -> Iterator[Image.Image]:
     try:
-        with Image.open(file, formats=IMAGE_FORMATS) as image:
+        with time_limit(file), TimedFile(file) as opened, Image.open(opened, formats=IMAGE_FORMATS) as image:
+            image.filename = str(file)  # so that raw pixels are mapped
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
             yield image
@@ -176,7 +199,7 @@ def probe_video(path: str | Path) -> VideoInfo:
 
 @lru_cache(maxsize=65536)
 def _probed(file: Path, modified: int, size: int) -> VideoInfo:
-    with opened_video(file) as (container, stream):
+    with _video_time(file), opened_video(file) as (container, stream):
         if _header_is_exact(file, size, stream):
             num_frames, fps = stream.frames, float(stream.average_rate or 0)
         else:
@@ -211,9 +234,10 @@ def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int
     wanted = sorted(set(indices))
     backend = os.environ.get(BACKEND_VARIABLE, "pyav")
     if backend == "torchcodec":
-        frames = _torchcodec_frames(file, wanted, size)
+        with _video_time(file):
+            frames = _torchcodec_frames(file, wanted, size)
     elif backend == "pyav":
-        with ffmpeg_errors(file):  # also of the conversion to RGB
+        with _video_time(file), ffmpeg_errors(file):  # also of the conversion to RGB
             try:
                 frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
             except UnusableTimes:
@@ -234,6 +258,15 @@ def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
         channels_first, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True
     )
     return resized.movedim(-3, -1).contiguous().numpy()
+
+
+def codec_threads() -> int:
+    """1 in loader workers, which run side by side, as other threads than the first do."""
+    return torch.get_num_threads() if threading.current_thread() is threading.main_thread() else 1
+
+
+def _video_time(file: Path) -> AbstractContextManager[None]:
+    return time_limit(file, own_threads=codec_threads() > 1)
 
 
 @contextmanager
@@ -271,13 +304,14 @@ def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             raise DataError(f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels")
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
         stream.thread_type = "AUTO"
-        stream.codec_context.thread_count = torch.get_num_threads()  # 1 in loader workers, which run side by side
+        stream.codec_context.thread_count = codec_threads()
         yield container, stream
 
 
 def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
     """The first that can be decoded by itself. The decoder is flushed, as it would read others before it gives this one."""
     for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
+        check_time()
         if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
             return frames[0]
         stream.codec_context.flush_buffers()
@@ -319,7 +353,9 @@ def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX
     The times are empty where the file does not give a different one to every frame. Reading ends after `most` frames.
     """
     count, times = 0, set()
-    for packet in container.demux(stream):
+    for number, packet in enumerate(container.demux(stream)):
+        if number % 128 == 0:
+            check_time()
         if packet.size and not packet.is_discard:
             count += 1
             if packet.pts is not None:
@@ -337,7 +373,7 @@ def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
     """The frames of these numbers (ascending), by decoding all that are before them."""
     index, chosen = -1, set(wanted)
     with opened_video(file) as (container, stream):
-        for index, frame in enumerate(_within_work(file, container.decode(stream))):
+        for index, frame in enumerate(_within_work(file, _decoded(container, stream))):
             if index in chosen:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
@@ -375,13 +411,14 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
     raise UnusableTimes
 
 
-def _decoded(container: InputContainer, stream: VideoStream, chosen: set[int]) -> Iterator[VideoFrame]:
-    """The frames from here on; of those not `chosen`, the ones that no other frame is made from are left out.
+def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()) -> Iterator[VideoFrame]:
+    """The frames from here on; of those not `chosen` (none given: all are), the ones that no other is made from are left out.
 
     Only for H.264, where a frame says so without exception (`nal_ref_idc`); of HEVC, higher layers may use it after all.
     """
-    can_skip = stream.codec_context.name == "h264"
+    can_skip = bool(chosen) and stream.codec_context.name == "h264"
     for packet in container.demux(stream):
+        check_time()
         stream.codec_context.skip_frame = "NONREF" if can_skip and packet.pts not in chosen else "DEFAULT"
         yield from packet.decode()
 
@@ -420,7 +457,7 @@ def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | No
     except (ImportError, RuntimeError, OSError) as error:  # its shared library needs FFmpeg's
         raise ConfigError(f"video backend torchcodec cannot be loaded ({str(error).splitlines()[0]})") from error
     try:
-        decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=torch.get_num_threads())
+        decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
         frames = decoder.get_frames_at(indices=wanted).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
         if "libtorchcodec" in str(error):  # found only now that FFmpeg's libraries are missing

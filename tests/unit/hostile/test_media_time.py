@@ -1,0 +1,144 @@
+"""Media that cost more than they are worth: whatever the format, reading ends at a limit and names the file."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import multiprocessing
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsreason.data.loader import in_workers
+from dsreason.datasets.cutting import timing
+from dsreason.datasets.processes import run_tasks
+from dsreason.errors import ConfigError, DataError
+from dsreason.media import media, time_limit
+from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from tests.unit.hostile.guard import guarded, refused
+from tests.unit.hostile.inputs import chunk, png
+from tests.unit.media.videos import write_video
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (900, 900, 3), np.uint8))
+WORDS = ["of processor time, more than", "save it again in an ordinary form, or set DSREASON_MEDIA_SECONDS"]
+
+
+def encoded(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    NOISE.convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+READ_IN_PIECES: dict[str, Callable[[], bytes]] = {
+    "PNG of many chunks": lambda: png(4, 4, None, *[chunk(b"prVt", b"")] * 1000),
+    "JPEG of many comments": lambda: (lambda jpeg: jpeg[:2] + b"\xff\xfe\0\2" * 1000 + jpeg[2:])(encoded("JPEG")),
+    "JPEG": partial(encoded, "JPEG", quality=100),
+    "GIF": partial(encoded, "GIF", mode="L"),
+    "PPM of many comments": lambda: b"P3\n" + b"#x\n" * 1000 + b"4 4\n255\n" + b"0 " * 48,
+    "TIFF": partial(encoded, "TIFF", compression="tiff_lzw"),
+    "ICO": lambda: encoded("ICO", sizes=[(size, size) for size in range(16, 256, 8)]),
+    "BMP": lambda: encoded("BMP")[:-9],
+    "PNG": partial(encoded, "PNG"),
+}
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is over its limit as soon as it is opened."""
+    monkeypatch.setattr(time_limit, "seconds_of", lambda file: 0.0)
+
+
+@pytest.mark.usefixtures("no_time")
+@pytest.mark.parametrize("name", READ_IN_PIECES)
+def test_an_image_ends_at_its_limit(here: Path, name: str) -> None:
+    (here / "a.png").write_bytes(READ_IN_PIECES[name]())
+    refused(lambda: load_image(here / "a.png"), DataError, "a.png", *WORDS)
+
+
+@pytest.mark.usefixtures("no_time")
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts", "avi"])
+@pytest.mark.parametrize("use", [probe_video, lambda file: load_video(file, [9]), timing], ids=["probe", "load", "cut"])
+def test_a_video_ends_at_its_limit(here: Path, suffix: str, use: Callable[[Path], object]) -> None:
+    write_video(here / f"a.{suffix}", codec="mpeg4" if suffix == "avi" else "libx264")
+    refused(lambda: use(here / f"a.{suffix}"), DataError, f"a.{suffix}", *WORDS)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_data_worker_refuses_the_file_and_goes_on(here: Path) -> None:
+    write_video(here / "a.mkv")
+
+    def read(task: int) -> int:
+        with pytest.raises(DataError, match="a.mkv: reading it took"):
+            probe_video(here / "a.mkv")
+        return task
+
+    assert guarded(lambda: list(in_workers(read, [1, 2], workers=1))) == [1, 2]
+
+
+def endless(task: object) -> None:
+    """As a decoder that never comes back: C code that leaves the interpreter to others."""
+    with time_limit.time_limit(Path("a.mp4")):
+        numbers = (ctypes.c_int * 10**6)()
+        compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(("memcmp", ctypes.CDLL(None)))
+        while True:
+            ctypes.CDLL(None).qsort(numbers, 10**6, 4, compare)
+
+
+@pytest.fixture
+def impatient(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "a.mp4").write_bytes(bytes(9))
+    monkeypatch.setattr(time_limit, "seconds_of", lambda file: 0.0)
+    monkeypatch.setattr(time_limit, "ENDLESS", 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_data_worker_in_an_endless_call_ends_and_names_the_file() -> None:
+    with pytest.raises(DataError, match="^a.mp4: reading it took"):
+        guarded(lambda: next(in_workers(endless, [0], workers=1)))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_validating_goes_on_behind_an_endless_call() -> None:
+    def work(task: int) -> int:
+        return task if task else endless(task) or 0
+
+    found = dict(guarded(lambda: list(run_tasks(work, [0, 1], lambda task: f"row {task}", workers=1))))
+    assert str(found[0]).startswith("row 0: a.mp4: reading it took")
+    assert found[1] == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+        os.dup2(os.open(here / "errors", os.O_CREAT | os.O_WRONLY), 2)
+        endless(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == DataError.exit_code
+    assert (here / "errors").read_text().startswith("error: a.mp4: reading it took")
+
+
+def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (here / "a.mp4").open("wb") as file:
+        file.truncate(5_000_000)
+    assert time_limit.seconds_of(here / "a.mp4") == 80
+    monkeypatch.setenv(time_limit.TIME_VARIABLE, "600")
+    assert time_limit.seconds_of(here / "a.mp4") == 650
+    monkeypatch.setenv(time_limit.TIME_VARIABLE, "long")
+    with pytest.raises(ConfigError, match="DSREASON_MEDIA_SECONDS=long: must be a whole number of seconds"):
+        time_limit.seconds_of(here / "a.mp4")
+
+
+def test_each_file_has_its_own_limit_and_other_threads_have_one_codec_thread(here: Path) -> None:
+    (here / "a.png").write_bytes(png(4, 4))
+    with time_limit.time_limit(here / "a.png"):
+        assert probe_image(here / "a.png") == (4, 4)
+        assert len(time_limit._limits) == 1
+    assert time_limit._limits == {}
+    assert media.codec_threads() >= 1
