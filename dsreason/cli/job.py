@@ -228,22 +228,18 @@ def _run_rank(job: Job[C], config: C) -> Path | None:
     return output_dir
 
 
-def _checkpoints_in(output_dir: Path) -> dict[str, int]:
+def _checkpoints_in(output_dir: Path) -> dict[str, str]:
     """The complete checkpoints of a run, and what tells each from a later one of its name."""
     from dsreason.checkpoints.checkpoint_folder import MARKER, complete_checkpoints
 
-    found = complete_checkpoints(output_dir / "checkpoints")
-    return {path.name: (path / MARKER).stat().st_ino for path in found}
+    found = {path.name: (path / MARKER).stat() for path in complete_checkpoints(output_dir / "checkpoints")}
+    return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in found.items()}
 
 
-def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, int]) -> str | None:
+def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
     """What an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
     asked for: those `before`, of an earlier job, are not what `--resume PATH` wants. No clock tells which these are."""
-    if (
-        attempt == 0
-        or resume == "auto"
-        or (resume is not None and not _checkpoints_in(output_dir).items() - before.items())
-    ):
+    if attempt == 0 or (resume is not None and not _checkpoints_in(output_dir).items() - before.items()):
         return resume
     return "auto"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.queues import Queue
 from traceback import print_exception
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -304,9 +304,10 @@ def start_worker(number: int) -> None:
     Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
 
 
-def end_worker(error: Exception, item: object) -> NoReturn:
-    print_exception(error)
-    os._exit(1)
+def end_worker(error: Exception, item: object) -> None:
+    if not isinstance(error, ConnectionError):  # else the trainer has left the loop, and nobody waits
+        print_exception(error)
+        os._exit(1)
 
 
 class WorkDataset(Dataset[Any]):

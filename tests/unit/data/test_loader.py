@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dsreason.config.schema import SFTConfig
+from dsreason.data import loader
 from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of_groups
 from dsreason.data.micro_batches import media_kinds
 from dsreason.data.sources import open_datasets
@@ -250,6 +251,11 @@ def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
 
     with pytest.raises(DsReasonError, match="a data worker died"):
         guarded(wait)
+
+
+def test_a_worker_whose_trainer_has_left_the_loop_ends_in_peace() -> None:
+    """Otherwise torch would raise in the trainer, wherever it then is."""
+    assert loader.end_worker(BrokenPipeError(errno.EPIPE, "Broken pipe"), "a batch") is None
 
 
 def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
