@@ -39,7 +39,8 @@ class Terminal(io.FileIO):
 def outlive_terminal() -> None:
     """Let stdout and stderr be such terminals, where they are terminals: a job whose window is closed saves before it ends.
 
-    A stream that is closed already becomes one that leads nowhere: a file would be opened under its number.
+    A stream that is closed already becomes one that leads nowhere: a file would be opened under its number. What its encoding
+    does not have, as PYTHONIOENCODING=ascii may set it, is escaped.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -48,7 +49,8 @@ def outlive_terminal() -> None:
                 os.close(opened)
             setattr(sys, name, os.fdopen(number, mode))
     for name in ("stdout", "stderr"):
-        stream: TextIO = getattr(sys, name)
+        stream: io.TextIOWrapper = getattr(sys, name)
+        stream.reconfigure(errors="backslashreplace")
         if stream.isatty():
             stream.flush()
             raw = Terminal(stream.fileno(), "w", closefd=False)

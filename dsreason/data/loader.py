@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.queues import Queue
-from traceback import print_exception
+from traceback import format_exception_only
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from dsreason.errors import DataError, DsReasonError
 from dsreason.job.failures import dead_worker_as_error
 from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
+from dsreason.screen import say
 
 T = TypeVar("T")
 
@@ -306,7 +307,7 @@ def start_worker(number: int) -> None:
 
 def end_worker(error: Exception, item: object) -> None:
     if not isinstance(error, ConnectionError):  # else the trainer has left the loop, and nobody waits
-        print_exception(error)
+        say("".join(format_exception_only(error)).rstrip(), err=True)
         os._exit(1)
 
 

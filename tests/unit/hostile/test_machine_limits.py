@@ -178,3 +178,19 @@ def test_a_closed_stream_is_no_error(here: Path, number: int) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     assert (here / "run.toml").read_text().startswith(("#", "[", "output", "model"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1", "cp437"])
+def test_what_an_encoding_does_not_have_is_escaped(here: Path, encoding: str) -> None:
+    (here / "cosmos.toml").write_text(COSMOS)
+    ended = subprocess.run(
+        [*COMMAND, "import", "cosmos.toml", "-o", "カメラ.toml"],
+        cwd=here,
+        check=False,
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "1", "TERM": "dumb", "NO_COLOR": "1"},
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert rb"\u30ab\u30e1\u30e9.toml" in ended.stdout + ended.stderr
+    assert b"Traceback" not in ended.stderr and b"\x1b" not in ended.stdout + ended.stderr
