@@ -2,7 +2,7 @@
 
 | what is attacked | where it is tested |
 |---|---|
-| 1 code in the current folder | test_surroundings, test_rows, test_weights, unit/cli/test_entry, integration/test_current_folder |
+| 1 code in the current folder | test_surroundings, test_rows, test_weights, integration/test_current_folder |
 | 2 local data that lead elsewhere | test_own_files, test_rows, test_archives |
 | 3 servers and stores | test_servers, test_stores |
 | 4 media that cost more than they are worth | test_media_time, test_images, test_videos |
