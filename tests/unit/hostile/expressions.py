@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from dsreason.answers.choices import _Reader
+from dsreason.answers.mentions import LONGEST
 from dsreason.families import FAMILIES
+from tests.fuzz.fuzzing import within_time
 
 ROOT = Path(__file__).parents[3]
 CALLS = {"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"}
@@ -34,7 +36,14 @@ LOCAL = {
 """What variables may hold where an expression is made of them."""
 SAMPLES = "a1 A\n-.,([{\"'\\/_*:<é"
 """Characters to choose from where an expression takes one of a set."""
-VARIANTS, LONGEST_PIECE, MOST_HEADS, MOST_TEXTS = 2, 4, 3, 60
+LENGTH, CPU_SECONDS = 20_000, 0.2
+SHORT = {"ANSWERS": LONGEST, "COUNTS": LONGEST}
+"""Expressions that get no longer texts."""
+OF_PLAIN_TEXT = (": REASON", ": ANSWERS", ": COUNTS", ": aside", ": only_letter", ": only_one_right", ": _split")
+"""Read texts of which each white space is one character: `dsreason.answers` makes them so."""
+OF_MARKED_TEXT = ("mentions.py: MARKED", "mentions.py: is_denied")
+"""Read texts in which each « is one of ours."""
+VARIANTS, LONGEST_PIECE, MOST_HEADS, MOST_TEXTS = 2, 4, 3, 45
 METHODS = {name: {"fullmatch"} for name in ("AGIBOT", "HOLOASSIST", "BRIDGE")}
 """Of expressions that are kept under several names."""
 
@@ -53,6 +62,20 @@ class Use:
         else:
             for _ in self.pattern.finditer(given):
                 pass
+
+
+def slow_text(use: Use) -> str:
+    """One that it takes too long for; "" where there is none."""
+    for text in texts(use.pattern, SHORT.get(use.place.split()[-1], LENGTH)):
+        if use.place.endswith(OF_PLAIN_TEXT):
+            text = re.sub(r"(\s)\s+", r"\1", text)
+        if use.place.endswith(OF_MARKED_TEXT):
+            text = text.replace("«", "", text.count("«") - 1)
+        try:
+            within_time(use.read, text, CPU_SECONDS)
+        except AssertionError:
+            return text
+    return ""
 
 
 def uses() -> list[Use]:
@@ -242,3 +265,11 @@ def is_in(character: str, code: Any, argument: Any) -> bool:
     if code is codes.RANGE:
         return bool(argument[0] <= ord(character) <= argument[1])
     return code is codes.CATEGORY and re.match(CATEGORIES[argument], character) is not None
+
+
+if __name__ == "__main__":
+    found = uses()
+    for use in found:
+        if text := slow_text(use):
+            print(f"{use.place} {use.method}: {text[:60]!r}")
+    print(len(found))
