@@ -131,6 +131,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
     if saved.world_size != world.size:
         on_rank_zero(lambda: make_universal(path, saved))
     with errors_on_all_ranks():
+        reading = path
         try:
             if saved.world_size == world.size:
                 with safe_loading():
@@ -140,9 +141,10 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
             else:
                 load_universal(engine, path)
             if world.rank < saved.world_size:
-                load_rng_state(path / rng_file(world.rank), world.device)
+                reading = path / rng_file(world.rank)
+                load_rng_state(reading, world.device)
         except UNREADABLE as cause:
-            raise CheckpointError(f"{path}: cannot be loaded ({cause}); choose another checkpoint") from cause
+            raise CheckpointError(f"{reading}: cannot be loaded ({cause}); choose another checkpoint") from cause
     for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(values)
     return saved.state
