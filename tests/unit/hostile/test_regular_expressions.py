@@ -22,7 +22,7 @@ def test_the_time_of_every_expression_grows_with_the_length() -> None:
     assert int(count) > 200
 
 
-@pytest.mark.parametrize("pattern", [r"\s+$", r"(.+)x", r"(?s)<a>.*</a>", r"(a|a)*b", r"(\w+\s*)+:", r"\d+(?:,\d+)*;"])
+@pytest.mark.parametrize("pattern", [r"\s+$", r"(.+)x", r"(a|a)*b", r"(\w+\s*)+:", r"\d+(?:,\d+)*;"])
 def test_a_careless_expression_is_found(pattern: str) -> None:
     assert slow_text(Use("here", "search", re.compile(pattern)))
 

@@ -14,6 +14,7 @@ from dsreason.checkpoints.export import check_target_empty
 from dsreason.cli import main
 from dsreason.doctor.network import read_hostfile
 from dsreason.errors import ConfigError, Stopped
+from dsreason.files.cache import cache_dir
 from dsreason.job import launch
 from dsreason.secrets import VisibleRecord
 from tests.unit.hostile.guard import refused
@@ -175,21 +176,17 @@ def test_a_home_that_cannot_be_written_is_told_with_what_helps(
     assert "set DSREASON_CACHE to another folder" in told(capsys)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("sft", "--dry-run", "--output-dir", "\udcff"),
-        ("plan", "--gpus", "1"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
 def test_a_folder_whose_name_is_no_text_is_refused_before_it_is_used(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if arguments[0] == "plan":
-        monkeypatch.setenv("DSREASON_CACHE", "\udcff")
-    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    assert call("sft", "--dry-run", "--output-dir", "\udcff", monkeypatch=monkeypatch) == 2
     assert r"\udcff: the name is not UTF-8; choose another folder" in told(capsys)
+
+
+def test_a_cache_whose_name_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSREASON_CACHE", "\udcff")
+    with pytest.raises(ConfigError, match="the name is not UTF-8; choose another folder"):
+        cache_dir()
 
 
 def test_an_export_whose_name_is_no_text_is_refused_before_it_is_written() -> None:
