@@ -28,7 +28,7 @@ from dsreason.answers.phrases import (
     SECOND_THOUGHT,
     SUPPORTED,
 )
-from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, split_sentences
+from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, split_sentences, text_before
 from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 from dsreason.text import normalized
 
@@ -187,16 +187,14 @@ class _Reader:
         return None
 
     def _is_concluded(self, text: str, found: re.Match[str]) -> bool:
-        before, after = (
-            text[max(0, found.start(1) - WINDOW) : found.start(1)],
-            text[found.end(1) : found.end(1) + WINDOW],
-        )
-        lead = text[max(0, found.start() - WINDOW) : found.start()]
+        before = text_before(text, found.start(1), WINDOW)
+        after = text[found.end(1) : found.end(1) + WINDOW]
+        lead = text_before(text, found.start(), WINDOW)
         sentence, rest = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
         joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
         if HEDGE.match(text, found.start()) and self._named(sentence + rest):
             return False
-        if joined or is_refused(before, len(before)) or POSSIBLY.search(sentence) or rest.endswith("?"):
+        if joined or is_refused(text, found.start(1)) or POSSIBLY.search(sentence) or rest.endswith("?"):
             return False
         if found[1].islower() and (found[1] in "ai" or before.endswith("\n")):  # an article, a word
             return False
@@ -306,7 +304,7 @@ class _Reader:
     def _is_contradictory(self, text: str) -> bool:
         """The same anywhere in a text: `A. to the right` and `to the right (A)` of `A. to the left`."""
         for found in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
-            before = text[max(0, found.start() - WINDOW) : found.start()]
+            before = text_before(text, found.start(), WINDOW)
             told = normalized(before).rstrip(" ([")
             others = self.texts.others(self.keys[found[1]])
             is_other = before.endswith("(") and any(told.endswith(other) for other in others if other)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from dsreason.answers.phrases import DENIAL, POSSIBLY, PROVISIONAL
-from dsreason.answers.text import cleaned
+from dsreason.answers.text import cleaned, text_before
 from dsreason.text import bare, normalized
 
 PART = re.compile(r"[,;]|\bbut\b")
@@ -200,10 +200,8 @@ class OptionTexts:
             before_last = clause[: mentions[-1].start()] if mentions else ""
             is_refused = is_denied(clause) or UNDONE.search(before_last) is not None
             for found in mentions:
-                before, after = (
-                    clause[max(0, found.start() - WINDOW) : found.start()],
-                    clause[found.end() : found.end() + WINDOW],
-                )
+                before = text_before(clause, found.start(), WINDOW)
+                after = clause[found.end() : found.end() + WINDOW]
                 is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
                 is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
                 yield found[1], not (is_open or is_refused or is_heading or is_offered or SAID_OF.match(after))
@@ -220,6 +218,6 @@ def _answer_of(marked: str, *, is_number: bool) -> str | None:
 
 
 def _is_part(word: re.Match[str], sentence: str) -> bool:
-    before = sentence[max(0, word.start() - WINDOW) : word.start()]
+    before = text_before(sentence, word.start(), WINDOW)
     is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
     return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS_BEFORE.search(before))

@@ -45,6 +45,11 @@ def cleaned(text: str) -> str:
     return re.sub(r"(?m)^\d{1,2}[.)] (?=\(?[A-Za-z]\)?\W*$)", "", plain)
 
 
+def text_before(text: str, place: int, most: int) -> str:
+    """At most so many characters, without a copy of the whole text, which would be made for each of many places."""
+    return text[max(0, place - most) : place]
+
+
 def split_sentences(text: str) -> list[str]:
     """Example: `It turns, see Fig. 2. So B.` has two."""
     found: list[list[str]] = []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL, REFUSAL, VERDICT, YES_NO
-from dsreason.answers.text import last_boxed, split_sentences, without_markup
+from dsreason.answers.text import last_boxed, split_sentences, text_before, without_markup
 
 UNREAD = ("", "none")
 """No answer, and the rule that says so."""
@@ -21,7 +21,7 @@ def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int
 
 def is_refused(text: str, start: int) -> bool:
     """Whether the clause before a verdict at `start` takes it back ("I do not think that") or its sentence ("at first", "if")."""
-    before = text[max(0, start - 200) : start]
+    before = text_before(text, start, 200)
     sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before)[-1]
     clause = re.split("[,:]", sentence)[-1]
     return REFUSAL.search(clause) is not None or PROVISIONAL.search(sentence) is not None

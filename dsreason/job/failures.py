@@ -261,9 +261,8 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
             agent ends the others with SIGTERM.
     """
     known = {failure.rank for failure in reports}
-    if any(
-        report.exit_code == Stopped.exit_code for report in reports
-    ):  # SIGUSR1 came to a rank that had already saved
+    has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
+    if has_saved:  # SIGUSR1 came late to the ranks that it ended
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)

@@ -429,9 +429,7 @@ def end_at_signals() -> None:
             signal.signal(number, handler)
 
     os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # workers are ended by their parent
-    atexit.register(
-        set_all, signal.SIG_IGN
-    )  # Python, while it ends, would die of one, whatever the exit code was to be
+    atexit.register(set_all, signal.SIG_IGN)  # Python, while it ends, would die of one and lose its exit code
 
 
 @contextmanager

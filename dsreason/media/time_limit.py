@@ -78,10 +78,10 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1) -> Ite
 
 
 def seconds_of(size: int) -> float:
-    text = os.environ.get(TIME_VARIABLE, str(SECONDS))
-    if not text.isdecimal() and text != str(SECONDS):
-        raise ConfigError(f"{TIME_VARIABLE}={text}: must be a whole number of seconds")
-    return float(text) + SECONDS_PER_MEGABYTE * size / 1e6
+    given = os.environ.get(TIME_VARIABLE)
+    if given is not None and not given.isdecimal():
+        raise ConfigError(f"{TIME_VARIABLE}={given}: must be a whole number of seconds")
+    return (SECONDS if given is None else float(given)) + SECONDS_PER_MEGABYTE * size / 1e6
 
 
 def check_time() -> None:

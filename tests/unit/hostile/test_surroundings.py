@@ -74,6 +74,12 @@ def test_a_name_that_no_file_can_have_is_a_mistake(
     assert "file name too long" in told(capsys).lower()
 
 
+def call_as_rank(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> int:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return call("sft", "--dry-run", monkeypatch=monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -92,9 +98,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for variable, number in (given | {name: value}).items():
-        monkeypatch.setenv(variable, number)
-    assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert call_as_rank(given | {name: value}, monkeypatch) == 2
     assert f"environment: {name}={value!r:.60}: must be whole numbers" in told(capsys)
 
 
@@ -115,9 +119,7 @@ def test_a_launchers_number_that_does_not_fit_the_others_is_named(
     name: str, value: str, range_: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
-    for variable, number in (given | {name: value}).items():
-        monkeypatch.setenv(variable, number)
-    assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
+    assert call_as_rank(given | {name: value}, monkeypatch) == 2
     assert f"{name}={value}: must be {range_}" in told(capsys)
 
 
