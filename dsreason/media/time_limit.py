@@ -43,7 +43,7 @@ class Limit:
 
     def error(self) -> DataError:
         return DataError(
-            f"{self.file}: reading it took {self.seconds - self.left():.0f} s of processor time, more than {self.seconds:g} s, "
+            f"{self.file}: reading it took {self.seconds - self.left():.3g} s of processor time, more than {self.seconds:.3g} s, "
             f"the limit of a file of {self.size} bytes; save it again in an ordinary form, or set "
             f"{TIME_VARIABLE} higher"
         )
@@ -56,7 +56,7 @@ _watch: list[threading.Thread] = []
 
 @contextmanager
 def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1) -> Iterator[None]:
-    """Inside, `check_time` raises once this thread has taken longer than the file may take, `factor` times.
+    """Inside and at the end, `check_time` raises once this thread has taken longer than the file may take, `factor` times.
 
     `own_threads`: the process's time counts, not only this thread's, as decoders have threads of their own.
     """
@@ -70,6 +70,7 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1) -> Ite
         _watch[0].start()
     try:
         yield
+        check_time()  # a decoder may do everything in one call
     finally:
         if outer is None:
             del _limits[thread]

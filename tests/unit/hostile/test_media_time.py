@@ -45,6 +45,7 @@ READ_IN_PIECES: dict[str, Callable[[], bytes]] = {
     "ICO": lambda: encoded("ICO", sizes=[(size, size) for size in range(16, 256, 8)]),
     "BMP": lambda: encoded("BMP")[:-9],
     "PNG": partial(encoded, "PNG"),
+    "WebP, in one call": partial(encoded, "WEBP"),
 }
 
 
