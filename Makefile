@@ -64,8 +64,8 @@ test-all: setup ## Run the whole suite.
 	$(UNIT)
 	$(INTEGRATION) --all
 
-test-rest: setup ## Run what the whole suite has beside the short one.
-	$(INTEGRATION) -m long --all
+test-rest: setup ## Run what continuous integration has beside the short suite.
+	$(INTEGRATION) -m "long and not nightly" --all
 
 unit: setup ## Run the fast tests, on all cores.
 	$(UNIT)

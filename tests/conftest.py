@@ -37,14 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--fuzz-seconds", type=float, default=60, help="how long tests/fuzz gives each reader new inputs")
     parser.addoption("--fuzz-round", type=int, default=0, help="the first round of tests/fuzz: the seed of its inputs")
-    parser.addoption("--all", action="store_true", help="also the tests marked `long`")
+    parser.addoption("--all", action="store_true", help="also the tests marked `long` or `nightly`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        short = [
+            item for item in items if not {"long", "nightly"}.intersection(mark.name for mark in item.iter_markers())
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in short])
+        items[:] = short
 
 
 TRAINED = (

@@ -23,9 +23,11 @@ def accuracies(run: Path) -> list[float]:
     return [line["val/accuracy"] for line in metrics(run) if "val/accuracy" in line]
 
 
-def test_a_teacher_makes_the_answers_right(trained_qwen2_5_vl: Path, tmp_path: Path) -> None:
+def test_a_teacher_makes_the_answers_right(warm_start: Path, trained_qwen2_5_vl: Path, tmp_path: Path) -> None:
     (tmp_path / "worse.py").write_text(WORSE)
-    recipe = ("--config", "builtin_warm_start.toml", "--set", "data.adapter=worse.py")
+    changes = {"data.adapter": "worse.py", "model.path": f'"{warm_start / "export/final"}"', "train.epochs": 2}
+    options = [f"--set={key}={value}" for key, value in changes.items()]
+    recipe = ("--config", "builtin_warm_start.toml", *options)
     student = dsreason("sft", *recipe, "--nproc", 2, "--output-dir", "student", cwd=tmp_path, timeout=1800)
     assert student.returncode == 0, student.stderr
     assert accuracies(tmp_path / "student")[-1] < 0.4

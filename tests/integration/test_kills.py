@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from tests.integration.rows import write_mixed_rows
 from tests.integration.test_dpo_gradients import write_pairs
 from tests.integration.two_hosts import NAMES, Host, needs_hosts, two_hosts
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.integration
 
 COMMON = """
 [model]
@@ -199,13 +200,20 @@ def wait_for_moment(job: Job, run: Path, moment: str, steps: int, moments: rando
         time.sleep(0.0005)
 
 
+def with_marks(*long: str, nightly: Sequence[str]) -> list[Any]:
+    return [
+        *(pytest.param(command, marks=pytest.mark.long) for command in long),
+        *(pytest.param(command, marks=pytest.mark.nightly) for command in nightly),
+    ]
+
+
 def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
     if command == "world":
         return WORLD.format(steps=steps)
     return COMMON.format(model=model, rows=rows, steps=steps) + OF_COMMAND[command]
 
 
-@pytest.mark.parametrize("command", EXPORTS)
+@pytest.mark.parametrize("command", with_marks("sft", "grpo", "world", nightly=["dpo"]))
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -213,7 +221,7 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
 
 
 @needs_hosts
-@pytest.mark.parametrize("command", ["sft", "grpo"])
+@pytest.mark.parametrize("command", with_marks("grpo", nightly=["sft"]))
 def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -91,8 +91,19 @@ SMALLER_GRPO = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
+ENDS = {
+    "av_caption_vqa_reason2_8b_sft.toml",
+    "cosmos_reason1_7b_grpo.toml",
+    "cosmos_reason1_7b_llava_sft.toml",
+    "cosmos_reason2_2b_grpo.toml",
+    "warehouse_reason1_7b_sft.toml",
+}
+"""Of each kind of data and trainer one; the others are like one of them."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.long if name in ENDS else pytest.mark.nightly) for name in RECIPES]
+)
 def test_a_recipe_trains_from_end_to_end(recipe: str, swap: Swap, tmp_path: Path) -> None:
     changes = SMALLER | (SMALLER_GRPO if command(recipe) == "grpo" else SMALLER_SFT)
     options = [*swap(recipe), *(f"--set={key}={json.dumps(value)}" for key, value in changes.items())]

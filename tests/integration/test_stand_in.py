@@ -118,7 +118,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
         yield Devices(stand_in, cpu)
 
 
-@pytest.fixture(params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
+@pytest.fixture(params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest) -> str:
     """Of either family, within this file: the session's `tiny` would start the processes anew for each."""
     return str(request.getfixturevalue(f"tiny_{request.param}"))

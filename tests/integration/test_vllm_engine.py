@@ -55,7 +55,12 @@ TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "mod
 
 @pytest.fixture(
     scope="module",
-    params=[SETUPS[0], *(pytest.param(setup, marks=pytest.mark.long) for setup in SETUPS[1:3]), SETUPS[3]],
+    params=[
+        SETUPS[0],
+        pytest.param(SETUPS[1], marks=pytest.mark.long),
+        pytest.param(SETUPS[2], marks=pytest.mark.nightly),
+        SETUPS[3],
+    ],
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
