@@ -303,13 +303,14 @@ def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] =
 
 
 def prune_exports(
-    folder: Path, keep: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
+    folder: Path, keep: int, step: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
 ) -> None:
-    """The same of exports `step_N`, by the time they were written: a run that was resumed at an earlier step may have left
-    some of later steps. One of another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
-    found = [file for file in folder.glob(f"step_*/{export_file}") if is_checkpoint_name(file.parent.name)]
-    found.sort(key=lambda file: (file.stat().st_mtime_ns, checkpoint_step(file.parent)))
-    prune([file.parent for file in found], keep, spared)
+    """The same of exports `step_N` of a run at `step`. Those of later steps count as the oldest: the run was resumed at an
+    earlier step and does not go on from them. Nothing depends on the times of files, as a clock may be set back. One of
+    another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
+    found = [file.parent for file in folder.glob(f"step_*/{export_file}") if is_checkpoint_name(file.parent.name)]
+    found.sort(key=lambda export: (checkpoint_step(export) <= step, checkpoint_step(export)))
+    prune(found, keep, spared)
 
 
 def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:

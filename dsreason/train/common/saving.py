@@ -106,7 +106,8 @@ def export(run: JobRun[J], output: Path, *, last: bool) -> None:
     if config.export == "all" and run.world.is_main:
         best = {output.parent / f"step_{run.state.best_step}"} if config.keep_best else set()
         try:
-            prune_exports(output.parent, config.export_keep, best | run.uploads.in_use(), run.export_file)
+            spared = best | run.uploads.in_use()
+            prune_exports(output.parent, config.export_keep, run.state.step, spared, run.export_file)
         except OSError as error:  # no reason to end a run
             log.warning("old exports could not be deleted: %s", error)
 

@@ -223,12 +223,13 @@ def test_an_export_that_waits_for_its_upload_stays(tmp_path: Path, monkeypatch: 
     assert saved.train().exports == {"step_2", "step_8", "final"}
 
 
-def test_of_exports_those_written_last_stay_whatever_their_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock", [1, -1], ids=["the clock goes on", "the clock is set back"])
+def test_of_exports_those_before_the_step_of_the_run_stay(tmp_path: Path, clock: int) -> None:
     for written, step in enumerate((200, 300, 150, 160)):  # resumed from step 100
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "config.json").touch()
-        os.utime(tmp_path / f"step_{step}" / "config.json", (written, written))
-    prune_exports(tmp_path, 2)
+        os.utime(tmp_path / f"step_{step}" / "config.json", (clock * written, clock * written))
+    prune_exports(tmp_path, 2, step=160)
     assert {path.name for path in tmp_path.iterdir()} == {"step_150", "step_160"}
 
 
