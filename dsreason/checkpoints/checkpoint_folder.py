@@ -55,12 +55,12 @@ class TrainerState:
 
     step: NonNegativeInt = 0
     """Finished optimizer steps."""
-    epoch: float = 0.0
-    consumed_samples: NonNegativeInt = 0
+    epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    consumed_samples: Annotated[int, Field(ge=0, le=2**62)] = 0
     best_metric: float | None = None
     best_name: str = ""
     """Which metric `best_metric` is a value of."""
-    best_step: int | None = None
+    best_step: NonNegativeInt | None = None
     model_path: str = ""
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
     adapter: SavedAdapter | None = None
@@ -140,7 +140,7 @@ def unfinished_steps(folder: Path) -> list[int]:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    return re.fullmatch(r"step_\d+", name) is not None
+    return re.fullmatch(r"step_(0|[1-9][0-9]*)", name) is not None
 
 
 def checkpoint_step(path: Path) -> int:
@@ -197,6 +197,8 @@ def check_sizes(path: Path) -> dict[str, int]:
             raise CheckpointError(
                 f"{file}: has {file.stat().st_size} bytes instead of {size!r:.100}; choose another checkpoint"
             )
+    if STATE_FILE not in files:
+        raise CheckpointError(f"{path / MARKER}: does not name {STATE_FILE}; choose another checkpoint")
     return files
 
 
@@ -275,8 +277,10 @@ def recover(folder: Path) -> list[Path]:
         with contextlib.suppress(CheckpointError):
             if (partial / MARKER).is_file():
                 check_content(partial)
-            finish(partial, final, read_state(partial).ranks_here)
-            recovered.append(final)
+            saved = read_state(partial)
+            if final.name == f"step_{saved.state.step}":
+                finish(partial, final, saved.ranks_here)
+                recovered.append(final)
     for prefix in (SAVING, DELETING):
         for path in folder.glob(f"{prefix}*"):
             remove(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.adapter import Merge, adapter_weights, write_adapter
-from dsreason.checkpoints.checkpoint_folder import SavedAdapter, check_content, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import STATE_FILE, SavedAdapter, check_content, read_checkpoint
 from dsreason.checkpoints.model_card import CARD, Score, model_card
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.merged import unmerged_parameters
@@ -93,7 +94,8 @@ def appearing_folder(output: Path) -> Iterator[Path]:
     Raises:
         SaveError: it cannot be written; nothing of it stays.
     """
-    output = output.resolve() if output.is_dir() else output  # a link to where there is room stays one
+    if output.is_symlink() or output.is_dir():
+        output = Path(os.path.realpath(output))  # a link to where there is room stays one
     partial = output.with_name(f".{output.name}.partial")
     try:
         remove(partial)
@@ -241,6 +243,8 @@ def export_checkpoint(
     """
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)
+    if not saved.parameters:
+        raise CheckpointError(f"{checkpoint / STATE_FILE}: names no parameters; choose another checkpoint")
     dtype = saved.precision if dtype == "auto" else dtype
     run, adapter, step = checkpoint.absolute().parent.parent, saved.state.adapter, saved.state.step
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)

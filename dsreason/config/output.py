@@ -21,6 +21,7 @@ from dsreason.secrets import hidden
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
+FOLDERS = (CHECKPOINTS, "export", "logs", "tensorboard", "validation")
 
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
@@ -65,6 +66,9 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     """
     _check_writable(check_utf8(folder))
     check_not_in_use(folder)
+    for inside in (folder / name for name in FOLDERS):
+        if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
+            raise ConfigError(f"{inside}: is no folder; remove it, or choose another --output-dir")
     if resume is None:
         found = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
         if found:

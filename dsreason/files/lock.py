@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from dsreason.errors import ConfigError
 from dsreason.files.disk import read_small
 
@@ -149,8 +151,12 @@ def read(file: Path) -> str:
     """
     try:
         return read_small(file).decode()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not file.is_symlink():
+            return ""
+        raise ConfigError(
+            f"{file}: is no lock of ours (a link to nothing: {reason(error)}); remove it, or choose another folder"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: is no lock of ours ({reason(error)}); remove it, or choose another folder"
@@ -163,8 +169,8 @@ def reason(error: OSError | UnicodeDecodeError) -> str:
 
 def parse(content: str) -> Holder | None:
     try:
-        return Holder(**json.loads(content))
-    except (ValueError, TypeError):
+        return TypeAdapter(Holder).validate_json(content, strict=True)
+    except ValueError:
         return None
 
 

@@ -144,9 +144,10 @@ def wrong_numbers(given: Mapping[str, str]) -> list[str]:
         return [f"{', '.join(odd)}: must be whole numbers"]
     found = {name: int(text) for name, text in texts.items()}
     size = found["WORLD_SIZE"]
-    local = min((found[name] for name in LOCAL_SIZES if name in found), default=size)
+    if not 1 <= size <= MOST_RANKS:
+        return [f"WORLD_SIZE={size}: must be 1 to {MOST_RANKS}"]
+    local = next((found[name] for name in LOCAL_SIZES if name in found), size)
     ranges = {
-        "WORLD_SIZE": (1, MOST_RANKS),
         "RANK": (0, size - 1),
         "LOCAL_RANK": (0, local - 1),
         "MASTER_PORT": (1, 65535),

@@ -22,6 +22,11 @@ from dsreason.secrets import without_credentials
 TINY = "tiny:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What a model folder needs; pickled weights are left where they are."""
+OPENED = re.compile(
+    r"model.*\.safetensors|"
+    r"(.*config|.*token.*|.*processor.*|vocab.*|merges.*|chat_template.*|.*\.index|.*sentencepiece.*)\.(json|jinja|txt|model)"
+)
+"""Of these, those that transformers opens; others may be somebody's notes or rows."""
 CHUNK = 65536
 SIZES = {
     *(
@@ -68,6 +73,9 @@ def find_folder(
 def check_files(folder: Path) -> None:
     """CheckpointError for what transformers would open and never come back from: a FIFO, a device, a file without an end."""
     for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
+        opened = OPENED.fullmatch(file.name)
+        if not opened and (file.is_dir() or not file.exists()):
+            continue  # such as a link to what somebody has removed from the hub's cache
         try:
             check_regular(file, file)
             size = file.stat().st_size
@@ -75,7 +83,7 @@ def check_files(folder: Path) -> None:
             raise CheckpointError(
                 f"{file}: cannot be read ({error.strerror}); remove it, or download the model again"
             ) from None
-        if size > MOST_BYTES and file.suffix != ".safetensors":
+        if opened and size > MOST_BYTES and file.suffix != ".safetensors":
             raise CheckpointError(
                 f"{file}: has {size} bytes, a file of a model that holds no weights at most {MOST_BYTES}; download it again"
             )

@@ -201,7 +201,7 @@ def read_json(file: Path) -> Any:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not valid JSON ({error}); evaluate its clip again, or remove it") from error
+        raise DataError(f"{file}: is not valid JSON ({error}); evaluate again, or remove it") from error
 
 
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:

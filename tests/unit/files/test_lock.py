@@ -92,11 +92,20 @@ def test_another_process_of_the_same_number_does_not_hold_a_lock(tmp_path: Path)
         mine.take(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, "", "{"], ids=["of another machine", "empty", "garbled"])
-def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, content: str | None) -> None:
-    file = write_lock(tmp_path, replace(this_process(), machine="another"))
-    if content is not None:
-        file.write_text(content)
+LOCKS: dict[str, str | dict[str, object]] = {
+    "of another machine": {"machine": "another"},
+    "empty": "",
+    "garbled": "{",
+    "lists in lists": "[" * 200_000,
+    **{f"process {pid!r:.9}": {"pid": pid} for pid in ("1\0", "\ud800", None, True, 1.5, -1, 10**400)},
+    "of no process": {"pid": 99_999_999, "started": None},
+}
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: str) -> None:
+    file, content = tmp_path / ".lock", LOCKS[kind]
+    file.write_text(content if isinstance(content, str) else json.dumps(asdict(this_process()) | content))
     with FolderLock(pytest.fail) as mine:
         mine.take(tmp_path)
         assert json.loads(file.read_text()) == asdict(this_process()) | {"since": json.loads(mine.content)["since"]}

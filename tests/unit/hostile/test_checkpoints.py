@@ -277,6 +277,20 @@ def test_a_state_with_all_that_a_run_writes_is_read(checkpoint: Path, saved: dic
         assert read_state(checkpoint).state.step == state["step"]
 
 
+@pytest.mark.parametrize("name", [".saving_step_2", ".saving_step_x", ".saving_step_01"])
+def test_what_was_being_saved_under_the_name_of_another_step_is_thrown_away(checkpoint: Path, name: str) -> None:
+    partial = checkpoint.rename(checkpoint.with_name(name))
+    assert guarded(lambda: recover(partial.parent)) == []
+    assert not partial.exists()
+
+
+def test_a_state_without_parameters_is_not_exported(checkpoint: Path, saved: dict[str, Any], here: Path) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(saved | {"parameters": {}}))
+    write_marker(checkpoint)
+    refused(lambda: export_checkpoint(checkpoint, here / "exported"), CheckpointError, "names no parameters")
+    assert not (here / "exported").exists()
+
+
 @pytest.mark.parametrize("change", [{"world_size": 10**9}, {"world_size": None}, {"ranks": 3}, {"ranks": ["../0"]}])
 def test_what_was_being_saved_with_such_a_state_is_thrown_away(
     checkpoint: Path, saved: dict[str, Any], change: dict[str, Any]
@@ -316,6 +330,7 @@ def test_names_that_would_lead_out_never_reach_the_converter(checkpoint: Path) -
         ({"trainer_state.json": "3"}, ["trainer_state.json: has", "instead of '3'"]),
         ({"trainer_state.json": 214.0}, ["trainer_state.json: has", "instead of 214.0"]),
         ({"trainer_state.json": None}, ["trainer_state.json: has", "instead of None"]),
+        ({}, ["does not name trainer_state.json"]),
         ([], ["does not list the files"]),
         ("all", ["does not list the files"]),
     ],
@@ -325,7 +340,9 @@ def test_a_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words
     refused(lambda: check_sizes(checkpoint), CheckpointError, str(checkpoint), *words)
 
 
-@pytest.mark.parametrize("name", ["step_1x", "step_", "step_-1", "step_1/../step_1", ".saving_step_9"])
+@pytest.mark.parametrize(
+    "name", ["step_1x", "step_", "step_-1", "step_01", "step_\u0661", "step_1/../step_1", ".saving_step_9"]
+)
 def test_folders_with_other_names_are_never_resumed(checkpoint: Path, name: str) -> None:
     folder = checkpoint.parent
     if "/" not in name:

@@ -90,6 +90,14 @@ def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, fla
     assert (here / "disk" / "empty" / "config.json").exists()
 
 
+def test_an_export_appears_where_a_link_leads_to_a_folder_to_be_made(here: Path, flag: Path) -> None:
+    (here / "export").symlink_to(here / "disk" / "new")
+    with appearing_folder(here / "export") as partial:
+        (partial / "config.json").write_text("{}")
+    assert (here / "export").is_symlink()
+    assert (here / "disk" / "new" / "config.json").exists()
+
+
 def test_an_export_is_not_written_into_a_link_at_its_temporary_name(here: Path, flag: Path) -> None:
     (here / ".final.partial").symlink_to(flag.parent)
     with appearing_folder(here / "final") as partial:

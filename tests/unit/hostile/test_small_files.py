@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, check_sizes, complete_checkpoints, read_state
-from dsreason.config.output import read_run_config, run_record
+from dsreason.config.output import check_output_dir, read_run_config, run_record
+from dsreason.config.schema import SFTConfig
 from dsreason.datasets import builtin, remote_tar
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.evaluation.report import results
@@ -58,7 +59,11 @@ def circle(place: Path) -> None:
     place.symlink_to(place.name)
 
 
-ODD: list[Put] = [fifo, folder, device, terminal, listening, other_bytes, circle]
+def nothing(place: Path) -> None:
+    place.symlink_to("gone")
+
+
+ODD: list[Put] = [fifo, folder, device, terminal, listening, other_bytes, circle, nothing]
 
 
 @pytest.fixture(params=ODD, ids=lambda put: put.__name__)
@@ -76,6 +81,14 @@ def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> Non
         mine.take(here)
     with pytest.raises(ConfigError, match=r"\.lock: is no lock of ours"):
         check_not_in_use(here)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "export", "logs", "tensorboard"])
+def test_a_run_s_folder_that_is_none_is_refused_before_the_model_is_loaded(name: str, put: Put, here: Path) -> None:
+    put(here / name)
+    if put is not folder:
+        with pytest.raises(ConfigError, match=f"{name}: is no folder; remove it"):
+            check_output_dir(here, SFTConfig(), "auto")
 
 
 def test_the_state_of_a_checkpoint_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
@@ -137,6 +150,15 @@ def test_a_model_folder_with_what_is_no_file_is_not_opened(file: str, put: Put, 
     put(here / file)
     if put is not other_bytes:  # that is a file, whose content is read later
         refused(lambda: found_folder(here), CheckpointError, f"{file}: cannot be read (")
+
+
+def test_what_lies_beside_a_model_and_is_not_read_may_be_anything(here: Path) -> None:
+    (here / "rows.json").touch()
+    os.truncate(here / "rows.json", 10 * 2**30)
+    (here / "old.json").mkdir()
+    for name in ("notes.txt", "consolidated.safetensors"):  # such as a link to what was removed from the hub's cache
+        (here / name).symlink_to("gone")
+    assert found_folder(here) == here
 
 
 def test_a_file_of_a_model_that_is_as_large_as_weights_is_not_opened(here: Path) -> None:

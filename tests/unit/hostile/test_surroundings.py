@@ -123,6 +123,12 @@ def test_a_launchers_number_that_does_not_fit_the_others_is_named(
     assert f"{name}={value}: must be {range_}" in told(capsys)
 
 
+def test_the_local_size_of_another_launcher_is_of_no_account() -> None:
+    given = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "1"}
+    assert launch.wrong_numbers(given) == []
+    assert launch.wrong_numbers(given | {"WORLD_SIZE": "0"}) == ["WORLD_SIZE=0: must be 1 to 1000000"]
+
+
 def test_an_error_that_a_library_made_of_a_signal_is_still_that_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
