@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, Stopped
 from dsreason.files.disk import read_small
 
 log = logging.getLogger(__name__)
@@ -54,20 +54,27 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     Args:
         on_lost: called, in a thread, with what to say where another job has taken the folder nevertheless: this one was
             not heard of for STALE_AFTER_S.
+        asked_to_stop: the signal that asks this job to stop, or "". It is not kept waiting for another job.
     """
 
-    def __init__(self, on_lost: Callable[[ConfigError], object]) -> None:
+    def __init__(self, on_lost: Callable[[ConfigError], object], asked_to_stop: Callable[[], str] = lambda: "") -> None:
         self.on_lost = on_lost
+        self.asked_to_stop = asked_to_stop
         self.file: Path | None = None
         self.content = ""
         self.over = threading.Event()
 
     def take(self, folder: Path) -> None:
-        """ConfigError, which names host and process, where another job is in the folder."""
+        """Put our lock there.
+
+        Raises:
+            ConfigError: another job is in the folder; it names host and process.
+            Stopped: before that was known.
+        """
         file, content = folder / LOCK_FILE, json.dumps(asdict(this_process()))
         while not create(file, content):
             found = read(file)
-            if is_alive(file, found):
+            if is_alive(file, found, self.asked_to_stop):
                 raise in_use(folder, found)
             remove_stale(file, found)
         self.file, self.content = file, content
@@ -102,7 +109,7 @@ def in_use(folder: Path, content: str) -> ConfigError:
     )
 
 
-def is_alive(file: Path, content: str) -> bool:
+def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
     """Whether the job that has a lock is there. Of one on another machine this takes STALE_AFTER_S, in which it may end, too."""
     holder = parse(content)
     if holder is not None and holder.machine == this_machine():
@@ -111,6 +118,8 @@ def is_alive(file: Path, content: str) -> bool:
     touched, alive, deadline = last_touched(file), False, time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline:
         time.sleep(STALE_AFTER_S / 60)
+        if name := asked_to_stop():
+            raise Stopped(f"stopped by {name} while it waited to see whether {file} is of a job that is alive")
         now = last_touched(file)
         if now is None:
             return False

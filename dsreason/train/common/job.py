@@ -128,8 +128,8 @@ def open_job(
         find_model: the local model folder.
     """
     world = init_world()
-    lock = stack.enter_context(FolderLock(on_lost=report_and_exit))
     stop = stack.enter_context(StopRequest())
+    lock = stack.enter_context(FolderLock(report_and_exit, lambda: stop.name))
     uploads = stack.enter_context(uploading(config.checkpoint, lambda: stop.name))  # no rank waits for an upload
     stack.callback(shutdown)
     output_dir = broadcast_object(output_dir or default_output_dir(command))

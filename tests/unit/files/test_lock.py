@@ -19,7 +19,7 @@ import pytest
 
 from dsreason.config.output import check_output_dir
 from dsreason.config.schema import SFTConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, Stopped
 from dsreason.files import lock
 from dsreason.files.lock import FolderLock, Holder, start_time, this_process
 
@@ -109,6 +109,14 @@ def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: 
     with FolderLock(pytest.fail) as mine:
         mine.take(tmp_path)
         assert json.loads(file.read_text()) == asdict(this_process()) | {"since": json.loads(mine.content)["since"]}
+
+
+def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
+    write_lock(tmp_path, replace(this_process(), machine="another"))
+    stopped = pytest.raises(Stopped, match=r"stopped by SIGTERM while it waited to see whether .*\.lock is of a job")
+    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as mine:
+        mine.take(tmp_path)
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:
