@@ -73,7 +73,8 @@ def end_at_signals() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+        # SIGHUP is ignored under `nohup`, SIGINT behind `&` in a script.
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
 
 

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ def pytest_configure() -> None:
     """What a test starts, in whichever folder, finds the packages that this process finds."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with other workers
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests were started in the background
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     gc.disable()  # while the tests' modules import torch and transformers
 

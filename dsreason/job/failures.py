@@ -100,7 +100,9 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
     """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
     if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
-    file = f"{error.filename}: " if error.filename else shared_memory() and f"{shared_memory()}: "
+    file = f"{error.filename}: " if error.filename else ""
+    if not file and error.errno == errno.ENOSPC and shared_memory():
+        file = f"perhaps {shared_memory()}: "  # nobody says where a write failed
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         found = (
@@ -161,7 +163,9 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
             f"out of memory ({in_one_line(text)[:200] or 'MemoryError'}): a process may have {memory >> 20} MiB of address space "
             "here; raise it (`ulimit -v unlimited`)"
         )
-    if number == errno.EAGAIN and processes != resource.RLIM_INFINITY:
+    # The same number of a stream that takes no more at the moment has a text of its own.
+    of_fork = isinstance(error, OSError) and error.strerror == os.strerror(errno.EAGAIN)
+    if number == errno.EAGAIN and of_fork and processes != resource.RLIM_INFINITY:
         return ConfigError(f"no other process can be started: a user may have {processes} here (ulimit -u); raise it")
     if number == errno.ENOMEM:
         return ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -66,9 +67,15 @@ ECHO_TIME = 3.0
 ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Slurm's warning, a scheduler that takes the machine back, Ctrl-C, a terminal that was closed."""
 
+MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
+
 PR_SET_PDEATHSIG = 1
 
-DRIVER_LIBRARY = "libcuda.so.1"
+LIBRARIES = {
+    "libcuda.so.1": "a library of NVIDIA's, which comes with torch, would run",
+    "libgcc_s.so.1": "the linker that DeepSpeed tries would read",
+}
+"""What is looked for in the current folder before the system's folders."""
 LOADER_FOLDERS = (".", "glibc-hwcaps/*", "tls", "tls/*", "tls/*/*", "x86_64", "x86_64/*", "aarch64", "aarch64/*")
 """Where the system's loader looks for a shared library in a folder."""
 
@@ -127,12 +134,9 @@ def check_surroundings() -> None:
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the current folder cannot be used ({error.strerror}); change to another one") from None
-    # A library of NVIDIA's, which comes with torch, looks for the driver in the current folder before the system's.
-    for folder in LOADER_FOLDERS:
-        for planted in Path().glob(f"{folder}/{DRIVER_LIBRARY}"):
-            raise ConfigError(
-                f"the current folder has {planted}, which torch would run; remove it, or change to another one"
-            )
+    for folder, (library, use) in itertools.product(LOADER_FOLDERS, LIBRARIES.items()):
+        for planted in Path().glob(f"{folder}/{library}"):
+            raise ConfigError(f"the current folder has {planted}, which {use}; remove it, or change to another one")
     if is_rank() and (wrong := wrong_numbers(os.environ)):
         raise ConfigError(f"environment: {'; '.join(wrong)}; start with torchrun or deepspeed, or unset them")
 
@@ -391,8 +395,11 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
 
 
 def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Without SIGHUP where it is ignored, as `nohup` has it: the job is to go on when its terminal is closed."""
-    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+    """Without those that are ignored: the job is to go on when its terminal is closed (`nohup`), and beside a script that
+    started it with `&` and gets Ctrl-C."""
+    return [
+        number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def demands_immediate_end(number: int, noted: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -30,7 +32,7 @@ from torchvision.transforms.v2 import functional as tvf
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.remote import local_copy
-from dsreason.media.time_limit import check_time, time_limit
+from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_VIDEO_FRAMES = 2_000_000
@@ -43,8 +45,9 @@ DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
 A still scene is some thousand pixels a byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
 MAX_UNUSABLE_PACKETS = 10_000
 """At the beginning of a video, of which none can be decoded by itself."""
-JPEG_SCAN = b"\xff\xda"
-"""Begins a scan; compressed pixels never hold it."""
+JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
+"""Begins a segment; compressed pixels hold none but those left out here."""
+JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 """Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
 VIDEO_FORMATS = (
@@ -151,7 +154,11 @@ class TimedFile(io.BufferedReader):
 @contextmanager
 def _opened_image(file: Path) -> Iterator[Image.Image]:
     try:
-        with time_limit(file), TimedFile(file) as opened, Image.open(opened, formats=IMAGE_FORMATS) as image:
+        with (
+            time_limit(file, most=MOST_OF_AN_IMAGE),
+            TimedFile(file) as opened,
+            Image.open(opened, formats=IMAGE_FORMATS) as image,
+        ):
             image.filename = str(file)  # so that raw pixels are mapped
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
@@ -163,13 +170,24 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
 
 
 def _check_scans(file: Path, image: Image.Image) -> None:
-    if image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg":  # which a TIFF may hold
-        scans = file.read_bytes().count(JPEG_SCAN)
-        if (work := scans * image.width * image.height) > MAX_SCANNED_PIXELS:
-            raise DataError(
-                f"{file}: {scans} scans of {image.width}x{image.height} pixels, {work:.1e} in all, more than "
-                f"{MAX_SCANNED_PIXELS:.1e}; save it as an ordinary JPEG"
-            )
+    if image.info.get("progressive"):
+        for scans in _scans(file):
+            if scans * image.width * image.height > MAX_SCANNED_PIXELS:
+                raise DataError(
+                    f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels, which make the "
+                    f"{MAX_SCANNED_PIXELS:.1e} that are read; save it as an ordinary JPEG"
+                )
+
+
+def _scans(file: Path) -> Iterator[int]:
+    """Counts the scans of a JPEG up to its end, behind which phones put a video; what its segments hold is no scan."""
+    scans, place = 0, 0
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
+        while (found := JPEG_MARKER.search(content, place)) and found[1] != JPEG_END:
+            check_time()
+            place = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+            if found[1] == JPEG_SCAN:
+                yield (scans := scans + 1)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -425,7 +443,7 @@ def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[
 
 def _within_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
     """The frames, until decoding them costs more than the file is worth."""
-    size, decoded = file.stat().st_size, 0
+    size, decoded = size_on_disk(file), 0
     most = max(DECODED_PIXELS_PER_BYTE * size, FEWEST_DECODED_PIXELS)
     for frame in frames:
         decoded += frame.width * frame.height

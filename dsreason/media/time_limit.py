@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -19,6 +20,8 @@ from dsreason.screen import as_message
 
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
 """Of every file, and for each megabyte of it: ordinary films take a second or two a megabyte, still scenes several."""
+MOST_OF_AN_IMAGE = 20_000_000
+"""Bytes that count of an image: no ordinary one takes minutes, and padding buys none."""
 TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
 """Takes the place of `SECONDS`. Processor time, not the clock's: a loaded machine makes no good file fail."""
 ENDLESS = 10
@@ -55,16 +58,17 @@ _watch: list[threading.Thread] = []
 
 
 @contextmanager
-def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1) -> Iterator[None]:
+def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: float = math.inf) -> Iterator[None]:
     """Inside and at the end, `check_time` raises once this thread has taken longer than the file may take, `factor` times.
 
-    `own_threads`: the process's time counts, not only this thread's, as decoders have threads of their own.
+    `own_threads`: the process's time counts, not only this thread's, as decoders have threads of their own. `most`: bytes
+    of the file that give it time.
     """
     thread = threading.get_ident()
     clock = time.CLOCK_PROCESS_CPUTIME_ID if own_threads else time.pthread_getcpuclockid(thread)
     outer = _limits.get(thread)
-    size = file.stat().st_size
-    _limits[thread] = Limit(file, size, factor * seconds_of(size), clock, time.clock_gettime(clock))
+    size = size_on_disk(file)
+    _limits[thread] = Limit(file, size, factor * seconds_of(min(size, most)), clock, time.clock_gettime(clock))
     if not _watch:
         _watch.append(threading.Thread(target=_end_what_is_endless, name="media", daemon=True))
         _watch[0].start()
@@ -78,7 +82,13 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1) -> Ite
             _limits[thread] = outer
 
 
-def seconds_of(size: int) -> float:
+def size_on_disk(file: Path) -> int:
+    """In bytes, without holes. Some file systems say 0 blocks for a file that has content."""
+    found = file.stat()
+    return min(found.st_size, 512 * found.st_blocks) if found.st_blocks else found.st_size
+
+
+def seconds_of(size: float) -> float:
     given = os.environ.get(TIME_VARIABLE)
     if given is not None and not given.isdecimal():
         raise ConfigError(f"{TIME_VARIABLE}={given}: must be a whole number of seconds")

@@ -206,6 +206,22 @@ def test_a_signal_while_python_still_imports_is_answered_with_a_sentence(
     assert (process.returncode, said) == (STOPPED, f"stopped by {number.name}\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+    code = f"""
+import signal
+signal.signal({int(number)}, signal.SIG_IGN)
+from dsreason.__main__ import end_at_signals
+from dsreason.job import launch
+end_at_signals()
+launch.end_at_signals()
+signal.raise_signal({int(number)})
+print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
 @each
 def test_a_second_signal_ends_a_command_at_once(number: signal.Signals) -> None:
     code = f"""

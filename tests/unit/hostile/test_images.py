@@ -61,6 +61,12 @@ def progressive(width: int, height: int, scans: int) -> bytes:
     return buffer.getvalue()[:end] + buffer.getvalue()[start:end] * scans + b"\xff\xd9"
 
 
+def large(kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4000, 4000)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
 def animation(frames: int) -> bytes:
     buffer = io.BytesIO()
     pictures = [Image.new("P", (8, 8), number % 250) for number in range(frames)]
@@ -94,9 +100,9 @@ REFUSED_PIXELS: dict[str, tuple[bytes, list[str]]] = {
     "truncated JPEG": (JPEG[:700], ["not a usable image"]),
     "JPEG of 1500 scans": (
         progressive(2000, 2000, 1500),
-        ["1510 scans of 2000x2000 pixels, 6.0e+09 in all, more than 5.0e+09"],
+        ["more than 1250 scans of 2000x2000 pixels, which make the 5.0e+09 that are read"],
     ),
-    "JPEG of 20000 scans": (progressive(600, 600, 20000), ["20010 scans of 600x600 pixels"]),
+    "JPEG of 20000 scans": (progressive(600, 600, 20000), ["more than 13888 scans of 600x600 pixels"]),
     "palette that is missing": (png(4, 4, None, colour=3), ["not a usable image: AssertionError"]),
 }
 USED: dict[str, bytes] = {
@@ -108,6 +114,8 @@ USED: dict[str, bytes] = {
         4, 4, zlib.compress(b"\0\xfa\xfa\xfa\xfa" * 4), chunk(b"PLTE", bytes(9)), colour=3
     ),
     "pixels for 1000 images": png(40, 30, zlib.compress(bytes(1 << 28))),
+    "TIFF of 500 strips, each a JPEG": large("TIFF", compression="jpeg"),
+    "JPEG with a video behind it": large("JPEG", progressive=True) + b"\xff\xda" * 500,
     "small JPEG of 1500 scans": progressive(40, 30, 1500),
     "EXIF of rubbish": with_exif(JPEG, b"rubbish" * 3),
     "EXIF that ends early": with_exif(JPEG, b"MM\0*\0\0\0\x08\0\x05"),
@@ -150,7 +158,7 @@ def test_what_looks_odd_is_used(here: Path, name: str) -> None:
     (here / "a.png").write_bytes(USED[name])
     probed, loaded = guarded(lambda: both(here / "a.png"))
     assert probed == loaded
-    assert loaded in ((30, 40), (8, 8), (4, 4))
+    assert loaded in ((30, 40), (8, 8), (4, 4), (4000, 4000))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")
 NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+NO_ROOM_YET = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
 TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
 
 
@@ -74,10 +75,10 @@ def test_a_limit_is_told_as_such(
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("can't start new thread"), NO_PROCESS, KeyError("memory")]
+    "error", [MemoryError(), RuntimeError("can't start new thread"), NO_PROCESS, KeyError("memory"), NO_ROOM_YET]
 )
 def test_what_no_limit_explains_stays_what_it_is(error: Exception, limits: Callable[..., None]) -> None:
-    limits()
+    limits(**({"NPROC": 7} if error is NO_ROOM_YET else {}))
     assert error_for_people(error) is error
 
 

@@ -125,6 +125,17 @@ def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> Non
     assert (here / "errors").read_text().startswith("error: a.mp4: reading it took")
 
 
+@pytest.mark.parametrize("padding", ["holes", "bytes"])
+def test_padding_buys_an_image_no_time(here: Path, padding: str) -> None:
+    (here / "a.ppm").write_bytes(b"P6\n#" + b"x" * (0 if padding == "holes" else 3000))
+    os.truncate(here / "a.ppm", 20 * 2**30 if padding == "holes" else 3000)
+    most = 1000 if padding == "bytes" else 10**9
+    with time_limit.time_limit(here / "a.ppm", most=most):
+        (limit,) = time_limit._limits.values()
+        assert limit.seconds == pytest.approx(30, abs=0.1)
+    assert time_limit.size_on_disk(here / "a.ppm") <= 8192
+
+
 def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (here / "a.mp4").open("wb") as file:
         file.truncate(5_000_000)

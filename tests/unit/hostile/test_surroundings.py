@@ -164,13 +164,17 @@ def test_a_current_folder_that_is_gone_is_told(
 
 
 @pytest.mark.parametrize("place", [".", "glibc-hwcaps/x86-64-v3", "tls/x86_64/x86_64", "x86_64"])
-def test_a_driver_in_the_current_folder_is_not_loaded(
-    place: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("library", "use"),
+    [("libcuda.so.1", "a library of NVIDIA's, which comes with torch, would run"), ("libgcc_s.so.1", "the l")],
+)
+def test_a_library_in_the_current_folder_is_not_loaded(
+    library: str, use: str, place: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / place).mkdir(parents=True, exist_ok=True)
-    (here / place / "libcuda.so.1").write_bytes(b"")
+    os.mkfifo(here / place / library)
     assert call("sft", "--dry-run", monkeypatch=monkeypatch) == 2
-    assert f"the current folder has {Path(place) / 'libcuda.so.1'}, which torch would run" in told(capsys)
+    assert f"the current folder has {Path(place) / library}, which {use}" in told(capsys)
 
 
 @pytest.mark.parametrize("home", ["/proc/none", "/dev/null"])
