@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 WORSE = """
 from data_adapters import builtin as adapter

@@ -148,7 +148,7 @@ def test_the_installed_script_and_its_engine_run_only_what_is_named(folder: Path
     [
         ["data", "validate", "--config", "grpo.toml", "--workers", "1"],
         ["plan", "--config", "grpo.toml", "--gpus", "1"],
-        pytest.param(["doctor", "--quick"], marks=pytest.mark.long),
+        pytest.param(["doctor", "--quick"], marks=pytest.mark.nightly),
         pytest.param(["eval", "--model", "tiny:qwen2_5_vl", "--data", "rows.jsonl"], marks=pytest.mark.long),
     ],
     ids=lambda command: command[0],
@@ -183,7 +183,7 @@ def test_pythonsafepath_protects_the_processes_of_deepspeed_too(folder: Path) ->
     run(folder, [*DEEPSPEED], "sft.toml", PYTHONSAFEPATH="1", PATH="/usr/bin:/bin")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_without_it_only_the_launchers_of_deepspeed_run_more(folder: Path) -> None:
     shutil.rmtree(folder / "planted-1.0.dist-info")  # the launchers' torch would end at it
     ended = start(folder, [*DEEPSPEED, "sft", "--config", "sft.toml", "--output-dir", "D"], PATH="/usr/bin:/bin")

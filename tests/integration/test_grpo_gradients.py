@@ -155,7 +155,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
     return on_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_policy_gradient_does_not_depend_on_the_cut(
     measured: Callable[[int], ByVariant], variant: str, ranks: int

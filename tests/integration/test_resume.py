@@ -40,10 +40,13 @@ TRAINED = {
     "adapters": "[lora]\nrank = 4\nvision = true",
     "adapters beside 4 bits": 'quantize = "nf4"\n[lora]\nrank = 4',
 }
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in TRAINED if name.startswith("adapters")]
+OTHERS = [
+    pytest.param("adapters", marks=pytest.mark.long),
+    pytest.param("adapters beside 4 bits", marks=pytest.mark.nightly),
+]
 
 
-@pytest.fixture(scope="module", params=["all but the vision tower", *LONG])
+@pytest.fixture(scope="module", params=["all but the vision tower", *OTHERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
     """With `whole/`: six steps on 2 ranks, checkpoints after three and six; embeddings tied."""
     folder = tmp_path_factory.mktemp("resume")
