@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -244,6 +245,26 @@ def test_an_upload_goes_on_where_it_failed(server: Any, proxy: Proxy, export: Pa
     proxy.faults = []
     assert upload(open_package(export), TARGET) == Sent(1, 2 * PART + 1000)  # config.json was there
     assert "run/UPLOADED.json" in objects(server)
+
+
+def test_an_upload_that_was_killed_leaves_no_marker_and_is_made_whole_by_the_next(
+    server: Any, proxy: Proxy, export: Path, tmp_path: Path
+) -> None:
+    proxy.faults = [Fault("PUT", "hang", "model.safetensors")]
+    push = ["push", str(export), "--to", "s3://bucket/run"]
+    with subprocess.Popen(
+        [*COMMAND, *push], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        while proxy.faults and process.poll() is None:
+            time.sleep(0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert "run/UPLOADED.json" not in objects(server)
+    again = dsreason(*push, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    sent = objects(server)
+    assert {name: sent[f"run/{name}"] for name in files_of(export)} == files_of(export)
+    assert proxy.seen[-1].startswith("PUT /bucket/run/UPLOADED.json") and "run/UPLOADED.json" in sent
 
 
 def test_a_target_is_checked_by_an_object_that_does_not_stay(server: Any, proxy: Proxy) -> None:
