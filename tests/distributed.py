@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import socket
 import sys
 import time
@@ -78,9 +79,12 @@ def _rank_server() -> Any:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that outgoing connections get: one of those is often taken before the ranks have it."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(
