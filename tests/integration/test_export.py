@@ -161,6 +161,7 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
 def test_export_refuses_a_full_folder_and_a_lost_base_model(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
+    from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
 
     checkpoint = trained[0] / "zero3" / "step_3"
@@ -171,7 +172,7 @@ def test_export_refuses_a_full_folder_and_a_lost_base_model(
     moved = shutil.copytree(checkpoint, tmp_path / "step_3")
     state = moved / "trainer_state.json"
     state.write_text(state.read_text().replace(json.loads(state.read_text())["state"]["model_path"], str(tmp_path)))
-    (moved / "COMPLETE").write_text(json.dumps({"files": {}}))
+    write_marker(moved)
     with pytest.raises(CheckpointError, match="has no config.json"):
         export_checkpoint(moved, tmp_path / "out")
     assert not (tmp_path / "out").exists()

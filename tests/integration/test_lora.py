@@ -276,6 +276,7 @@ def test_peft_loads_the_adapter_and_gives_what_was_merged(found: Any, folder: Pa
 
 
 def test_an_export_refuses_a_base_that_is_not_what_it_was(found: Any, folder: Path, tmp_path: Path) -> None:
+    from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
     from dsreason.models.tiny import build_tiny
 
@@ -283,7 +284,7 @@ def test_an_export_refuses_a_base_that_is_not_what_it_was(found: Any, folder: Pa
     build_tiny("qwen3_vl", tmp_path / "other", seed=1)
     state = checkpoint / "trainer_state.json"
     state.write_text(state.read_text().replace(str(folder / "model"), str(tmp_path / "other")))
-    (checkpoint / "COMPLETE").write_text(json.dumps({"files": {}}))
+    write_marker(checkpoint)
     with pytest.raises(CheckpointError, match="which has other files now"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
