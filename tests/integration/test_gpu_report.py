@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu_report.parts import PARTS
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 
