@@ -46,11 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        short = [
-            item for item in items if not {"long", "nightly"}.intersection(mark.name for mark in item.iter_markers())
-        ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in short])
-        items[:] = short
+        config.hook.pytest_deselected(items=[item for item in items if not is_short(item)])
+        items[:] = [item for item in items if is_short(item)]
+
+
+def is_short(item: pytest.Item) -> bool:
+    return not (item.get_closest_marker("long") or item.get_closest_marker("nightly"))
 
 
 TRAINED = (

@@ -163,9 +163,9 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
             f"out of memory ({in_one_line(text)[:200] or 'MemoryError'}): a process may have {memory >> 20} MiB of address space "
             "here; raise it (`ulimit -v unlimited`)"
         )
-    # The same number of a stream that takes no more at the moment has a text of its own.
-    of_fork = isinstance(error, OSError) and error.strerror == os.strerror(errno.EAGAIN)
-    if number == errno.EAGAIN and of_fork and processes != resource.RLIM_INFINITY:
+    # A stream that takes no more at the moment has this number too, and a text of its own.
+    no_process = isinstance(error, OSError) and error.strerror == os.strerror(errno.EAGAIN)
+    if no_process and processes != resource.RLIM_INFINITY:
         return ConfigError(f"no other process can be started: a user may have {processes} here (ulimit -u); raise it")
     if number == errno.ENOMEM:
         return ConfigError(
