@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsreason.config.schema import SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
+from dsreason.files.archives import Budget, unpacked
 from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.files.remote import local_copy, local_folder
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     import datasets
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+START_BYTES, BLOCK_BYTES = 4096, 1 << 20
 MAX_LIST_BYTES = 4 * 1024**3
 MAX_LINE_BYTES = 1 << 28
 """A row of 256 MiB; a line that does not end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
 """What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "videofolder", "webdataset")
 """Of `datasets`, for a local folder with a README. It knows more, some of which follow a file to others (HDF5, Lance)."""
 
@@ -67,6 +70,14 @@ class ListRows(Rows):
         return self.rows[index]
 
 
+def _check_list_size(path: Path, size: int) -> None:
+    if size > MAX_LIST_BYTES:
+        raise DataError(
+            f"{path}: has {size} bytes; a JSON list is read whole, and may have {MAX_LIST_BYTES}: write one row a line, "
+            "as .jsonl"
+        )
+
+
 class JsonListRows(Rows):
     """A file that holds one JSON list.
 
@@ -76,11 +87,7 @@ class JsonListRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        if (size := path.stat().st_size) > MAX_LIST_BYTES:
-            raise DataError(
-                f"{path}: has {size} bytes; a JSON list is read whole, and may have {MAX_LIST_BYTES}: write one row a line, "
-                "as .jsonl"
-            )
+        _check_list_size(path, path.stat().st_size)
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
@@ -99,6 +106,16 @@ class JsonListRows(Rows):
         return json.loads(self.block[start : self.ends[index]])
 
 
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a line holds one row, and large media "
+                "belong in files of their own"
+            )
+        yield line
+
+
 class JsonLinesRows(Rows):
     """A file with one JSON object a line. Only line offsets are held; a line is read and parsed when asked for."""
 
@@ -106,12 +123,7 @@ class JsonLinesRows(Rows):
         self.path, self.name = path, str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(
-                        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a line holds one row, and large "
-                        "media belong in files of their own"
-                    )
+            for number, line in enumerate(_lines(file, path), start=1):
                 if line.strip():
                     offsets.append(position)
                     lines.append(number)
@@ -278,8 +290,26 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
 def _read_json(path: Path) -> Rows:
     """A list or lines, whatever the suffix is: many `.json` files hold one object a line."""
     with path.open("rb") as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return JsonListRows(path) if start.startswith(b"[") else JsonLinesRows(path)
+        return JsonListRows(path) if _is_list(file.read(START_BYTES)) else JsonLinesRows(path)
+
+
+def _is_list(start: bytes) -> bool:
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _check_text(path: Path) -> None:
+    """DataError where `datasets`, which unpacks files, would read a list or line into memory that is larger than here."""
+    budget = Budget(path)
+    with unpacked(path) as file:
+        start = file.read(START_BYTES)
+        file.seek(0)
+        if _is_list(start):
+            for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+                budget.spend(len(block))
+            _check_list_size(path, budget.spent)
+        else:
+            for line in _lines(file, path):
+                budget.spend(len(line))
 
 
 def _read_folder(folder: Path, data: SourceConfig) -> Rows:
@@ -346,6 +376,7 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     import datasets
 
     try:
+        kind = path
         if data_files is None and Path(path).is_dir():
             # `datasets` keeps what it has read under the README's patterns, and would take the same for the rows of another
             # folder, or of a file that has changed since. Under the files it looks at their times.
@@ -354,6 +385,9 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
             if kind not in FOLDER_BUILDERS:
                 raise DataError(f"{name}: files of the kind {kind} are not read; convert them to JSON lines or Parquet")
             data_files = builder.config.data_files
+        if data_files is not None and kind in TEXT_BUILDERS:
+            for file in dict.fromkeys(file for files in data_files.values() for file in files):
+                _check_text(Path(file))
         table = datasets.load_dataset(
             path, data.subset, data_files=data_files, split=data.split, revision=data.revision
         )

@@ -1,7 +1,9 @@
-"""Media inside other files: archives, and tables that hold the bytes. Each is put into the cache once, as files."""
+"""Packed files, and media inside other files: archives, and tables that hold the bytes. Media are put into the cache once."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import lzma
 import os
@@ -14,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 from dsreason.files.atomic import build_once, write_file
@@ -24,6 +27,9 @@ MAX_UNPACKED_BYTES = 2 * 1024**4
 """An archive that unpacks to more is refused."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
 """So is one that unpacks to more than this many times its size; but any archive may unpack to the latter."""
+PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+"""How to open a file that begins like this."""
+PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
 """Counted for each member beside its size: empty files fill a disk too."""
 MAX_NAME_BYTES = 16 * 1024
@@ -175,8 +181,26 @@ def check_member(name: str, *, is_link: bool) -> None:
         raise tarfile.TarError("it is a symbolic link; unpack the archive yourself")
 
 
+@contextmanager
+def unpacked(file: Path) -> Iterator[IO[bytes]]:
+    """The content of a file that may be packed (gz, bz2, xz).
+
+    Raises:
+        DataError: it is damaged, or packed in another way.
+    """
+    with file.open("rb") as content:
+        start = content.read(8)
+    if start.startswith(PACKED_OTHERWISE):
+        raise DataError(
+            f"{file}: is packed, as zip, zst, lz4, rar or 7z; a table may be packed as gz, bz2 or xz: unpack it"
+        )
+    opener = next((opener for magic, opener in PACKED.items() if start.startswith(magic)), open)
+    with unpack_errors(file), opener(file, "rb") as content:
+        yield content
+
+
 class Budget:
-    """How many bytes an archive may unpack to."""
+    """How many bytes an archive, or a packed file, may unpack to."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive

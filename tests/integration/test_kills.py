@@ -15,6 +15,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 from tests.integration.command import COMMAND, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_dpo_gradients import write_pairs
-from tests.integration.two_hosts import NAMES, Host, needs_hosts, two_hosts
+from tests.integration.two_hosts import NAMES, Host, needs_hosts, needs_ssh, two_hosts
 
 pytestmark = pytest.mark.integration
 
@@ -116,6 +118,7 @@ EXPORTS = {
 RANKS = 2
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
 TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400"]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 STEPS_PER_KILL = 3
 MOMENTS = ("writing", "exporting", "step", "writing", "start")
 TRACES = {"writing": "checkpoints/.saving_*/*", "exporting": "export/.*.partial"}
@@ -127,21 +130,50 @@ GONE_WITHIN = 60.0
 FOUND_WITHIN = 15.0
 
 
-class Job:
-    """One call of the command, or one of torchrun on each of two hosts; all write to the log."""
+@dataclass(frozen=True)
+class Where:
+    """This machine, or two hosts that a launcher reaches."""
 
-    def __init__(self, folder: Path, command: str, run: str, log: str, hosts: Sequence[Host] = ()) -> None:
+    hosts: Sequence[Host] = ()
+    launcher: str = ""
+
+    def calls(self, called: Sequence[str]) -> list[list[str]]:
+        if not self.hosts:
+            return [[*COMMAND, *called, "--nproc", str(RANKS)]]
+        if self.launcher == "deepspeed":
+            return [[*self.hosts[0].inside, *DEEPSPEED, "--module", "dsreason", *called]]
+        return [[*host.inside, *TORCHRUN, "-m", "dsreason", *called] for host in self.hosts]
+
+    def processes(self) -> set[int]:
+        return {pid for host in self.hosts for pid in host.processes()}
+
+
+class Job:
+    """One call of the command, of `deepspeed` for two hosts, or of torchrun on each of two; all write to the log."""
+
+    def __init__(self, folder: Path, command: str, run: str, log: str, where: Where) -> None:
+        self.before = where.processes()
+        self.where = where
         called = [command, "--config", f"{command}.toml", "--output-dir", run, "--resume", "auto"]
-        calls = [[*host.inside, *TORCHRUN, "-m", "dsreason", *called] for host in hosts]
         with (folder / log).open("w") as output:
             self.launchers = [
                 psutil.Popen(call, cwd=folder, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=output, stderr=output)
-                for call in calls or [[*COMMAND, *called, "--nproc", str(RANKS)]]
+                for call in where.calls(called)
             ]
 
     def started(self) -> list[psutil.Process]:
-        """By the launchers: ranks, once there are `RANKS` or more."""
+        """By the launchers: ranks, once there are `RANKS` or more; of `deepspeed` also all that stands between."""
+        if self.where.launcher == "deepspeed":
+            return self.others()
         return [child for launcher in self.launchers if launcher.is_running() for child in launcher.children()]
+
+    def others(self) -> list[psutil.Process]:
+        """All that runs on the hosts since the job began, without its launchers."""
+        known, found = {launcher.pid for launcher in self.launchers} | self.before, []
+        for pid in sorted(self.where.processes() - known):
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
 
     def runs(self) -> bool:
         return all(launcher.poll() is None for launcher in self.launchers)
@@ -153,12 +185,13 @@ class Job:
         over or somebody ends it, as is done here.
         """
         everything = [*self.launchers, *self.started()]
-        moments.choice(everything).send_signal(signal.SIGKILL)
-        if len(self.launchers) > 1 and not met:
+        with suppress(psutil.NoSuchProcess):
+            moments.choice(everything).send_signal(signal.SIGKILL)
+        if self.where.hosts and not met:
             _, left = psutil.wait_procs(everything, timeout=FOUND_WITHIN)
             for launcher in {*left}.intersection(self.launchers):
                 launcher.terminate()
-        _, left = psutil.wait_procs(everything, timeout=GONE_WITHIN)
+        _, left = psutil.wait_procs([*everything, *self.others()], timeout=GONE_WITHIN)
         assert not left, left
 
     def wait(self) -> list[int]:
@@ -217,30 +250,40 @@ def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), [])
+    kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), Where())
 
 
 @needs_hosts
-@pytest.mark.parametrize("command", with_marks("grpo", nightly=["sft"]))
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        pytest.param("torchrun", "grpo", marks=pytest.mark.long),
+        pytest.param("torchrun", "sft", marks=pytest.mark.nightly),
+        pytest.param("deepspeed", "sft", marks=[pytest.mark.nightly, needs_ssh]),
+    ],
+)
 def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
-    command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
+    launcher: str, command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
     with two_hosts(tmp_path) as hosts:
-        kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), hosts)
+        where = Where(hosts, launcher)
+        kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), where)
 
 
-def kill_and_compare(command: str, model: Path, folder: Path, kills: int, hosts: Sequence[Host]) -> None:
+def kill_and_compare(command: str, model: Path, folder: Path, kills: int, where: Where) -> None:
     rows = (write_pairs if command == "dpo" else write_mixed_rows)(folder / "data")
     steps = STEPS_PER_KILL * kills + 3
     (folder / f"{command}.toml").write_text(config_of(command, model, rows, steps))
     (folder / "rewards.py").write_text(REWARD)
-    whole = Job(folder, command, "whole", "whole.log", hosts)
+    whole = Job(folder, command, "whole", "whole.log", where)
     assert not any(whole.wait()), (folder / "whole.log").read_text()
 
     moments, run, hits = random.Random(kills), folder / "run", dict.fromkeys(TRACES, 0)
     for kill in range(kills):
         log, moment = folder / f"{kill}.log", MOMENTS[kill % len(MOMENTS)]
-        before, job = newest(run), Job(folder, command, "run", log.name, hosts)
+        before, job = newest(run), Job(folder, command, "run", log.name, where)
         wait_for_moment(job, run, moment, before, moments)
         assert job.runs(), log.read_text()
         job.kill_one(moments, met=moment != "start")
@@ -249,7 +292,7 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, hosts:
         assert not {0, 2}.intersection(job.wait()), f"kill {kill}: {log.read_text()}"
         assert newest(run) >= before, f"kill {kill} lost checkpoints"
         assert_resumed(log.read_text(), run, before)
-    last = Job(folder, command, "run", "last.log", hosts)
+    last = Job(folder, command, "run", "last.log", where)
     assert not any(last.wait()), (folder / "last.log").read_text()
 
     print(f"{command}: {kills} kills, {hits['writing']} while saving, {hits['exporting']} while exporting")

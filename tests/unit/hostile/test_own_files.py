@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import importlib.util
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from PIL import Image
 
 from dsreason.config.schema import DataConfig
 from dsreason.config.schema_world import WorldDataConfig
+from dsreason.data import rows
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
-from dsreason.files import own_files
+from dsreason.files import archives, own_files
 from dsreason.world.data import open_world_data
 from dsreason.world.data.prompts import read_prompts
 from tests.unit.hostile.guard import guarded, refused
@@ -321,3 +325,56 @@ def test_a_video_of_a_prompt_may_lie_there(folder: Path, given: str) -> None:
     rows = read_prompts(str(folder / "prompts.jsonl"))
     assert rows.bad == []
     assert rows.rows[0].clip == (given if given[0] == "/" or "://" in given else str(folder / given))
+
+
+PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "jsonl": bytes}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_tables_are_read(folder: Path, suffix: str) -> None:
+    (folder / f"more.jsonl.{suffix}").write_bytes(PACK[suffix](json.dumps(ROW | {"id": "8"}).encode()))
+    name_files(folder, f"more.jsonl.{suffix}")
+    assert ids(folder, subset="more") == ["8"]
+
+
+@pytest.mark.parametrize("name", ["more.jsonl.gz", "more.jsonl"])  # `datasets` looks at the content alone
+@pytest.mark.parametrize("pack", PACK)
+def test_a_packed_line_without_end_is_refused(
+    folder: Path, pack: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
+    (folder / name).write_bytes(PACK[pack](b'{"a": 1}\n' + b" " * 3000))
+    name_files(folder, name)
+    refused(lambda: ids(folder, subset="more"), DataError, f"{name}, line 2: longer than")
+
+
+def test_a_packed_list_has_the_size_of_a_plain_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_LIST_BYTES", 2048)
+    (folder / "more.json").write_bytes(gzip.compress(b"\n[" + b" " * 3000 + b"]"))
+    name_files(folder, "more.json")
+    refused(lambda: ids(folder, subset="more"), DataError, "more.json: has 3003 bytes")
+
+
+def test_a_packed_table_of_short_lines_may_not_unpack_to_more_than_an_archive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "SMALL_BYTES", 2048)
+    (folder / "more.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 100_000))
+    name_files(folder, "more.jsonl.gz")
+    refused(lambda: ids(folder, subset="more"), DataError, "more.jsonl.gz: unpacks to more than")
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(gzip.compress(b"{}\n" * 1000)[:-20], "end"), (b"\x28\xb5\x2f\xfdx", "unpack it"), (b"PK\3\4x", "unpack it")],
+)
+def test_a_packed_table_that_is_damaged_or_packed_otherwise_is_named(folder: Path, content: bytes, word: str) -> None:
+    (folder / "more.jsonl.gz").write_bytes(content)
+    name_files(folder, "more.jsonl.gz")
+    refused(lambda: ids(folder, subset="more"), DataError, "more.jsonl.gz", word)
+
+
+def test_the_lines_of_a_csv_have_the_same_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
+    (here / "rows.csv").write_bytes(b"id\n" + b"0" * 3000)
+    refused(lambda: ids(here / "rows.csv"), DataError, "rows.csv, line 2: longer than")
