@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
+from dsreason.checkpoints.model_card import exported_step
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
 from dsreason.files.disk import digest_of_end, read_small, remove
@@ -120,9 +121,19 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def newer_checkpoint(folder: Path, file: Path) -> Path | None:
-    """The checkpoint of the highest step where it was completed after `file` was written, as where a run goes on."""
+    """The checkpoint of the highest step where it is newer than the export that `file` is in, as where a run goes on.
+
+    The export's card tells its step. Times decide where it does not, and where the export has the higher step: that may be
+    one whose checkpoint was not kept, or an older run's.
+    """
     newest = find_checkpoint(folder)
-    is_newer = newest is not None and (newest / MARKER).stat().st_mtime > file.stat().st_mtime
+    if newest is None:
+        return None
+    step = exported_step(file.parent)
+    if step is None or checkpoint_step(newest) < step:
+        is_newer = (newest / MARKER).stat().st_mtime > file.stat().st_mtime
+    else:
+        is_newer = checkpoint_step(newest) > step
     return newest if is_newer else None
 
 

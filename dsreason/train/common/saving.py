@@ -6,7 +6,15 @@ import logging
 import time
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, as_save_error, delete_folder, prune_exports, read_state
+from dsreason.checkpoints.checkpoint_folder import (
+    MARKER,
+    as_save_error,
+    checkpoint_step,
+    delete_folder,
+    prune_exports,
+    read_state,
+)
+from dsreason.checkpoints.model_card import exported_step
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
 from dsreason.train.common.job import J, JobRun
@@ -81,7 +89,7 @@ def finish(run: JobRun[J]) -> None:
     """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
     checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
     if run.config.checkpoint.export != "none":
-        if on_rank_zero(lambda: is_older(final / run.export_file, checkpoint / MARKER)):
+        if on_rank_zero(lambda: is_outdated(final / run.export_file, checkpoint)):
             export(run, final, last=True)
         run.uploads.add(final, last=True)
     if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
@@ -90,9 +98,12 @@ def finish(run: JobRun[J]) -> None:
     run.progress.say(f"finished at step {run.state.step}; everything is in {run.output_dir}")
 
 
-def is_older(path: Path, other: Path) -> bool:
-    """Whether `path` is missing, or was written before `other`, which may be missing too."""
-    return not path.exists() or (other.exists() and path.stat().st_mtime < other.stat().st_mtime)
+def is_outdated(file: Path, checkpoint: Path) -> bool:
+    """Whether the export that `file` is in is missing, of another step, or older than the checkpoint, which may be missing."""
+    if not file.exists() or exported_step(file.parent) not in (None, checkpoint_step(checkpoint)):
+        return True
+    marker = checkpoint / MARKER
+    return marker.exists() and file.stat().st_mtime < marker.stat().st_mtime
 
 
 def export(run: JobRun[J], output: Path, *, last: bool) -> None:

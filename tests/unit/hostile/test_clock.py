@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.checkpoints.model_card import model_card
 from dsreason.cli.job import _checkpoints_in, _resume_at
+from dsreason.evaluation.ask.models import run_weights
+from dsreason.train.common.saving import is_outdated
 
 PAST, FUTURE = 1.0, 4e9
 
@@ -35,3 +38,37 @@ def test_a_restart_goes_on_from_what_the_job_itself_has_saved(here: Path, time: 
 def test_a_restart_of_a_fresh_run_goes_on_from_its_newest(here: Path) -> None:
     assert _resume_at(0, None, here, {}) is None
     assert _resume_at(1, None, here, {}) == "auto"
+
+
+def write_export(run: Path, step: int, time: float) -> Path:
+    """The final one of a run that had nothing else to tell."""
+    final = run / "export" / "final"
+    final.mkdir(parents=True)
+    (final / "README.md").write_text(model_card(run, step, dtype="bf16"))
+    (final / "config.json").write_text("{}")
+    os.utime(final / "config.json", (time, time))
+    return final
+
+
+@pytest.mark.parametrize("time", [PAST, FUTURE])
+def test_a_run_that_went_on_exports_again(here: Path, time: float) -> None:
+    final = write_export(here, 2, time)
+    write_checkpoint(here, 4, 1e9)
+    assert is_outdated(final / "config.json", here / "checkpoints" / "step_4")
+
+
+@pytest.mark.parametrize("time", [PAST, FUTURE])
+def test_what_is_evaluated_of_a_run_is_of_its_last_step(here: Path, time: float) -> None:
+    final = write_export(here, 4, time)
+    write_checkpoint(here, 4, 1e9)
+    assert run_weights(str(here)) == final  # the checkpoint is the same
+    write_checkpoint(here, 6, 1e9)
+    assert run_weights(str(here)) == here / "checkpoints" / "step_6"
+
+
+def test_of_a_fresh_run_over_an_old_export_the_time_tells(here: Path) -> None:
+    final = write_export(here, 4, 100)
+    write_checkpoint(here, 2, 200)
+    assert run_weights(str(here)) == here / "checkpoints" / "step_2"
+    write_checkpoint(here, 2, 50)
+    assert run_weights(str(here)) == final

@@ -262,16 +262,18 @@ def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
 
 
 def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> None:
-    export, marker = tmp_path / "config.json", tmp_path / "COMPLETE"
-    assert saving.is_older(export, marker)
+    export, checkpoint = tmp_path / "export/final/config.json", tmp_path / "step_7"
+    assert saving.is_outdated(export, checkpoint)
+    export.parent.mkdir(parents=True)
     export.touch()
-    assert not saving.is_older(export, marker)
-    marker.touch()
+    assert not saving.is_outdated(export, checkpoint)
+    checkpoint.mkdir()
+    (checkpoint / "COMPLETE").touch()
     os.utime(export, (100, 100))
-    os.utime(marker, (200, 200))
-    assert saving.is_older(export, marker)
-    os.utime(marker, (50, 50))
-    assert not saving.is_older(export, marker)
+    os.utime(checkpoint / "COMPLETE", (200, 200))
+    assert saving.is_outdated(export, checkpoint)
+    os.utime(checkpoint / "COMPLETE", (50, 50))
+    assert not saving.is_outdated(export, checkpoint)
 
 
 def test_uses_of_a_row_are_all_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
