@@ -115,7 +115,7 @@ def exit_reason(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
-    return f"was killed by {name}" + (" (out of memory is the usual reason)" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (" (often: out of memory; see the kernel log)" if name == "SIGKILL" else "")
 
 
 def serve(work: Callable[[Any], Any], place: Callable[[Any], str], connection: Connection, parents: Connection) -> None:

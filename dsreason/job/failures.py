@@ -127,7 +127,7 @@ def shared_memory() -> str:
 def dead_worker() -> str:
     """Why a data worker may have died."""
     small = f"; {shared_memory()}" if shared_memory() else ""
-    return f"a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch{small}"
+    return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{small}"
 
 
 def dead_worker_as_error(error: E) -> E | DsReasonError:

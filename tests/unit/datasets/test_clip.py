@@ -367,7 +367,7 @@ def double_or_die(number: int) -> int:
 def test_a_process_that_dies_costs_its_task_only() -> None:
     found = dict(run_tasks(double_or_die, range(13), "task {}".format, workers=2))
     assert {number: str(found.pop(number)) for number in (3, 5, 6, 12)} == {
-        3: "task 3: the process that worked on it was killed by SIGKILL (out of memory is the usual reason)",
+        3: "task 3: the process that worked on it was killed by SIGKILL (often: out of memory; see the kernel log)",
         5: "task 5: the process that worked on it ended with exit code 7",
         6: "task 6: ValueError: six",
         12: "row 12: unusable",

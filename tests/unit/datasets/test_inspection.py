@@ -382,5 +382,5 @@ def test_a_row_that_kills_its_process_is_named_and_the_others_are_rendered(folde
     assert count == 6
     assert bad == [
         f"{folder / 'rows.jsonl'}, row 4: the process that worked on it was killed by SIGKILL "
-        "(out of memory is the usual reason)"
+        "(often: out of memory; see the kernel log)"
     ]

@@ -114,7 +114,7 @@ def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path)
 def test_a_dead_data_worker_is_a_sentence_with_the_usual_reason(text: str) -> None:
     failure = failure_of(RuntimeError(text))
     assert failure.text == (
-        f"a data worker died; out of memory is the usual reason: lower data.workers or data.prefetch ({text.strip()})"
+        f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch ({text.strip()})"
     )
     assert failure.user_fixable
     assert failure.restarts
