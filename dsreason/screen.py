@@ -7,6 +7,7 @@ test finds any other one.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
@@ -23,21 +24,26 @@ CONTROL = re.compile(
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Terminal(io.FileIO):
-    """A terminal that may be closed while the command goes on: what is written after that goes nowhere, and is no error."""
+class Output(io.FileIO):
+    """stdout or stderr, which errors name. A terminal may be closed while the command goes on: what is written after that goes
+    nowhere, and is no error."""
+
+    def __init__(self, descriptor: int, title: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.title, self.is_terminal = title, self.isatty()
 
     def write(self, content: Any) -> int:
         try:
             return super().write(content) or 0
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            if error.errno != errno.EIO or not self.is_terminal:
+                raise OSError(error.errno, error.strerror, self.title) from None
             lead_nowhere(self.fileno())
             return memoryview(content).nbytes
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr be such terminals, where they are terminals: a job whose window is closed saves before it ends.
+    """Let stdout and stderr be such: a job whose window is closed saves before it ends.
 
     A stream that is closed already becomes one that leads nowhere: a file would be opened under its number. What its encoding
     does not have, as PYTHONIOENCODING=ascii may set it, is escaped.
@@ -47,15 +53,25 @@ def outlive_terminal() -> None:
             if (opened := os.open(os.devnull, os.O_RDWR)) != number:
                 os.dup2(opened, number)
                 os.close(opened)
-            setattr(sys, name, os.fdopen(number, mode))
-    for name in ("stdout", "stderr"):
+            setattr(sys, name, os.fdopen(number, mode, errors="backslashreplace"))
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream: io.TextIOWrapper = getattr(sys, name)
-        stream.reconfigure(errors="backslashreplace")
-        if stream.isatty():
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # none of the process's own
+        stream.flush()
+        raw = io.BufferedWriter(Output(stream.fileno(), title))
+        lines = stream.line_buffering
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=lines))
+    atexit.register(end_output)
+
+
+def end_output() -> None:
+    """What a stream does not take was told once: Python would try again at the end of the process, and show a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
             stream.flush()
-            raw = Terminal(stream.fileno(), "w", closefd=False)
-            text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
-            setattr(sys, name, text)
+        except OSError:
+            lead_nowhere(stream.fileno())
 
 
 def visible(text: str) -> str:
@@ -89,10 +105,6 @@ def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool =
         print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=stream, end=end, flush=True)
     except BrokenPipeError:  # such as `| head -1`: who reads no more misses nothing
         lead_nowhere(stream.fileno())
-    except OSError as error:
-        raise OSError(
-            error.errno, error.strerror, "standard error" if stream is sys.stderr else "standard output"
-        ) from None
 
 
 def lead_nowhere(descriptor: int) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import SavedAdapter, SavedRun
-from dsreason.checkpoints.model_card import CARD
+from dsreason.checkpoints.checkpoint_folder import CARD, SavedAdapter, SavedRun
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.engine import hf_name
 from dsreason.errors import CheckpointError

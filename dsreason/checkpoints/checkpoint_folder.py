@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from dsreason.checkpoints.model_card import exported_step
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
 from dsreason.files.disk import digest_of_end, read_small, remove
@@ -26,6 +25,8 @@ from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
+CARD, STEPS = "README.md", "optimizer steps"
+"""An export's model card, and the row in it that tells after how many its weights were taken."""
 SAVING, DELETING = ".saving_", ".deleting_"
 MAX_RANKS = 100_000
 """No run has more; the files of every rank are looked for one by one."""
@@ -135,6 +136,16 @@ def newer_checkpoint(folder: Path, file: Path) -> Path | None:
     else:
         is_newer = checkpoint_step(newest) > step
     return newest if is_newer else None
+
+
+def exported_step(export: Path) -> int | None:
+    """After which step an export's weights were taken, as its card tells; None where there is no such card."""
+    try:
+        text = read_small(export / CARD).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(rf"^\| {STEPS} \| ([0-9]{{1,18}}) \|$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

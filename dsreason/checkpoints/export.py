@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.adapter import Merge, adapter_weights, write_adapter
-from dsreason.checkpoints.checkpoint_folder import STATE_FILE, SavedAdapter, check_content, read_checkpoint
-from dsreason.checkpoints.model_card import CARD, Score, model_card
+from dsreason.checkpoints.checkpoint_folder import CARD, STATE_FILE, SavedAdapter, check_content, read_checkpoint
+from dsreason.checkpoints.model_card import Score, model_card
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.merged import unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError

@@ -13,14 +13,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import dsreason
+from dsreason.checkpoints.checkpoint_folder import CARD, STEPS
 from dsreason.config.output import CONFIG_FILE, read_record
-from dsreason.files.disk import read_small
 from dsreason.monitor.metrics import read_lines
 
 log = logging.getLogger(__name__)
 
-CARD = "README.md"
-STEPS = "optimizer steps"
 TAG = "dsreason"
 TASK = "image-text-to-text"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -86,16 +84,6 @@ def model_card(
         data, str(TEMPLATE), name=name, kind=kind, facts=facts, validated=validated, scores=scores
     )
     return f"{card}\n"
-
-
-def exported_step(export: Path) -> int | None:
-    """After which step an export's weights were taken, as its card tells; None where there is no such card."""
-    try:
-        text = read_small(export / CARD).decode("utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(rf"^\| {STEPS} \| ([0-9]{{1,18}}) \|$", text, re.MULTILINE)
-    return int(found[1]) if found else None
 
 
 def recorded(run: Path) -> dict[str, Any]:

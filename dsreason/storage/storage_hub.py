@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
-from dsreason.checkpoints.model_card import CARD
+from dsreason.checkpoints.checkpoint_folder import CARD
 from dsreason.errors import StorageError
 from dsreason.files.address import HubAddress
 from dsreason.files.deadline import within

@@ -11,10 +11,10 @@ from dsreason.checkpoints.checkpoint_folder import (
     as_save_error,
     checkpoint_step,
     delete_folder,
+    exported_step,
     prune_exports,
     read_state,
 )
-from dsreason.checkpoints.model_card import exported_step
 from dsreason.errors import Stopped
 from dsreason.job.ranks import on_rank_zero
 from dsreason.train.common.job import J, JobRun

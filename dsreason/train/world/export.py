@@ -10,9 +10,9 @@ from typing import Any, Literal
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint_folder import SavedRun, check_content, read_checkpoint
+from dsreason.checkpoints.checkpoint_folder import CARD, SavedRun, check_content, read_checkpoint
 from dsreason.checkpoints.export import appearing_folder, check_target_empty, parse_size, write_weights
-from dsreason.checkpoints.model_card import CARD, model_card, recorded
+from dsreason.checkpoints.model_card import model_card, recorded
 from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.average import WeightAverage, average_file, saved_average
 from dsreason.engine.engine import frozen_names, full_parameters, hf_name

@@ -148,9 +148,10 @@ def test_a_file_that_may_not_grow_is_told_and_not_left_behind(here: Path) -> Non
     assert not (here / "run.toml").exists()
 
 
-def test_a_full_output_is_named(here: Path) -> None:
+@pytest.mark.parametrize("command", [["--version"], ["plan", "--help"], ["doctor", "--quick"]], ids=" ".join)
+def test_a_full_output_is_named(here: Path, command: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        ended = started(here, "--version", stdout=full)
+        ended = started(here, *command, stdout=full)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: standard output: No space left on device")
     assert "Traceback" not in ended.stderr
