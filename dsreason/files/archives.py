@@ -13,10 +13,10 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 from dsreason.files.atomic import build_once, write_file
@@ -27,7 +27,7 @@ MAX_UNPACKED_BYTES = 2 * 1024**4
 """An archive that unpacks to more is refused."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
 """So is one that unpacks to more than this many times its size; but any archive may unpack to the latter."""
-PACKED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 """How to open a file that begins like this."""
 PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
