@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 
 def train(warm_start: Path, folder: Path, *options: str) -> list[dict[str, float]]:

@@ -49,6 +49,7 @@ def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) ->
     assert max(mismatches) <= 1e-4
 
 
+@pytest.mark.nightly
 def test_the_reward_makes_the_answers_of_adapters_right(warm_start: Path, tmp_path: Path) -> None:
     options = [f"--set={change}" for change in ("lora.rank=16", "optim.lr=3e-3", "train.max_steps=40")]
     lines = train(warm_start, tmp_path, *options)
@@ -58,6 +59,7 @@ def test_the_reward_makes_the_answers_of_adapters_right(warm_start: Path, tmp_pa
     assert max(line["mismatch/max_abs_logprob"] for line in lines if "train/loss" in line) <= 1e-4
 
 
+@pytest.mark.nightly
 def test_a_shuffled_reward_improves_nothing(warm_start: Path, tmp_path: Path) -> None:
     lines = train(
         warm_start,

@@ -37,12 +37,14 @@ def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
     assert len(videos) == len(answers) // 2
 
 
+@pytest.mark.nightly
 def test_adapters_make_the_answers_right(trained_adapters):
     first, last = metrics(trained_adapters)[0], metrics(trained_adapters)[-1]
     assert 0.4 <= first["val/accuracy"] <= 0.65
     assert last["val/accuracy"] >= 0.9
 
 
+@pytest.mark.nightly
 def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(trained_adapters):
     final = trained_adapters / "export" / "final"
     sizes = [

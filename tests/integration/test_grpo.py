@@ -179,7 +179,7 @@ def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path, with
     assert max(line["mismatch/max_abs_logprob"] for line in metrics(with_vllm) if "mismatch/kl" in line) <= 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(folder: Path, with_vllm: Path) -> None:
     """One copy of the policy over both ranks, and gradient checkpointing, as in the recipes for large models."""
     together = ("--set", "rollout.tensor_parallel_size=2", "--set", "model.gradient_checkpointing=true")

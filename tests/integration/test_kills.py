@@ -246,7 +246,7 @@ def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
     return COMMON.format(model=model, rows=rows, steps=steps) + OF_COMMAND[command]
 
 
-@pytest.mark.parametrize("command", with_marks("sft", "grpo", nightly=["dpo", "world"]))
+@pytest.mark.parametrize("command", with_marks("sft", nightly=["grpo", "dpo", "world"]))
 def test_killed_runs_continue_and_end_as_the_undisturbed(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

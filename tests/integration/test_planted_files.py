@@ -100,9 +100,9 @@ def refused(folder: Path, name: str, *arguments: object) -> None:
     ("name", "plant", "command"),
     [
         (MODEL, pickled, EXPORT),
-        (MODEL, saved_by_torch, EXPORT),
-        (OPTIMIZER, saved_by_torch, EXPORT),
-        (OPTIMIZER, saved_by_torch, RESUME),
+        pytest.param(MODEL, saved_by_torch, EXPORT, marks=pytest.mark.nightly),
+        pytest.param(OPTIMIZER, saved_by_torch, EXPORT, marks=pytest.mark.nightly),
+        pytest.param(OPTIMIZER, saved_by_torch, RESUME, marks=pytest.mark.nightly),
         ("rng_rank_1.safetensors", pickled, RESUME),
     ],
     ids=["model, pickled", "model", "optimizer", "optimizer when resuming", "random state when resuming"],
@@ -135,7 +135,7 @@ def test_code_in_the_weights_of_an_export_is_not_run(folder: Path, command: tupl
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [(OPTIMIZER, EXPORT), (MODEL, RESUME), ("trainer_state.json", (*RESUME, "--dry-run"))],
+    [(OPTIMIZER, EXPORT), pytest.param(MODEL, RESUME, marks=pytest.mark.nightly), ("trainer_state.json", (*RESUME, "--dry-run"))],
     ids=["optimizer", "model", "state"],
 )
 def test_a_checkpoint_mixed_of_two_steps_is_refused(folder: Path, name: str, command: tuple[object, ...]) -> None:

@@ -16,7 +16,7 @@ from tests.distributed import run_on_ranks
 from tests.integration.command import metrics
 from tests.integration.test_vllm_engine import CASES, SETUPS, Explorer, Setup, slowed
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 TEMPERATURES = (1.5, 0.9)
 STEPS = 3
