@@ -164,7 +164,9 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("deepspeed_defaults", "holds"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("deepspeed_defaults", "holds"), [(False, True), pytest.param(True, False, marks=pytest.mark.nightly)]
+)
 def test_bf16_accumulates_64_micro_batches_in_float32(tmp_path, models, deepspeed_defaults, holds):
     rows = str(write_mixed_rows(tmp_path, 64))
     accumulated, exact = run_on_ranks(bf16_gradients_on_rank, 1, rows, models["qwen2_5_vl"], deepspeed_defaults)[0]

@@ -135,7 +135,11 @@ def test_code_in_the_weights_of_an_export_is_not_run(folder: Path, command: tupl
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [(OPTIMIZER, EXPORT), pytest.param(MODEL, RESUME, marks=pytest.mark.nightly), ("trainer_state.json", (*RESUME, "--dry-run"))],
+    [
+        (OPTIMIZER, EXPORT),
+        pytest.param(MODEL, RESUME, marks=pytest.mark.nightly),
+        ("trainer_state.json", (*RESUME, "--dry-run")),
+    ],
     ids=["optimizer", "model", "state"],
 )
 def test_a_checkpoint_mixed_of_two_steps_is_refused(folder: Path, name: str, command: tuple[object, ...]) -> None:

@@ -41,7 +41,7 @@ TRAINED = {
     "adapters beside 4 bits": 'quantize = "nf4"\n[lora]\nrank = 4',
 }
 OTHERS = [
-    pytest.param("adapters", marks=pytest.mark.long),
+    pytest.param("adapters", marks=pytest.mark.nightly),
     pytest.param("adapters beside 4 bits", marks=pytest.mark.nightly),
 ]
 

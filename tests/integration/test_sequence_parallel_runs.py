@@ -103,6 +103,7 @@ def test_supervised_training_is_that_of_one_rank(folder: Path, sft: Path) -> Non
     assert validations(sft) == pytest.approx(validations(alone), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_supervised_training_resumes_bit_for_bit(folder: Path, sft: Path) -> None:
     resumed = train(folder, "sft", "sft_resumed", 4, 2, "--resume", "sft/checkpoints/step_3")
     assert [line["train/loss"] for line in steps(resumed)] == [line["train/loss"] for line in steps(sft, after=3)]

@@ -150,7 +150,7 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devic
 
 @pytest.mark.parametrize(
     "deepspeed",
-    ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.long) for other in ("zero2", "zero3_offload"))],
+    ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.nightly) for other in ("zero2", "zero3_offload"))],
 )
 def test_the_policy_in_its_engine_computes_on_the_device_alone(model: str, devices: Devices, deepspeed: str) -> None:
     expected, found = devices.on_both(scenarios.policy, model, "eager", deepspeed)

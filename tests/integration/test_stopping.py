@@ -70,7 +70,8 @@ def steps_done(run: Path) -> int:
     "number",
     [
         signal.SIGTERM,
-        *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        *(pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGUSR1, signal.SIGHUP)),
     ],
     ids=lambda number: number.name,
 )

@@ -259,7 +259,7 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
             time.sleep(0.2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:

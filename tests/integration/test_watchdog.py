@@ -213,7 +213,7 @@ def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -
     [
         pytest.param(TORCHRUN, "kill-1", 'in phase "rollout"', marks=pytest.mark.long),
         (TORCHRUN, "kill-0", 'in phase "train"'),
-        pytest.param(DEEPSPEED, "kill-1", 'in phase "rollout"', marks=pytest.mark.long),
+        pytest.param(DEEPSPEED, "kill-1", 'in phase "rollout"', marks=pytest.mark.nightly),
     ],
     ids=["torchrun-1", "torchrun-0", "deepspeed-1"],
 )
@@ -233,7 +233,7 @@ def test_the_rank_that_is_left_tells_of_the_killed_one(
 
 
 @pytest.mark.parametrize(
-    "launcher", [TORCHRUN, pytest.param(DEEPSPEED, marks=pytest.mark.long)], ids=["torchrun", "deepspeed"]
+    "launcher", [TORCHRUN, pytest.param(DEEPSPEED, marks=pytest.mark.nightly)], ids=["torchrun", "deepspeed"]
 )
 def test_the_traceback_of_the_rank_that_failed_first_is_the_last(launcher: list[str], tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*launcher, "ranks.py", "raise-1"])

@@ -43,6 +43,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_copies_of_the_weights_on_each_host_change_nothing(hosts: Path) -> None:
     """Nor do the reference of the KL and the average, which are put in their place meanwhile."""
     assert values(hosts / "copies") == values(hosts / "plain")
@@ -51,6 +52,7 @@ def test_copies_of_the_weights_on_each_host_change_nothing(hosts: Path) -> None:
     assert all(copies[name].equal(value) for name, value in plain.items())
 
 
+@pytest.mark.nightly
 def test_with_copies_a_run_is_resumed_and_exported_bit_for_bit(hosts: Path, tmp_path: Path) -> None:
     from dsreason.cli.export import export
 
