@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
-from dsreason.files.disk import digest_of_end, read_small, remove
+from dsreason.files.disk import as_os_error, digest_of_end, read_small, remove
 from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
@@ -367,8 +367,10 @@ def mark_deleted(path: Path) -> Path | None:
 def as_save_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {error}; older checkpoints are as they were") from error
+    except Exception as error:
+        if (cause := as_os_error(error)) is None:
+            raise
+        raise SaveError(f"{path}: cannot be written: {cause}; older checkpoints are as they were") from error
 
 
 def write_json(path: Path, value: Any) -> None:

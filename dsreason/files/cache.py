@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.disk import check_utf8
+from dsreason.files.disk import as_os_error, check_utf8
 
 
 def cache_dir() -> Path:
@@ -24,13 +24,15 @@ def cache_dir() -> Path:
 
 @contextmanager
 def cache_errors(path: Path, variable: str) -> Iterator[None]:
-    """An OSError inside is a StorageError: that the cache cannot be written is no fault of the data.
+    """An error of the machine inside is a StorageError: that the cache cannot be written is no fault of the data.
 
     `variable` names the folder in the environment.
     """
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if (cause := as_os_error(error)) is None:
+            raise
         raise StorageError(
-            f"{path}: cannot be written: {error}; make room, or set {variable} to another folder"
+            f"{path}: cannot be written: {cause}; make room, or set {variable} to another folder"
         ) from error

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -23,6 +24,14 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def as_os_error(error: Exception) -> OSError | None:
+    """The error of the machine, also as libraries written in Rust tell it: `I/O error: No space left on device (os error 28)`."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
 
 
 def sha256_of(file: Path) -> str:

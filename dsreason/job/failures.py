@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import as_os_error
 from dsreason.media.time_limit import last_words
 from dsreason.screen import as_message, in_one_line
 from dsreason.secrets import hide_secrets
@@ -98,19 +99,20 @@ def own_rank() -> int:
 
 def disk_error_as_save_error(error: E) -> E | SaveError:
     """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+    cause = as_os_error(error) if isinstance(error, Exception) else None
+    if cause is None or cause.errno not in DISK_ERRORS:
         return error
-    file = f"{error.filename}: " if error.filename else ""
-    if not file and error.errno == errno.ENOSPC and shared_memory():
+    file = f"{cause.filename}: " if cause.filename else ""
+    if not file and cause.errno == errno.ENOSPC and shared_memory():
         file = f"perhaps {shared_memory()}: "  # nobody says where a write failed
-    if error.errno == errno.EFBIG:
+    if cause.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         found = (
             f"files may have {most} bytes here" if most != resource.RLIM_INFINITY else "the disk takes none so large"
         )
-        return SaveError(f"{file}{error.strerror}: {found} (ulimit -f); raise that, and continue with --resume auto")
+        return SaveError(f"{file}{cause.strerror}: {found} (ulimit -f); raise that, and continue with --resume auto")
     return SaveError(
-        f"{file}{error.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
+        f"{file}{cause.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
         "continues with --resume auto"
     )
 

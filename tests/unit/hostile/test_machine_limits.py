@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from dsreason.data import rows
 from dsreason.data.rows import JsonLinesRows, JsonListRows
-from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError
+from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError, StorageError
 from dsreason.evaluation.infer import read_prompts
+from dsreason.files.cache import cache_errors
 from dsreason.job.failures import error_for_people
 from dsreason.models import template
 from dsreason.world.data.prompts import read_prompts as read_world_prompts
@@ -41,6 +43,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")
 NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 NO_ROOM_YET = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
+FULL_IN_RUST = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
 
 
@@ -61,6 +64,7 @@ TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
         (NO_PROCESS, {"NPROC": 7}, ConfigError, ["no other process can be started", "7", "ulimit -u"]),
         (TOO_LARGE, {"FSIZE": 4096}, SaveError, ["run/rows.bin: File too large", "4096 bytes", "ulimit -f"]),
         (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk takes none so large"]),
+        (FULL_IN_RUST, {}, SaveError, ["No space left on device; make room"]),
     ],
     ids=str,
 )
@@ -72,6 +76,14 @@ def test_a_limit_is_told_as_such(
     assert type(told) is kind
     assert all(word in str(told) for word in words), told
     assert "\n" not in str(told)
+
+
+def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() -> None:
+    def save() -> None:
+        with cache_errors(Path("/cache/tiny"), "DSREASON_CACHE"):
+            raise FULL_IN_RUST
+
+    refused(save, StorageError, "/cache/tiny: cannot be written", "No space left on device", "DSREASON_CACHE")
 
 
 @pytest.mark.parametrize(
