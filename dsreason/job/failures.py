@@ -155,7 +155,10 @@ def name_error_as_config_error(error: E) -> E | ConfigError:
 def memory_error_as_config_error(error: E) -> E | ConfigError:
     """Where the shell limits memory or processes, a lack of either is nobody's bug."""
     memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
-    number, text = error.errno if isinstance(error, OSError) else None, str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(
+        error.__cause__ if isinstance(error, ImportError) and error.__cause__ else error
+    )  # numpy's own says less
     if memory != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError)
         or number == errno.ENOMEM

@@ -43,6 +43,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")
 NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 NO_ROOM_YET = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
+FROM_NUMPY = ImportError("Error importing numpy: please exit the numpy source tree")
+FROM_NUMPY.__cause__ = ImportError("libblas.so: failed to map segment from shared object")
 FULL_IN_RUST = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
 
@@ -58,6 +60,7 @@ TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
             ConfigError,
             ["libtorch.so"],
         ),
+        (FROM_NUMPY, {"AS": MIB}, ConfigError, ["libblas.so: failed to map", "1 MiB"]),
         (RuntimeError("can't start new thread"), {"AS": MIB}, ConfigError, ["can't start new thread", "1 MiB"]),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"AS": MIB}, ConfigError, ["ulimit -v"]),
         (NO_FORK, {}, ConfigError, ["the machine has none for another process"]),
