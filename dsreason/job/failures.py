@@ -156,9 +156,10 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
     """Where the shell limits memory or processes, a lack of either is nobody's bug."""
     memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
     number = error.errno if isinstance(error, OSError) else None
-    text = str(
-        error.__cause__ if isinstance(error, ImportError) and error.__cause__ else error
-    )  # numpy's own says less
+    said: BaseException = error
+    while isinstance(said, ImportError) and said.__cause__:  # numpy writes pages about what it was
+        said = said.__cause__
+    text = str(said)
     if memory != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError)
         or number == errno.ENOMEM
