@@ -1,4 +1,4 @@
-"""How much processor time one image or video may take, whatever its format and the reason."""
+"""How much processor time and memory one image or video may take, whatever its format and the reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from dsreason.errors import ConfigError, DataError
 from dsreason.screen import as_message
 
@@ -26,6 +28,11 @@ TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
 """Takes the place of `SECONDS`. Processor time, not the clock's: a loaded machine makes no good file fail."""
 ENDLESS = 10
 """Seconds beyond the limit after which a decoder's call is not waited for: it cannot be interrupted, so the process ends."""
+
+MEMORY = 8 << 30
+"""Bytes that a process may grow by while it reads a file; one that does other things beside, half of the machine's memory."""
+TICK = 0.5
+"""Seconds between two looks."""
 
 LAST_WORDS = mmap(-1, 4096)
 """Shared with the processes forked from this one: the id of the one that ended itself last, and why."""
@@ -40,6 +47,8 @@ class Limit:
     seconds: float
     clock: int
     started: float
+    resident: int
+    """Bytes of this process in memory at that time."""
 
     def left(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
@@ -49,6 +58,11 @@ class Limit:
             f"{self.file}: reading it took {self.seconds - self.left():.3g} s of processor time, more than {self.seconds:.3g} s, "
             f"the limit of a file of {self.size} bytes; save it again in an ordinary form, or set "
             f"{TIME_VARIABLE} higher"
+        )
+
+    def memory_error(self, most: int) -> DataError:
+        return DataError(
+            f"{self.file}: reading it took more than {most >> 20} MiB of memory; save it again in an ordinary form"
         )
 
 
@@ -68,7 +82,8 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
     clock = time.CLOCK_PROCESS_CPUTIME_ID if own_threads else time.pthread_getcpuclockid(thread)
     outer = _limits.get(thread)
     size = size_on_disk(file)
-    _limits[thread] = Limit(file, size, factor * seconds_of(min(size, most)), clock, time.clock_gettime(clock))
+    seconds = factor * seconds_of(min(size, most))
+    _limits[thread] = Limit(file, size, seconds, clock, time.clock_gettime(clock), resident())
     if not _watch:
         _watch.append(threading.Thread(target=_end_what_is_endless, name="media", daemon=True))
         _watch[0].start()
@@ -104,11 +119,24 @@ def check_time() -> None:
 
 def _end_what_is_endless() -> None:
     while True:
-        time.sleep(1)
-        for limit in list(_limits.values()):
+        time.sleep(TICK)
+        limits = list(_limits.values())
+        most = len(limits) * may_grow_by()
+        for limit in limits:
+            if resident() - limit.resident > most:
+                end_process(limit.memory_error(most))
             with suppress(OSError):  # the thread has ended since
                 if limit.left() < -ENDLESS:
                     end_process(limit.error())
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def may_grow_by() -> int:
+    return MEMORY if multiprocessing.parent_process() else max(MEMORY, psutil.virtual_memory().total // 2)
 
 
 def end_process(error: DataError) -> NoReturn:

@@ -6,12 +6,14 @@ import ctypes
 import io
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -123,6 +125,34 @@ def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> Non
         endless(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == DataError.exit_code
     assert (here / "errors").read_text().startswith("error: a.mp4: reading it took")
+
+
+def hungry(task: object) -> None:
+    """As a decoder that takes more and more memory."""
+    with time_limit.time_limit(Path("a.mp4")):
+        taken = b"x" * (200 << 20)
+        time.sleep(20 * time_limit.TICK if taken else 0)
+
+
+@pytest.fixture
+def frugal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "a.mp4").write_bytes(bytes(9))
+    monkeypatch.setattr(time_limit, "MEMORY", 100 << 20)
+
+
+@pytest.mark.usefixtures("frugal")
+def test_a_data_worker_that_grows_ends_and_names_the_file() -> None:
+    with pytest.raises(DataError, match="^a.mp4: reading it took more than 100 MiB of memory; save it again"):
+        guarded(lambda: next(in_workers(hungry, [0], workers=1)))
+
+
+@pytest.mark.usefixtures("frugal")
+def test_a_process_that_does_other_things_beside_may_grow_by_half_of_the_memory() -> None:
+    assert time_limit.may_grow_by() == psutil.virtual_memory().total // 2
+    with time_limit.time_limit(Path("a.mp4")):
+        taken = b"x" * (200 << 20)
+        time.sleep(3 * time_limit.TICK)
+    assert taken
 
 
 @pytest.mark.parametrize("padding", ["holes", "bytes"])
