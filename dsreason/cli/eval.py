@@ -51,7 +51,7 @@ def evaluate(
         Literal["letter", "reasoning"] | None, typer.Option(help="Ask for the answer alone, or for thoughts first.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="GPUs that hold one copy of the model together.")
+        int | None, typer.Option(min=1, max=1024, help="GPUs that hold one copy of the model together.")
     ] = None,
     results_dir: Annotated[Path | None, typer.Option(help="Where the answers go; default: results.")] = None,
     limit: Annotated[

@@ -73,10 +73,11 @@ def reward_serve(
         raise ConfigError(
             f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
         ) from error
+    stop = asked_to_stop()
     say(f"serving {', '.join(found)} at {server.url}enqueue and {server.url}pull")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         say("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
-    serve(server)
+    serve(server, stop)
 
 
 def find_device(name: str) -> torch.device:
@@ -110,15 +111,20 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def serve(server: RewardHTTPServer) -> None:
-    """Until a signal asks to end. What is being scored then is not waited for."""
+def asked_to_stop() -> threading.Event:
+    """Set by any signal that asks to end."""
     stop = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in launch.heeded(launch.ASK_TO_STOP):
         signal.signal(number, end)
+    return stop
+
+
+def serve(server: RewardHTTPServer, stop: threading.Event) -> None:
+    """Until it is to stop. What is being scored then is not waited for."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="reward server")
     thread.start()
     stop.wait()

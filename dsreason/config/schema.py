@@ -136,9 +136,9 @@ class DataConfig(SourceConfig):
     """Share (0 to 1) or number of rows held out of training, or a data set of its own."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
-    workers: int = Field(2, ge=0)
+    workers: int = Field(2, ge=0, le=1024)
     """Processes per rank that decode media; 0 decodes in the training process."""
-    prefetch: int = Field(4, ge=1)
+    prefetch: int = Field(4, ge=1, le=10_000)
     """Steps that are decoded ahead."""
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
@@ -308,9 +308,9 @@ Phase = Literal[
 class MonitorConfig(Section):
     log_every: int = Field(1, ge=1)
     """Steps between lines in metrics.jsonl and TensorBoard."""
-    phase_time_limit: float = Field(3600.0, gt=0)
+    phase_time_limit: float = Field(3600.0, gt=0, le=1e8)
     """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
-    phase_time_limits: dict[Phase, Annotated[float, Field(gt=0)]] = {}
+    phase_time_limits: dict[Phase, Annotated[float, Field(gt=0, le=1e8)]] = {}
     """Of single phases, such as `{export = 7200}`."""
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""

@@ -49,7 +49,9 @@ class EvalModelConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32", "auto"] | None = None
     """Of the weights; `auto`: what the model's config.json says. Unset: bfloat16 on a GPU, float32 on CPUs, where an answer
     then does not depend on which others are in its batch."""
-    tensor_parallel_size: int = Field(1, ge=1, validation_alias=AliasChoices("tensor_parallel_size", "tp_size"))
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, validation_alias=AliasChoices("tensor_parallel_size", "tp_size")
+    )
     """GPUs that hold one copy of the model together. Another name of this key is `tp_size`."""
     max_length: int | None = Field(None, ge=8)
     """Longest prompt and answer together, in tokens; unset: what the model can take."""
@@ -109,6 +111,8 @@ class ServerConfig(Section):
         parts = urlsplit(url)
         if parts.password is not None:
             raise ValueError("holds a password, which would be written to the results; give it by api_key_env")
+        if parts.query or parts.fragment:
+            raise ValueError("has a ? or # part, and the paths of the interface are put behind it; leave it out")
         if parts.scheme not in ("http", "https") or not parts.hostname or not has_port(parts):
             raise ValueError(f"{url!r} is not the address of a server; write one such as http://localhost:8000/v1")
         return url

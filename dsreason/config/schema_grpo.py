@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     """What samples the completions."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Ranks that hold one copy of vLLM's model together."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """Share of a GPU's memory that vLLM may use while it is awake."""

@@ -83,10 +83,21 @@ def remove(path: Path) -> None:
 def check_utf8(folder: Path) -> Path:
     """The folder; ConfigError where its name is other bytes, which libraries that write tokenizers and weights refuse late."""
     try:
-        os.fspath(folder).encode()
+        if b"\0" in os.fspath(folder).encode():
+            raise ConfigError(f"{os.fspath(folder)!r}: no name can hold a NUL character; choose another folder")
     except UnicodeEncodeError:
         raise ConfigError(f"{folder}: the name is not UTF-8; choose another folder") from None
     return folder
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """ConfigError that names the option where there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder}: cannot be made a folder ({error.strerror}); choose another one"
+        ) from None
 
 
 def existing_part(path: Path) -> Path:

@@ -129,6 +129,8 @@ def shared_memory() -> str:
 def dead_worker() -> str:
     """Why a data worker may have died."""
     small = f"; {shared_memory()}" if shared_memory() else ""
+    if (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+        small += f"; a file, and what it hands over, may have {most} bytes here (ulimit -f)"
     return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{small}"
 
 
@@ -154,6 +156,8 @@ def name_error_as_config_error(error: E) -> E | ConfigError:
 
 def memory_error_as_config_error(error: E) -> E | ConfigError:
     """Where the shell limits memory or processes, a lack of either is nobody's bug."""
+    if isinstance(error, DsReasonError):
+        return error
     memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
     number = error.errno if isinstance(error, OSError) else None
     said: BaseException = error
@@ -164,11 +168,17 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
         isinstance(error, MemoryError)
         or number == errno.ENOMEM
         or any(words in text for words in ("failed to map segment", "allocate memory", "start new thread"))
+        or (isinstance(error, RuntimeError) and os.strerror(errno.EAGAIN) in text)  # gloo's threads
     ):
         return ConfigError(
             f"out of memory ({in_one_line(text)[:200] or 'MemoryError'}): a process may have {memory >> 20} MiB of address space "
             "here; raise it (`ulimit -v unlimited`)"
         )
+    if number == errno.EMFILE or "EMFILE" in text or os.strerror(errno.EMFILE).lower() in text.lower():
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return ConfigError(f"too many open files: a process may have {files} here (ulimit -n); raise it")
+    if "No usable temporary directory" in text:
+        return ConfigError(f"{in_one_line(text)}; make room in one of them, or set TMPDIR to a folder")
     # A stream that takes no more at the moment has this number too, and a text of its own.
     no_process = isinstance(error, OSError) and error.strerror == os.strerror(errno.EAGAIN)
     if no_process and processes != resource.RLIM_INFINITY:

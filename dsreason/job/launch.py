@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -60,6 +61,9 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *LOCAL_SIZES, "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
 """Variables of launchers that hold whole numbers."""
 MOST_RANKS = 10**6
+RANKS_PER_CORE, ALWAYS_ALLOWED_RANKS = 4, 64
+"""Ranks that a machine without a GPU may be asked for: more are a slip of the pen, and would fill its memory."""
+ACCELERATORS = ("cpu", "cuda")
 
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
@@ -139,6 +143,22 @@ def check_surroundings() -> None:
             raise ConfigError(f"the current folder has {planted}, which {use}; remove it, or change to another one")
     if is_rank() and (wrong := wrong_numbers(os.environ)):
         raise ConfigError(f"environment: {'; '.join(wrong)}; start with torchrun or deepspeed, or unset them")
+    if wrong := wrong_words(os.environ):
+        raise ConfigError(f"environment: {'; '.join(wrong)}; correct or unset that")
+
+
+def wrong_words(given: Mapping[str, str]) -> list[str]:
+    """Which variables, that libraries read when they are imported or connect, have values that end those in a traceback."""
+    found = []
+    if (text := given.get("DS_ACCELERATOR", "cpu")) not in ACCELERATORS:
+        found.append(f"DS_ACCELERATOR={text!r:.60}: must be {' or '.join(ACCELERATORS)}")
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        if (text := given.get(name, "1")) and not is_number(text):
+            found.append(f"{name}={text!r:.60}: must be a whole number of seconds")
+    devices = {name for _, name in socket.if_nameindex()}
+    if missing := [name for name in given.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in devices]:
+        found.append(f"GLOO_SOCKET_IFNAME: this machine has no {missing[0]!r:.60}, only {', '.join(sorted(devices))}")
+    return found
 
 
 def wrong_numbers(given: Mapping[str, str]) -> list[str]:
@@ -287,9 +307,12 @@ def shared_file(word: str) -> Path:
     parent = os.getppid()
     key = hashlib.sha256(f"{parent} {start_time(parent)} {word}".encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise PermissionError(f"{folder}: others may write there; remove it, or set TMPDIR to a folder of your own")
+        raise ConfigError(
+            f"{folder}: is no folder that this user alone can write to; remove it, or set TMPDIR to a folder of your own"
+        )
     return folder / key
 
 
@@ -308,7 +331,10 @@ def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
     """Ranks to start on this machine: one per GPU, or `nproc`; without a GPU `nproc`, else `on_cpu`."""
     if gpus and nproc is not None and nproc > gpus:
         raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
-    return nproc or gpus or on_cpu
+    ranks, most = nproc or gpus or on_cpu, max(ALWAYS_ALLOWED_RANKS, RANKS_PER_CORE * (os.cpu_count() or 1))
+    if not gpus and ranks > most:
+        raise ConfigError(f"{ranks} ranks are more than this machine can have (at most {most}); ask for fewer")
+    return ranks
 
 
 def device_kind(gpus: int) -> Literal["cpu", "cuda"]:

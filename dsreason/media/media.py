@@ -29,7 +29,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
-from dsreason.errors import ConfigError, DataError
+from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.files.address import is_s3
 from dsreason.files.remote import local_copy
 from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, size_on_disk, time_limit
@@ -163,7 +163,7 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
             yield image
-    except DataError:
+    except DsReasonError:
         raise
     except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
         raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error

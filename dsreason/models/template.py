@@ -68,7 +68,9 @@ def address_space() -> int:
 def _try_template(processor: Any, writer: Connection) -> None:
     """In the child: sends why the template cannot be used, or nothing where it goes beyond the limits."""
     signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    seconds = CPU_SECONDS if most == resource.RLIM_INFINITY else min(CPU_SECONDS, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     limit = address_space() + memory_limit()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(MemoryError):

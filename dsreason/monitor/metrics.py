@@ -11,13 +11,13 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, chdir
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsreason.config.schema import MonitorConfig
-from dsreason.errors import CheckpointError, ConfigError
+from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import check_regular
 from dsreason.imports import install_command
@@ -71,20 +71,35 @@ class MetricsWriter(Metrics):
         self.lines = StepLines(output_dir / "metrics.jsonl", resume_step=resume_step)
         board = output_dir / "tensorboard"
         first_step = 0 if resume_step is None else resume_step + 1
-        self.board = SummaryWriter(str(board), purge_step=first_step if board.exists() else None)
-        self.board.add_text("config", as_code(json.dumps(run_config, indent=2, default=str)), first_step)
+        self.folder = board
+        with self._board_errors():
+            self.board = SummaryWriter(str(board), purge_step=first_step if board.exists() else None)
+            self.board.add_text("config", as_code(json.dumps(run_config, indent=2, default=str)), first_step)
+
+    @contextmanager
+    def _board_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # its thread tells of its errors at any later call
+            reason = error.strerror or str(error)
+            raise SaveError(
+                f"{self.folder}: the curves cannot be written ({reason}); the folder must stay, and be writable, while the run "
+                "goes on"
+            ) from error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`; several calls for one step share a line. Steps must not go backwards."""
         self.lines.add(step, values)
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
-        self.board.flush()
+        with self._board_errors():
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
         if self.wandb is not None:
             self.wandb.log({"step": step, **values})
 
     def text(self, step: int, name: str, text: str) -> None:
-        self.board.add_text(name, as_code(text), step)
+        with self._board_errors():
+            self.board.add_text(name, as_code(text), step)
         if self.wandb is not None:
             import wandb
 
@@ -123,7 +138,8 @@ class MetricsWriter(Metrics):
 
     def close(self) -> None:
         self.lines.close()
-        self.board.close()
+        with self._board_errors():
+            self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
 

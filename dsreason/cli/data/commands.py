@@ -19,6 +19,7 @@ from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfi
 from dsreason.cosmos_rl.loading import find_import
 from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
+from dsreason.files.disk import make_folder
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say, write
@@ -314,7 +315,7 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
     from dsreason.data.order import evenly
     from dsreason.data.types import Sample
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--output")
     document = asdict(found)
     for name in ("problems", "duplicates"):
         lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in document.pop(name)]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dsreason.errors import DataError
+from dsreason.files.disk import make_folder
 from dsreason.screen import say
 
 SUFFIXES = (".pickle", ".pkl")
@@ -29,7 +30,7 @@ def unpickle(
     names = [file.stem for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"data unpickle: two files are called {twice}; convert them into folders of their own")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output, "--output")
     for file in files:
         written = convert_pickle(file, output)
         say(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))

@@ -18,7 +18,7 @@ from dsreason.data.rows import JsonLinesRows, JsonListRows
 from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError, StorageError
 from dsreason.evaluation.infer import read_prompts
 from dsreason.files.cache import cache_errors
-from dsreason.job.failures import error_for_people
+from dsreason.job.failures import dead_worker, error_for_people
 from dsreason.models import template
 from dsreason.world.data.prompts import read_prompts as read_world_prompts
 from tests.integration.command import COMMAND
@@ -67,6 +67,15 @@ TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
         (NO_PROCESS, {"NPROC": 7}, ConfigError, ["no other process can be started", "7", "ulimit -u"]),
         (TOO_LARGE, {"FSIZE": 4096}, SaveError, ["run/rows.bin: File too large", "4096 bytes", "ulimit -f"]),
         (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk takes none so large"]),
+        (
+            OSError(errno.EMFILE, "Too many open files", "a"),
+            {"NOFILE": 40},
+            ConfigError,
+            ["too many open files", "40", "ulimit -n"],
+        ),
+        (RuntimeError("DistNetworkError: code: -24, name: EMFILE"), {"NOFILE": 20}, ConfigError, ["20", "ulimit -n"]),
+        (RuntimeError("Resource temporarily unavailable"), {"AS": MIB}, ConfigError, ["1 MiB", "ulimit -v"]),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), {}, ConfigError, ["/tmp", "TMPDIR"]),
         (FULL_IN_RUST, {}, SaveError, ["No space left on device; make room"]),
     ],
     ids=str,
@@ -95,6 +104,17 @@ def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() ->
 def test_what_no_limit_explains_stays_what_it_is(error: Exception, limits: Callable[..., None]) -> None:
     limits(**({"NPROC": 7} if error is NO_ROOM_YET else {}))
     assert error_for_people(error) is error
+
+
+def test_a_dead_worker_may_have_met_the_limit_of_files(limits: Callable[..., None]) -> None:
+    limits(FSIZE=10240)
+    assert "a file, and what it hands over, may have 10240 bytes here (ulimit -f)" in dead_worker()
+
+
+def test_a_limit_is_told_once(limits: Callable[..., None]) -> None:
+    limits(AS=MIB)
+    told = error_for_people(MemoryError("allocate memory"))
+    assert error_for_people(told) is told
 
 
 def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:

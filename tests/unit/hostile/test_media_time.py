@@ -177,6 +177,12 @@ def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch
         time_limit.seconds_of(5_000_000)
 
 
+def test_a_limit_that_is_no_number_is_no_fault_of_the_picture(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    NOISE.save(here / "a.png")
+    monkeypatch.setenv(time_limit.TIME_VARIABLE, "1e3")
+    refused(lambda: load_image(here / "a.png"), ConfigError, "DSREASON_MEDIA_SECONDS=1e3: must be a whole number")
+
+
 def test_each_file_has_its_own_limit_and_other_threads_have_one_codec_thread(here: Path) -> None:
     (here / "a.png").write_bytes(png(4, 4))
     with time_limit.time_limit(here / "a.png"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.models.load import model_config
+from dsreason.models.load import load_processor, model_config
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.transformers_engine import stop_token_ids
 from tests.unit.hostile.guard import guarded, refused
@@ -82,3 +82,19 @@ def test_settings_of_generation_that_cannot_be_read_are_named(here: Path, folder
     shutil.copytree(folders["qwen3_vl"], here / "model")
     (here / "model/generation_config.json").write_text(text)
     refused(lambda: stop_token_ids(here / "model"), CheckpointError, "generation_config.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(("image_mean", value, "three numbers") for value in ("x", [1, 1], [1, 1, 1, 1], [1, 1, "x"], None)),
+        *(("image_std", value, "three numbers above 0") for value in ([0, 0, 0], [1, 1, -1], ["nan"] * 3)),
+        *(("rescale_factor", value, "a number above 0") for value in ("x", 0, None, [1])),
+    ],
+)
+def test_pixels_are_not_scaled_by_what_is_no_number(
+    here: Path, folders: dict[str, Path], name: str, value: Any, words: str
+) -> None:
+    shutil.copytree(folders["qwen3_vl"], here / "model")
+    change_json(here / "model/processor_config.json", lambda found: found["image_processor"].update({name: value}))
+    refused(lambda: load_processor(here / "model"), CheckpointError, f"{here / 'model'}: ", f"has {name} ", words)

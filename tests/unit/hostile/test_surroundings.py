@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.export import check_target_empty
+from dsreason.checkpoints.export import check_target_empty, parse_size
 from dsreason.cli import main
 from dsreason.doctor.network import read_hostfile
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files.cache import cache_dir
 from dsreason.job import launch
 from dsreason.secrets import VisibleRecord
+from tests.integration.command import COMMAND
 from tests.unit.hostile.guard import refused
 
 LONG = "a" * 300
@@ -223,3 +226,108 @@ def test_links_in_a_circle_are_a_mistake(monkeypatch: pytest.MonkeyPatch, capsys
     Path("run.toml").symlink_to("run.toml")
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 2
     told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(("DS_ACCELERATOR", value, "must be cpu or cuda") for value in ("", "xyz", "mps", "CPU")),
+        *((name, "x", "whole number of seconds") for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")),
+        ("GLOO_SOCKET_IFNAME", "nope0", "this machine has no 'nope0', only lo"),
+    ],
+)
+def test_a_variable_that_a_library_would_stumble_over_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, words: str
+) -> None:
+    monkeypatch.setattr(launch.socket, "if_nameindex", lambda: [(1, "lo")])
+    monkeypatch.setenv(name, value)
+    assert call("--version", monkeypatch=monkeypatch) == 2
+    printed = told(capsys)
+    assert name in printed
+    assert words in printed
+
+
+def test_devices_of_this_machine_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    assert (
+        launch.wrong_words({"GLOO_SOCKET_IFNAME": "lo,eth0", "HF_HUB_ETAG_TIMEOUT": "20", "DS_ACCELERATOR": "cuda"})
+        == []
+    )
+
+
+@pytest.mark.parametrize("kind", ["file", "FIFO", "link", "open to all"])
+def test_what_ranks_share_lies_where_this_user_alone_writes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = here / f"dsreason-{os.getuid()}"
+    make = {"file": folder.touch, "FIFO": lambda: os.mkfifo(folder), "link": lambda: folder.symlink_to(here)}
+    make.get(kind, folder.mkdir)()
+    if kind == "open to all":
+        folder.chmod(0o777)
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(here))
+    refused(lambda: launch.shared_file("x"), ConfigError, f"{folder}: is no folder that this user alone can write to")
+
+
+@pytest.mark.parametrize("ranks", [65 + 4 * 10**4, 10**21])
+def test_more_ranks_than_any_machine_has_are_refused(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 8)
+    for nproc, on_cpu in ((ranks, 1), (None, ranks)):
+        with pytest.raises(ConfigError, match=rf"{ranks} ranks are more than this machine can have \(at most 64\)"):
+            launch.rank_count(nproc, 0, on_cpu=on_cpu)
+    assert launch.rank_count(64, 0) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("sft", "--nproc", "9" * 20), "--nproc"),
+        (("eval", "--model", "m", "--data", "x", "--tensor-parallel-size", "9" * 11), "--tensor-parallel-size"),
+        (("sft", "--set", "monitor.phase_time_limit=1e308"), "monitor.phase_time_limit"),
+        (("sft", "--set", "monitor.phase_time_limits={step=1e308}"), "monitor.phase_time_limits"),
+        (("sft", "--set", "data.prefetch=9007199254740992"), "data.prefetch"),
+        (("sft", "--set", "data.workers=10000000"), "data.workers"),
+        (("grpo", "--set", "rollout.tensor_parallel_size=1000000"), "rollout.tensor_parallel_size"),
+        (("sft", "--set", 'output_dir="a\\u0000b"'), "NUL"),
+        (("eval", "--data", "rows.pkl", "--server", "http://127.0.0.1:1/?a=b"), "server.url"),
+        (("eval", "--data", "rows.pkl", "--server", "http://127.0.0.1:1/v1#c"), "server.url"),
+        (("data", "unpickle", "rows.pkl", "--output", "rows.pkl"), "--output rows.pkl"),
+        (("data", "unpickle", "rows.pkl", "--output", "/dev/null/x"), "--output /dev/null/x"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
+)
+def test_a_value_beyond_all_bounds_is_refused_by_its_name(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    (here / "rows.pkl").write_bytes(pickle.dumps([1]))
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("digits", ["9" * 400, "1." + "9" * 400])
+def test_a_size_of_countless_digits_is_none(digits: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size; write 500MB or 4GB"):
+        parse_size(f"{digits}GB")
+
+
+@pytest.mark.parametrize("number", launch.ASK_TO_STOP)
+def test_a_reward_server_ends_at_every_signal(here: Path, number: signal.Signals) -> None:
+    (here / "rewards.py").write_text("def zero(clips, samples):\n    return [0.0] * len(samples)\n")
+    with subprocess.Popen(
+        [*COMMAND, "reward-serve", "rewards.py", "--port", "0"],
+        cwd=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("serving zero at")
+        server.send_signal(number)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0
+    assert errors.splitlines()[-1] == "the server has ended"
