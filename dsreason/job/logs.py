@@ -111,7 +111,9 @@ def log_crashes(handler: logging.FileHandler) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
-        write(f"Exception in thread {name}:\n{crash_text(exception[1])}", file=sys.stderr, end="")
+        # A library's thread that lost its file: who waits for it meets the error, and ends with a sentence.
+        text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else crash_text(exception[1])
+        write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")
 
     threading.excepthook = on_thread_exception
     assert handler.stream is not None, "a log file that is not open yet"

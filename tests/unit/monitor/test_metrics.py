@@ -1,5 +1,7 @@
 import json
+import shutil
 import sys
+import time
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsreason.config.schema import MonitorConfig
+from dsreason.errors import SaveError
 from dsreason.monitor import metrics as metrics_module
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.world.video import gif
@@ -161,3 +164,13 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
         metrics_module.open_wandb(tmp_path, MonitorConfig(wandb=True), {}, resumed=resumed)
     first, again, fresh = begun
     assert first == again != fresh
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the library's thread
+def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    said = r"run/tensorboard: the curves cannot be written \(.*\); the folder must stay"
+    with pytest.raises(SaveError, match=said), open_in(tmp_path / "run") as writer:
+        shutil.rmtree(tmp_path / "run")
+        for step in range(1, 1000):
+            writer.scalars(step, {"train/loss": 1.0})
+            time.sleep(0.01)
