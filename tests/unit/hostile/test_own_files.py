@@ -367,6 +367,7 @@ def test_a_packed_table_of_short_lines_may_not_unpack_to_more_than_an_archive(
 @pytest.mark.parametrize(
     ("content", "word"),
     [(gzip.compress(b"{}\n" * 1000)[:-20], "end"), (b"\x28\xb5\x2f\xfdx", "unpack it"), (b"PK\3\4x", "unpack it")],
+    ids=["cut", "zst", "zip"],
 )
 def test_a_packed_table_that_is_damaged_or_packed_otherwise_is_named(folder: Path, content: bytes, word: str) -> None:
     (folder / "more.jsonl.gz").write_bytes(content)
