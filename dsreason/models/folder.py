@@ -133,6 +133,13 @@ def model_fingerprint(folder: Path) -> str:
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
     """CheckpointError where config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
     for name, value in config.items():
+        if name == "mrope_section" and not (
+            isinstance(value, list) and len(value) == 3 and all(type(one) is int and one > 0 for one in value)
+        ):
+            raise CheckpointError(
+                f"{path}: config.json has {within}{name} = {value!r:.40}, which must be three whole numbers above 0; take the "
+                "original model's"
+            )
         if isinstance(value, dict):
             check_sizes(path, value, f"{within}{name}.")
         elif name in SIZES and value is not None and not (type(value) is int and 0 < value <= LARGEST_SIZE):

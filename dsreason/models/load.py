@@ -101,6 +101,10 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     if config.to_dict().get("quantization_config"):
         raise CheckpointError(f"{path}: the weights are quantised, which cannot be trained; take the unquantised model")
     check_sizes(path, config.to_dict())
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise CheckpointError(
+            f"{path}: config.json has dtype {config.dtype!r:.100}, which is none; take the original model's"
+        )
     if dtype is not None:
         config.dtype = dtype
     return config
@@ -123,6 +127,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
             f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
         )
     check_chat_template(path, processor)
+    check_length(path, processor.tokenizer)
     # transformers makes an empty tokenizer where the files are missing
     for kind, found, expected in (
         ("image", processor.image_token_id, config.image_token_id),
@@ -151,9 +156,17 @@ def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor
     except Exception as error:  # tokenizers raises bare Exceptions
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     check_chat_template(path, tokenizer)
+    check_length(path, tokenizer)
     processor = TextProcessor(tokenizer)
     check_template(path, processor)
     return processor
+
+
+def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not is_above(tokenizer.model_max_length, 0):
+        raise CheckpointError(
+            f"{path}: tokenizer_config.json has model_max_length {tokenizer.model_max_length!r:.100}; it must be a number above 0"
+        )
 
 
 def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:

@@ -98,3 +98,32 @@ def test_pixels_are_not_scaled_by_what_is_no_number(
     shutil.copytree(folders["qwen3_vl"], here / "model")
     change_json(here / "model/processor_config.json", lambda found: found["image_processor"].update({name: value}))
     refused(lambda: load_processor(here / "model"), CheckpointError, f"{here / 'model'}: ", f"has {name} ", words)
+
+
+@pytest.mark.parametrize("value", ["x", -1, 0, [1], True], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
+def test_a_longest_text_that_is_no_number_is_refused(
+    here: Path, folders: dict[str, Path], family: str, value: Any
+) -> None:
+    shutil.copytree(folders[family], here / "model")
+    change_json(here / "model/tokenizer_config.json", lambda found: found.update(model_max_length=value))
+    refused(lambda: load_processor(here / "model"), CheckpointError, f"{here / 'model'}: ", "model_max_length")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("mrope_section", value) for value in ([1, 2], "x", [1, 2, 0], [1, 2, 3.5], {})),
+        ("dtype", {"a": 1}),
+    ],
+)
+def test_what_the_model_would_stumble_over_is_refused_by_its_name(
+    here: Path, folders: dict[str, Path], name: str, value: Any
+) -> None:
+    shutil.copytree(folders["qwen2_5_vl"], here / "model")
+
+    def change(found: dict[str, Any]) -> None:
+        (found if name == "dtype" else found["text_config"]["rope_parameters"])[name] = value
+
+    change_json(here / "model/config.json", change)
+    refused(lambda: model_config(here / "model"), CheckpointError, f"{here / 'model'}: config.json ", name)
