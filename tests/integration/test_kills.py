@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from safetensors.torch import load_file
 from tests.integration.command import COMMAND, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_dpo_gradients import write_pairs
-from tests.integration.two_hosts import NAMES, Host, needs_hosts, needs_ssh, two_hosts
+from tests.integration.two_hosts import DEEPSPEED, TORCHRUN, Host, needs_hosts, needs_ssh, two_hosts, write_hostfile
 
 pytestmark = pytest.mark.integration
 
@@ -116,9 +115,6 @@ EXPORTS = {
     "world": "transformer/diffusion_pytorch_model.safetensors",
 }
 RANKS = 2
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
-TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400"]
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 STEPS_PER_KILL = 3
 MOMENTS = ("writing", "exporting", "step", "writing", "start")
 TRACES = {"writing": "checkpoints/.saving_*/*", "exporting": "export/.*.partial"}
@@ -265,8 +261,7 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
 def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
     launcher: str, command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
+    write_hostfile(tmp_path)
     with two_hosts(tmp_path) as hosts:
         where = Where(hosts, launcher)
         kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), where)

@@ -17,16 +17,21 @@ import pytest
 from tests.integration import two_hosts
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
-from tests.integration.two_hosts import ADDRESSES, NAMES, Host, needs_ssh
+from tests.integration.two_hosts import (
+    ADDRESSES,
+    ANY_TORCHRUN,
+    DEEPSPEED,
+    MEETING,
+    NAMES,
+    TORCHRUN,
+    Host,
+    needs_ssh,
+    write_hostfile,
+)
 
 pytestmark = two_hosts.marks
 
-PORT = 29400
 MINUTE = 60.0
-ANY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TORCHRUN = [*ANY_TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1"]
-TORCHRUN += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}"]
-DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 PORT_OF_STORE, OTHER_PORTS = "29500", ["1-29499", "29501-65534"]
 CONFIG = """
 model.path = "{model}"
@@ -96,8 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> P
     folder = tmp_path_factory.mktemp("hosts")
     rows = write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
-    (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
+    write_hostfile(folder)
     return folder
 
 
@@ -264,7 +268,7 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
     start = [*ANY_TORCHRUN, "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "1"]
-    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", "--rdzv_conf", "last_call_timeout=5"]
+    start += [*MEETING, "--rdzv_conf", "last_call_timeout=5"]
     start += ["-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "elastic"]
     start += ["--set", "checkpoint.every=1", "--set", "train.epochs=8"]
     given = os.environ | {"DS_ACCELERATOR": "cpu"}

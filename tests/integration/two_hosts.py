@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -52,6 +53,12 @@ needs_ssh = pytest.mark.skipif(
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("node-0", "node-1")
+
+ANY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+MEETING = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:29400"]
+"""Options of torchrun: at the first host."""
+TORCHRUN = [*ANY_TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", *MEETING]
+DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,12 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             if options:
                 run(*host.inside, shutil.which("sshd", path=SEARCHED), "-f", "/dev/null", *options)
         yield first, second
+
+
+def write_hostfile(folder: Path) -> None:
+    """What `DEEPSPEED` needs in the folder where it is called: the hosts, and the variables that each of them gets."""
+    (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
 
 
 def write_names(host: Host) -> None:
