@@ -43,7 +43,7 @@ class Output(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr be such: a job whose window is closed saves before it ends.
+    """Let stdout and stderr be an `Output` each: a job whose window is closed saves before it ends.
 
     A stream that is closed already becomes one that leads nowhere: a file would be opened under its number. What its encoding
     does not have, as PYTHONIOENCODING=ascii may set it, is escaped.

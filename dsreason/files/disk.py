@@ -81,10 +81,13 @@ def remove(path: Path) -> None:
 
 
 def check_utf8(folder: Path) -> Path:
-    """The folder; ConfigError where its name is other bytes, which libraries that write tokenizers and weights refuse late."""
+    """The folder; ConfigError where its name holds a NUL, or is other bytes, which libraries that write tokenizers and weights
+    refuse late."""
+    name = os.fspath(folder)
+    if "\0" in name:
+        raise ConfigError(f"{name!r}: no name can hold a NUL character; choose another folder")
     try:
-        if b"\0" in os.fspath(folder).encode():
-            raise ConfigError(f"{os.fspath(folder)!r}: no name can hold a NUL character; choose another folder")
+        name.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{folder}: the name is not UTF-8; choose another folder") from None
     return folder

@@ -154,8 +154,8 @@ def name_error_as_config_error(error: E) -> E | ConfigError:
     return ConfigError(f"{shown}: {str(error.strerror).lower()}; give another one")
 
 
-def memory_error_as_config_error(error: E) -> E | ConfigError:
-    """Where the shell limits memory or processes, a lack of either is nobody's bug."""
+def limit_as_config_error(error: E) -> E | ConfigError:
+    """Where the shell limits memory, processes or open files, or no folder takes temporary ones, that is nobody's bug."""
     if isinstance(error, DsReasonError):
         return error
     memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
@@ -193,7 +193,7 @@ def memory_error_as_config_error(error: E) -> E | ConfigError:
 def error_for_people(error: E) -> E | DsReasonError:
     """The machine's and the shell's limits, names that no file can have, and dead data workers, as sentences."""
     told = name_error_as_config_error(disk_error_as_save_error(error))
-    return dead_worker_as_error(memory_error_as_config_error(told))
+    return dead_worker_as_error(limit_as_config_error(told))
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -155,9 +155,12 @@ def wrong_words(given: Mapping[str, str]) -> list[str]:
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         if (text := given.get(name, "1")) and not is_number(text):
             found.append(f"{name}={text!r:.60}: must be a whole number of seconds")
-    devices = {name for _, name in socket.if_nameindex()}
-    if missing := [name for name in given.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in devices]:
-        found.append(f"GLOO_SOCKET_IFNAME: this machine has no {missing[0]!r:.60}, only {', '.join(sorted(devices))}")
+    if wanted := given.get("GLOO_SOCKET_IFNAME"):
+        devices = {name for _, name in socket.if_nameindex()}
+        if missing := [name for name in wanted.split(",") if name and name not in devices]:
+            found.append(
+                f"GLOO_SOCKET_IFNAME: this machine has no {missing[0]!r:.60}, only {', '.join(sorted(devices))}"
+            )
     return found
 
 

@@ -120,10 +120,11 @@ def check_time() -> None:
 def _end_what_is_endless() -> None:
     while True:
         time.sleep(TICK)
-        limits = list(_limits.values())
-        most = len(limits) * may_grow_by()
+        if not (limits := list(_limits.values())):
+            continue
+        now, most = resident(), len(limits) * may_grow_by()
         for limit in limits:
-            if resident() - limit.resident > most:
+            if now - limit.resident > most:
                 end_process(limit.memory_error(most))
             with suppress(OSError):  # the thread has ended since
                 if limit.left() < -ENDLESS:

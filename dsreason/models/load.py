@@ -211,19 +211,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
                 raise CheckpointError(
                     f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
                 )
-        for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
-            values = media.to_dict().get(name)
-            numbers = values if isinstance(values, list | tuple) else [values] * 3
-            if media.do_normalize and not (len(numbers) == 3 and all(is_above(one, least) for one in numbers)):
-                raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
-                    + (" above 0" if least == 0 else "")
-                )
-        factor = media.to_dict().get("rescale_factor")
-        if media.do_rescale and not is_above(factor, 0):
-            raise CheckpointError(
-                f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}; it must be a number above 0"
-            )
+        check_scaling(path, media)
         for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
             value = dict(media.size).get(name)
             if not isinstance(value, int | float) or not 1 <= value <= most:
@@ -231,6 +219,23 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
                     f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
                     f"least 1 and at most {most}"
                 )
+
+
+def check_scaling(path: Path, media: Any) -> None:
+    """CheckpointError where pixels would be scaled by what is no number."""
+    for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
+        values = media.to_dict().get(name)
+        numbers = values if isinstance(values, list | tuple) else [values] * 3
+        if media.do_normalize and not (len(numbers) == 3 and all(is_above(one, least) for one in numbers)):
+            raise CheckpointError(
+                f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
+                + (" above 0" if least == 0 else "")
+            )
+    factor = media.to_dict().get("rescale_factor")
+    if media.do_rescale and not is_above(factor, 0):
+        raise CheckpointError(
+            f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}; it must be a number above 0"
+        )
 
 
 def is_above(value: Any, least: float) -> bool:

@@ -69,11 +69,10 @@ class MetricsWriter(Metrics):
         output_dir.mkdir(parents=True, exist_ok=True)
         self.wandb = open_wandb(output_dir, config, run_config, resumed=resume_step is not None)
         self.lines = StepLines(output_dir / "metrics.jsonl", resume_step=resume_step)
-        board = output_dir / "tensorboard"
+        self.folder = output_dir / "tensorboard"
         first_step = 0 if resume_step is None else resume_step + 1
-        self.folder = board
         with self._board_errors():
-            self.board = SummaryWriter(str(board), purge_step=first_step if board.exists() else None)
+            self.board = SummaryWriter(str(self.folder), purge_step=first_step if self.folder.exists() else None)
             self.board.add_text("config", as_code(json.dumps(run_config, indent=2, default=str)), first_step)
 
     @contextmanager
@@ -108,8 +107,9 @@ class MetricsWriter(Metrics):
     def images(self, step: int, name: str, images: Sequence[Image]) -> None:
         import numpy as np
 
-        for i, image in enumerate(images):
-            self.board.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        with self._board_errors():
+            for i, image in enumerate(images):
+                self.board.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
         if self.wandb is not None:
             import wandb
 
@@ -121,15 +121,17 @@ class MetricsWriter(Metrics):
 
         width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
         picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
-        self.board._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
-        self.board.flush()
+        with self._board_errors():
+            self.board._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
+            self.board.flush()
         if self.wandb is not None:
             import wandb
 
             self.wandb.log({"step": step, name: wandb.Video(io.BytesIO(gif), format="gif")})
 
     def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
-        self.board.add_histogram(name, values, step)
+        with self._board_errors():
+            self.board.add_histogram(name, values, step)
         if self.wandb is not None:
             import wandb
 
