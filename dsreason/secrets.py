@@ -41,7 +41,8 @@ SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
     re.compile(r"\b(X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^&\s'\"]+"): r"\1=…",
-    re.compile(rf"((?:[?&](?:sig|key)|{WORD})=)[^&\s'\"<][^&\s'\"]*", re.IGNORECASE): r"\1…",
+    # Not the marks behind it, which are those of the sentence around.
+    re.compile(rf"((?:[?&](?:sig|key)|{WORD})=)[^&\s'\"<](?:[^&\s'\"]*[^&\s'\").,:;\]])?", re.IGNORECASE): r"\1…",
     re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }

@@ -20,6 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from dsreason.errors import ConfigError
+from dsreason.files.disk import instead_of_file
 from dsreason.problems import nearest
 
 FILE_MODULE = "dsreason_file_"
@@ -100,7 +101,7 @@ def code_file(name: str) -> Path | None:
 def import_file(path: Path, what: str) -> ModuleType:
     """The module in a `.py` file, imported once."""
     if not path.is_file():
-        raise ConfigError(f"{what}: no file {path.absolute()}")
+        raise ConfigError(f"{what}: {path.absolute()}: {instead_of_file(path)}")
     path = path.resolve()
     stem = path.stem.replace(".", "_")
     module_name = f"{FILE_MODULE}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

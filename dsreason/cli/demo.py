@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,12 +17,13 @@ from rich.table import Table
 from dsreason.cli import grpo, sft, world
 from dsreason.cli.eval import RECIPE
 from dsreason.cli.export import export
-from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, run_job
+from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, Trainer, run_job
 from dsreason.config.load import as_toml, load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch
+from dsreason.job.failures import RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import PART, Part, duration
 from dsreason.screen import say
@@ -70,8 +71,30 @@ def demo(
     """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
-    run = world_demo if of_world else answers_demo
-    run(output_dir or default_output_dir("demo"), nproc, tuple(overrides or ()))
+    folder, changes = output_dir or default_output_dir("demo"), tuple(overrides or ())
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: is not empty; choose another --output-dir, as a demo begins anew")
+    runs: list[tuple[Trainer[Any], Path | None]] = [(sft.TRAINER, WARM_START), (grpo.TRAINER, None)]
+    if of_world:
+        runs = [(world.TRAINER, recipe) for recipe in WORLD_RECIPES.values()]
+    for trainer, recipe in runs:
+        load_config(trainer.schema, recipe, changes, default_recipe=trainer.recipe)  # what is wrong is said at once
+    with told_of_the_demo(folder):
+        (world_demo if of_world else answers_demo)(folder, nproc, changes)
+
+
+@contextmanager
+def told_of_the_demo(folder: Path) -> Iterator[None]:
+    """Inside, a stop gives no advice that only the training commands can follow."""
+    what = f"what was written is in {folder}, and the next demo begins anew"
+    try:
+        yield
+    except launch.Interrupted as stop:
+        raise launch.Interrupted(f"{str(stop).partition(';')[0]}; {what}") from None
+    except RankError as error:
+        if error.exit_code != Stopped.exit_code:
+            raise
+        raise Stopped(f"{str(error).partition(';')[0]}; {what}") from None
 
 
 def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
+from dsreason.files.disk import check_writable, instead_of_file
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
@@ -118,6 +119,7 @@ def evaluate(
         check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     folder = Path(loaded.results_dir)
+    check_writable(folder, "--results-dir")
     with launch.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
         if ranks == 1:
             launch.end_children_with_us()
@@ -221,6 +223,7 @@ def evaluate_world(
     if launch.is_rank():
         world.evaluate(config, folder, overwrite=overwrite)
         return
+    check_writable(folder, "--results-dir")
     launch.prepare_environment()
     check_gpus()
     world.check(config, folder, overwrite=overwrite)
@@ -277,6 +280,8 @@ def question_overrides(datasets: list[str], data: str | None, adapter: str | Non
         pairs = ", ".join(f"{key} = {as_toml(value)}" for key, value in rows.items())
         return ["datasets=[]", f"sources=[{{{pairs}}}]"]
     if data is not None:
+        if Path(data).exists() and not Path(data).is_dir():
+            raise ConfigError(f"--data {data}: {instead_of_file(Path(data))}")
         if not Path(data).is_dir():
             raise ConfigError(f"--data {data}: no such file or folder (working folder: {Path.cwd()})")
         if not (named or datasets or benchmarks_in(Path(data))):

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dsreason.config.output import run_record
+from dsreason.errors import CheckpointError
+from dsreason.files.disk import check_writable
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say
@@ -25,6 +28,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load, or diffusers where it is a world model's."""
+    check_writable(output.parent, "--output")
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     with quick_imports():
         from dsreason.checkpoints.export import export_checkpoint
@@ -32,6 +36,10 @@ def export(
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
     found = find_checkpoint(folder) or checkpoint
+    if found == checkpoint and run_record(checkpoint) is not None:
+        raise CheckpointError(
+            f"{checkpoint}: the run has no complete checkpoint yet (in {folder}); there is nothing to export"
+        )
     if is_of_world_model(found):
         if results_dir:
             raise typer.BadParameter(

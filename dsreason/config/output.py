@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import check_utf8, existing_part, read_small
+from dsreason.files.disk import check_utf8, check_writable, read_small
 from dsreason.files.lock import check_not_in_use
 from dsreason.secrets import hidden
 
@@ -64,7 +63,7 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     Raises:
         ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
     """
-    _check_writable(check_utf8(folder))
+    check_writable(check_utf8(folder), "--output-dir")
     check_not_in_use(folder)
     for inside in (folder / name for name in FOLDERS):
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
@@ -170,18 +169,3 @@ def flat(section: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in items:
         values |= flat(value, f"{prefix}{key}.")
     return values
-
-
-def _check_writable(folder: Path) -> None:
-    """Really create a file in the folder, or in the nearest one above it that exists."""
-    existing = existing_part(folder)
-    if not existing.is_dir():
-        raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another --output-dir")
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written in {existing} ({error.strerror}); choose another --output-dir, "
-            "or get write permission"
-        ) from None

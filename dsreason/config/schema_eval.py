@@ -207,7 +207,7 @@ class EvalConfig(Section):
     """The folder that holds `<ds>/` or `benchmark/<ds>/`."""
     sources: tuple[EvalSourceConfig, ...] = ()
     """Further questions: any adapter's rows, or a JSONL."""
-    results_dir: str = "results"
+    results_dir: str = Field("results", min_length=1)
     """Answers go to `<results_dir>/<model>/<answer_type>/<dataset>/<video_id>.json`."""
     model: EvalModelConfig = EvalModelConfig()
     server: ServerConfig = ServerConfig()

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from dsreason.errors import ConfigError
+from dsreason.files.disk import instead_of_file
 from dsreason.problems import nearest
 
 
@@ -33,6 +34,8 @@ def find_file(name: str, kind: str) -> Path:
         return path
     if path.is_dir():
         raise ConfigError(f"{name}: is a folder; give a file in it")
+    if path.exists():
+        raise ConfigError(f"{name}: {instead_of_file(path)}; copy what it gives into a file, which every rank can read")
     if path.name != name:
         raise ConfigError(f"{name}: no such file; correct the path, or {_offer(kind, path.name)}")
     if name not in shipped_names(kind):

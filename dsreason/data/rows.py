@@ -18,6 +18,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import Budget, unpacked
+from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.files.remote import local_copy, local_folder
 
@@ -200,6 +201,8 @@ def read_rows(data: SourceConfig) -> Rows:
         return _read_files([path], data)
     if path.is_dir():
         return _read_folder(path, data)
+    if path.exists():
+        raise DataError(f"data.path: {path.absolute()} {instead_of_file(path)}")
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
     check_hub_configs(data.path, data.revision)

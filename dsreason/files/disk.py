@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,19 @@ def check_regular(opened: int | Path, file: Path) -> None:
     """OSError where something that is open, or at this place, is no file."""
     mode = os.stat(opened).st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(file))
+        raise OSError(errno.EINVAL, f"is {_kind(mode)}, not a file", str(file))
+
+
+def instead_of_file(place: Path) -> str:
+    """What is at a place where a file was looked for and is none, for a message: a device is not nothing."""
+    try:
+        return f"is {_kind(place.stat().st_mode)}, not a file"
+    except (OSError, ValueError):
+        return "no such file"
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def remove(path: Path) -> None:
@@ -100,6 +113,23 @@ def make_folder(folder: Path, option: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"{option} {folder}: cannot be made a folder ({error.strerror}); choose another one"
+        ) from None
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Really create a file in the folder, or in the nearest one above it that exists; it goes at once.
+
+    ConfigError that names the option which says where.
+    """
+    existing = existing_part(folder)
+    if not existing.is_dir():
+        raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another {option}")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written in {existing} ({error.strerror}); choose another {option}, or get write permission"
         ) from None
 
 

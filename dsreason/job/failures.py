@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -190,10 +191,32 @@ def limit_as_config_error(error: E) -> E | ConfigError:
     return error
 
 
+def variable_as_config_error(error: E) -> E | ConfigError:
+    """A library that reads a variable while it is imported, and cannot take its value, shows the value alone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, ValueError) or all(frame.name != "<module>" for frame in frames):
+        return error
+    said = in_one_line(str(error).strip())
+    named = [name for name, value in os.environ.items() if value and is_word(value, said)]
+    if not named:
+        return error
+    library = Path(frames[-1].filename).parts[-2:]
+    return ConfigError(
+        f"environment: {' or '.join(f'{name}={os.environ[name]!r:.60}' for name in sorted(named)[:3])}: "
+        f"{'/'.join(library)} cannot read that ({said:.200}); correct or unset it"
+    )
+
+
+def is_word(word: str, text: str) -> bool:
+    """Whether the text has it by itself, not within a longer word."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+
+
 def error_for_people(error: E) -> E | DsReasonError:
-    """The machine's and the shell's limits, names that no file can have, and dead data workers, as sentences."""
+    """The machine's and the shell's limits, names that no file can have, variables that a library cannot read, and dead data
+    workers, as sentences."""
     told = name_error_as_config_error(disk_error_as_save_error(error))
-    return dead_worker_as_error(limit_as_config_error(told))
+    return dead_worker_as_error(variable_as_config_error(limit_as_config_error(told)))
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -174,21 +174,24 @@ class Job:
     def runs(self) -> bool:
         return all(launcher.poll() is None for launcher in self.launchers)
 
-    def kill_one(self, moments: random.Random, *, met: bool) -> None:
-        """A rank or a launcher; all of them are gone a minute later.
+    def kill_one(self, moments: random.Random, *, met: bool) -> str:
+        """A rank or a launcher, whose name this gives; all of them are gone a minute later.
 
         Unless they had not `met`: then a rank on the other host waits for one that never comes, until its time limit is
         over or somebody ends it, as is done here.
         """
         everything = [*self.launchers, *self.started()]
+        victim, name = moments.choice(everything), ""
         with suppress(psutil.NoSuchProcess):
-            moments.choice(everything).send_signal(signal.SIGKILL)
+            name = victim.name()
+            victim.send_signal(signal.SIGKILL)
         if self.where.hosts and not met:
             _, left = psutil.wait_procs(everything, timeout=FOUND_WITHIN)
             for launcher in {*left}.intersection(self.launchers):
                 launcher.terminate()
         _, left = psutil.wait_procs([*everything, *self.others()], timeout=GONE_WITHIN)
         assert not left, left
+        return name
 
     def wait(self) -> list[int]:
         return [launcher.wait(timeout=900) for launcher in self.launchers]
@@ -281,10 +284,12 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, where:
         before, job = newest(run), Job(folder, command, "run", log.name, where)
         wait_for_moment(job, run, moment, before, moments)
         assert job.runs(), log.read_text()
-        job.kill_one(moments, met=moment != "start")
+        killed = job.kill_one(moments, met=moment != "start")
         for trace, files in TRACES.items():
             hits[trace] += bool(list(run.glob(files)))
-        assert not {0, 2}.intersection(job.wait()), f"kill {kill}: {log.read_text()}"
+        # DeepSpeed's runner takes a pdsh that a signal ended for one that ended well.
+        as_if_well = {2} if killed == "pdsh" else {0, 2}
+        assert not as_if_well.intersection(job.wait()), f"kill {kill} of {killed}: {log.read_text()}"
         assert newest(run) >= before, f"kill {kill} lost checkpoints"
         assert_resumed(log.read_text(), run, before)
     last = Job(folder, command, "run", "last.log", where)

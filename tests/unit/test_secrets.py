@@ -83,6 +83,8 @@ def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: py
         ('--set reward.options."judge.py:f".api_key=sk-sentinel', '--set reward.options."judge.py:f".api_key=…'),
         ("--set 'reward.options={a={api_key=\"sk-sentinel\"}}'", "--set 'reward.options={a={api_key=\"…\"}}'"),
         ("input_value={'api_key': 'sk-sentinel'}", "input_value={'api_key': '…'}"),
+        ("server.url (http://h/v1?api-key=sentinel): none", "server.url (http://h/v1?api-key=…): none"),
+        ("judge.api_key=sk-sentinel, that", "judge.api_key=…, that"),
         ("Judge(password='sentinel', n=1)", "Judge(password='…', n=1)"),
         ("max_tokens=5, token_count=7, token: wrong, sign=1", "max_tokens=5, token_count=7, token: wrong, sign=1"),
         ("eos_token='<|im_end|>'", "eos_token='<|im_end|>'"),

@@ -19,7 +19,7 @@ from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfi
 from dsreason.cosmos_rl.loading import find_import
 from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
-from dsreason.files.disk import make_folder
+from dsreason.files.disk import check_writable, make_folder
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say, write
@@ -78,6 +78,7 @@ def fetch(
         raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
+    check_writable(data_dir, "--data-dir")
     launch.prepare_environment()
     from dsreason.datasets import fetch as fetching
 
@@ -246,6 +247,8 @@ def inspect(
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None and balance is not None:
         raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
+    folder = output or default_output_dir("inspect")
+    check_writable(folder, "--output")
     run: RunConfig
     if config is not None:
         run = load_run(of_rows(choose_trainer(config, overrides, None)), config, overrides)
@@ -271,7 +274,6 @@ def inspect(
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
     found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
     found = with_labels(found, training, run.data)
-    folder = output or default_output_dir("inspect")
     write_inspection(found, datasets, folder)
     if as_json:
         write(json.dumps(asdict(found), indent=2, ensure_ascii=False))

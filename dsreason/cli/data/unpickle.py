@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dsreason.errors import DataError
-from dsreason.files.disk import make_folder
+from dsreason.files.disk import instead_of_file, make_folder
 from dsreason.screen import say
 
 SUFFIXES = (".pickle", ".pkl")
@@ -43,5 +43,5 @@ def pickles_at(path: Path) -> list[Path]:
             raise DataError(f"{path}: there is no {' or '.join(SUFFIXES)} file in this folder")
         return found
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: {instead_of_file(path)}")
     return [path]

@@ -195,7 +195,8 @@ class ServerAnswerer:
         except http.BadAnswer as error:
             raise self._failed(f"its list of models cannot be read: {error}") from None
         except http.NoAnswer as error:
-            raise self._failed(f"no server answers there ({reason(error)}); start it, or correct the address") from None
+            why = f"it takes more than {CHECK_SECONDS:g} s to say which models it has" if error.late else reason(error)
+            raise self._failed(f"no server answers there ({why}); start it, or correct the address") from None
 
     def _only_model(self) -> str:
         if len(self.listed) == 1:
@@ -215,6 +216,8 @@ class ServerAnswerer:
                 f"the server {done} the environment variable {variable} ({said}); set it, or set server.api_key_env to "
                 "another one"
             )
+        if self.model in self.listed:
+            return self._failed(f"the server has no chat at this address ({said}); correct server.url")
         near = nearest(self.model, self.listed)
         has = (
             f" It has {listed(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")

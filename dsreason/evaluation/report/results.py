@@ -5,9 +5,9 @@ Those of cosmos-reason1, which have the first eight fields of a `Result` only, a
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +30,8 @@ RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 
+MOST_FOLDERS = 10_000
+"""Below a folder of results: each model has one for every data set."""
 MAX_NAME_BYTES = 200
 FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks the names made here, so that none equals a plain one
 PLAIN_NAME = re.compile(rf"(?!\.)[^{FORBIDDEN}]*[^{FORBIDDEN} .]")
@@ -143,9 +145,21 @@ def dataset_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
 
 
-def json_files(folder: Path) -> list[Path]:
-    """Every `*.json` at any depth, sorted; hidden ones aside."""
-    return sorted(folder / name for name in glob.glob("**/*.json", root_dir=folder, recursive=True))
+def json_files(results_dir: Path) -> list[Path]:
+    """Every `*.json` at any depth, sorted; hidden ones aside.
+
+    Raises:
+        DataError: there are so many folders that these are no results; links may even lead in circles.
+    """
+    found: list[Path] = []
+    for number, (folder, inside, files) in enumerate(os.walk(results_dir, followlinks=True)):
+        if number > MOST_FOLDERS:
+            raise DataError(
+                f"{results_dir}: has more than {MOST_FOLDERS} folders in it; give the --results-dir of an evaluation"
+            )
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found += [Path(folder, name) for name in files if name.endswith(".json") and not name.startswith(".")]
+    return sorted(found)
 
 
 def _run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
+from dsreason.files.disk import instead_of_file
 from dsreason.job.ranks import World, gather_objects, on_rank_zero
 from dsreason.losses.preference import Pairs, pairs_of
 from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
@@ -219,7 +220,7 @@ def read_given(path: str) -> dict[str, tuple[float, float]]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"dpo.reference_file: no such file {file.absolute()}")
+        raise ConfigError(f"dpo.reference_file {file.absolute()}: {instead_of_file(file)}")
     found: dict[str, tuple[float, float]] = {}
     for number, line in enumerate(read_lines(file), start=1):
         if line.keys() == {"model"}:

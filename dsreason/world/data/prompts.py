@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
+from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import join_address, local_copy, read_address
 from dsreason.secrets import without_credentials
@@ -50,7 +51,7 @@ def _lines(path: str) -> list[str]:
     """Without those ends of lines that only Unicode knows, such as U+2028: a prompt may hold them."""
     file = local_copy(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: {instead_of_file(file)}")
     if (size := file.stat().st_size) > MAX_BYTES:
         raise DataError(f"{path}: has {size} bytes, a file of prompts at most {MAX_BYTES}; give {ADVICE}")
     try:

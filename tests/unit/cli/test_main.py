@@ -352,15 +352,17 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported: list[dict[str, Path]] = []
+
+    def evaluate_export(folder: Path) -> Path:
+        for part, values in {"sft": (0.0, 0.5), "grpo": (0.5, 0.9375)}.items():
+            (folder / part).mkdir(parents=True)
+            lines = [{"step": step, "val/accuracy": value, "val/loss": 1.0} for step, value in enumerate(values)]
+            (folder / part / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder / "results"
+
     monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
-    monkeypatch.setattr(demo, "evaluate_export", lambda folder: folder / "results")
+    monkeypatch.setattr(demo, "evaluate_export", evaluate_export)
     monkeypatch.setattr(demo, "accuracy_by_medium", lambda results: {"val/accuracy": 0.875})
-    accuracies = {"sft": (0.0, 0.5), "grpo": (0.5, 0.9375)}
-    for part, values in accuracies.items():
-        Path("out", part).mkdir(parents=True)
-        lines = [{"step": step, "val/accuracy": value, "val/loss": 1.0} for step, value in enumerate(values)]
-        Path("out", part, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(job, "check_output_dir", lambda *given: None)
     given = ("--output-dir", "out", "--nproc", "2", "--set", "model.path=tiny:qwen3_vl")
     assert call("demo", *given, monkeypatch=monkeypatch) == 0
     assert [one["first"][2] for one in started] == ["sft", "grpo"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class StandIn:
     respond: Callable[[str, Any], tuple[Any, ...] | None]
     models: Any = field(default_factory=lambda: {"data": [{"id": "stand-in"}]})
     models_status: int = 200
+    models_seconds: float = 0.0
     requests: list[Any] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     url: str = ""
@@ -40,6 +42,7 @@ def serving() -> Iterator[StandIn]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            time.sleep(state.models_seconds)
             self.reply(state.models_status, state.models, {})
 
         def do_POST(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import medium_name, question_key
+from dsreason.evaluation.report import results
 from dsreason.evaluation.report.results import (
     find_run,
     find_runs,
@@ -245,6 +246,15 @@ def test_runs_are_found_from_every_level(root: Path, level: str, names: list[str
     runs = find_runs(root / level)
     assert [run.name for run in runs] == names
     assert all([file.name for file in run.files] == ["1.json", "1.json"] for run in runs)
+
+
+def test_links_in_circles_and_whole_disks_are_no_results(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MOST_FOLDERS", 8)
+    assert len(find_runs(root)) == 2
+    for name in ("a", "b"):
+        (root / name).symlink_to(root)
+    with pytest.raises(DataError, match=r"has more than 8 folders in it; give the --results-dir of an evaluation"):
+        find_runs(root)
 
 
 def test_a_data_sets_folder_is_read_by_itself(root: Path) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError
+from dsreason.evaluation.ask import server
 from dsreason.evaluation.ask.asking import Reply, Request
 from dsreason.evaluation.ask.server import ServerAnswerer, base_url
 from dsreason.evaluation.types import Question
@@ -389,6 +390,24 @@ def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(stand_i
         ask(answerer(stand_in.url, model="stand-im"), text_sample())
     assert "the server has no model 'stand-im'" in str(caught.value)
     assert "It has stand-in; did you mean stand-in?" in str(caught.value)
+
+
+def test_a_model_that_the_server_lists_is_not_told_as_missing(stand_in: StandIn) -> None:
+    stand_in.respond = lambda path, body: (404, "Not Found")
+    with pytest.raises(
+        ConfigError, match=r"the server has no chat at this address \(404: Not Found\); correct server.url$"
+    ):
+        ask(answerer(stand_in.url), text_sample())
+
+
+def test_a_server_that_does_not_say_which_models_it_has_is_told_with_the_limit_of_that(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.models_seconds = 1.0
+    monkeypatch.setattr(server, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(server, "FIRST_PAUSE", 0.0)
+    with pytest.raises(ConfigError, match=r"it takes more than 0\.2 s to say which models it has\); start it"):
+        answerer(stand_in.url)
 
 
 @pytest.mark.parametrize(

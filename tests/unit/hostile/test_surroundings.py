@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import pickle
@@ -13,16 +14,21 @@ from pathlib import Path
 import pytest
 
 from dsreason.checkpoints.export import check_target_empty, parse_size
-from dsreason.cli import main
+from dsreason.cli import demo, main
 from dsreason.doctor.network import read_hostfile
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files.cache import cache_dir
 from dsreason.job import launch
+from dsreason.job.failures import Failure, RankError, error_for_people
 from dsreason.secrets import VisibleRecord
 from tests.integration.command import COMMAND
 from tests.unit.hostile.guard import refused
 
 LONG = "a" * 300
+
+
+def stopped(text: str) -> RankError:
+    return RankError(Failure(0, text, Stopped.exit_code, user_fixable=True, time=0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -290,6 +296,18 @@ def test_more_ranks_than_any_machine_has_are_refused(monkeypatch: pytest.MonkeyP
         (("sft", "--set", 'output_dir="a\\u0000b"'), "NUL"),
         (("eval", "--data", "rows.pkl", "--server", "http://127.0.0.1:1/?a=b"), "server.url"),
         (("eval", "--data", "rows.pkl", "--server", "http://127.0.0.1:1/v1#c"), "server.url"),
+        (
+            ("eval", "--data", "rows.pkl", "--server", "http://127.0.0.1:1", "--results-dir", "rows.pkl"),
+            "is a file, not",
+        ),
+        (("eval", "--data", "rows.pkl", "--set", 'results_dir=""'), "results_dir"),
+        (("data", "inspect", "--path", "rows.pkl", "--output", "rows.pkl"), "rows.pkl is a file, not a folder"),
+        (("data", "fetch", "--data-dir", "rows.pkl/x"), "rows.pkl is a file, not a folder; choose another --data-dir"),
+        (("export", "--checkpoint", "x", "--output", "rows.pkl/x"), "is a file, not a folder; choose another --output"),
+        (("demo", "--output-dir", "."), ".: is not empty; choose another --output-dir"),
+        (("demo", "--output-dir", "d", "--set", "optim"), "optim"),
+        (("demo", "--output-dir", "d", "--set", "grpo.betta=1"), "grpo.betta"),
+        (("demo", "--world", "--output-dir", "d", "--set", "world.algoritm=1"), "world.algoritm"),
         (("data", "unpickle", "rows.pkl", "--output", "rows.pkl"), "--output rows.pkl"),
         (("data", "unpickle", "rows.pkl", "--output", "/dev/null/x"), "--output /dev/null/x"),
     ],
@@ -307,6 +325,126 @@ def test_a_value_beyond_all_bounds_is_refused_by_its_name(
     printed = capsys.readouterr().err
     assert words in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sft", "--output-dir", ""),
+        ("sft", "--output-dir="),
+        ("sft", "--resume", "", "--dry-run"),
+        ("sft", "--ds-config="),
+        ("eval", "--results-dir", "", "--model", "m"),
+        ("score", "--results-dir="),
+        ("import", "x.toml", "-o", ""),
+        ("doctor", "--hostfile", ""),
+        ("infer", "--prompt", ""),
+    ],
+    ids=" ".join,
+)
+def test_an_option_without_a_value_is_not_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    option = next(one for one in reversed(arguments) if one.startswith("-") and one not in ("--model", "--dry-run"))
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    assert f"error: {option.rstrip('=')}: its value is empty; give one" in told(capsys)
+
+
+def test_values_that_may_be_empty_or_end_in_a_sign_are_taken() -> None:
+    main.check_arguments(["dsreason", "infer", "--system", "", "--media-path=", "--set=data.path=", "--prompt", "1+1="])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sft", "--config", "ODD"),
+        ("sft", "--dry-run", "--ds-config", "ODD"),
+        ("sft", "--dry-run", "--set", "data.adapter=jsonl", "--set", "data.path=ODD"),
+        ("sft", "--dry-run", "--set", "data.adapter=ODD.py"),
+        ("grpo", "--dry-run", "--set", "reward.functions={'ODD.py:f'=1}"),
+        ("world", "--dry-run", "--set", "data.format=prompts", "--set", "data.path=ODD"),
+        ("import", "ODD"),
+        ("data", "unpickle", "ODD", "--output", "x"),
+        ("eval", "--model", "m", "--data", "ODD"),
+        ("reward-serve", "ODD.py"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("kind", ["device", "FIFO"])
+def test_what_is_no_file_is_told_as_what_it_is(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    kind: str,
+) -> None:
+    for name in ("ODD", "ODD.py"):
+        (here / name).symlink_to("/dev/zero") if kind == "device" else os.mkfifo(here / name)
+    assert call(*arguments, monkeypatch=monkeypatch) in (2, 3)
+    assert f"is a {kind}, not a file" in told(capsys)
+
+
+def library_that_reads(variable: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> ValueError:
+    """What is raised when a module is imported that takes a number from the environment."""
+    (here / "library.py").write_text(f"import os\nint(os.environ['{variable}'])\n")
+    monkeypatch.syspath_prepend(str(here))
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        importlib.import_module("library")
+    return caught.value
+
+
+def test_a_value_that_a_library_cannot_read_when_it_is_imported_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIBRARY_SIZE", "n1")
+    told = error_for_people(library_that_reads("LIBRARY_SIZE", here, monkeypatch))
+    assert isinstance(told, ConfigError)
+    assert str(told).startswith("environment: LIBRARY_SIZE='n1': ")
+    assert str(told).endswith(
+        "library.py cannot read that (invalid literal for int() with base 10: 'n1'); correct or unset it"
+    )
+
+
+def test_an_error_in_a_library_that_shows_no_variable_is_one_still(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBRARY_SIZE", "n1")
+    error = library_that_reads("LIBRARY_SIZE", here, monkeypatch)
+    monkeypatch.setenv("LIBRARY_SIZE", "1")
+    assert error_for_people(error) is error
+    outside = ValueError("invalid literal for int() with base 10: '1'")
+    assert error_for_people(outside) is outside
+
+
+@pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "SOURCE_DATE_EPOCH", "TORCH_LOGS"])
+def test_commands_name_the_variable_that_a_library_stumbles_over(here: Path, variable: str) -> None:
+    ended = subprocess.run(
+        [*COMMAND, "sft", "--dry-run"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        env=os.environ | {variable: "nonsense"},
+    )
+    assert ended.returncode == 2
+    assert f"error: environment: {variable}='nonsense': " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (launch.Interrupted("SIGINT"), "SIGINT; what"),
+        (launch.Interrupted("SIGINT; no step was under way, and --resume auto continues"), "SIGINT; what"),
+        (
+            stopped("stopped by SIGINT after step 3, which is saved; --resume auto continues there"),
+            "stopped by SIGINT after",
+        ),
+    ],
+)
+def test_a_stop_of_the_demo_gives_no_advice_that_it_cannot_follow(raised: BaseException, told: str) -> None:
+    with pytest.raises((launch.Interrupted, Stopped)) as caught, demo.told_of_the_demo(Path("d")):
+        raise raised
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("; what was written is in d, and the next demo begins anew")
+    assert "--resume" not in str(caught.value)
 
 
 @pytest.mark.parametrize("digits", ["9" * 400, "1." + "9" * 400])

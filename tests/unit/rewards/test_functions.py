@@ -78,7 +78,7 @@ def test_sympy_comes_when_a_reward_is_found_that_needs_it_and_not_in_its_first_c
         ("single_choise", 'did you mean "single_choice"'),
         ("nothing", "Built in: format, single_choice"),
         ("no.such.package:f", "was not found"),
-        ("/no/such/file.py", "no file /no/such/file.py"),
+        ("/no/such/file.py", "/no/such/file.py: no such file"),
         ("{file}", "long, judge"),
         ("{file}:lonk", 'did you mean "long"'),
         ("{file}:NUMBER", "not a function but of type int"),
