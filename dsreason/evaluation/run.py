@@ -20,7 +20,6 @@ from dsreason.evaluation.questions.grading import Graded, Grader, check_scorer
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import (
     dataset_files,
-    make_folder,
     read_file,
     result_file,
     safe_name,
@@ -28,6 +27,7 @@ from dsreason.evaluation.report.results import (
 )
 from dsreason.evaluation.settings import open_run_folder, run_folder
 from dsreason.evaluation.types import Question, Result
+from dsreason.files.disk import make_folder
 from dsreason.files.lock import FolderLock
 from dsreason.job.launch import report_and_exit
 from dsreason.monitor.progress import Advance
@@ -101,7 +101,7 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
 def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[str, str], lock: FolderLock) -> None:
     """Lock the folder of the results and make it ready; see `open_run_folder` and `check_asked`."""
     folder = run_folder(config, model["name"])
-    make_folder(folder)
+    make_folder(folder, "results_dir")
     lock.take(folder)
     open_run_folder(folder, config, model)
     check_asked(folder, config, questions)

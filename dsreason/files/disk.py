@@ -51,18 +51,19 @@ def digest_of_end(file: Path) -> str:
         return hashlib.sha256(content.read()).hexdigest()
 
 
-def read_small(file: Path) -> bytes:
-    """The content of a small file of ours, opened in a way that nothing else than a file can stop.
+def read_small(file: Path, most: int | None = None) -> bytes:
+    """The content of a small file of ours (`MOST_BYTES`, or `most`), opened in a way that nothing else than a file can stop.
 
     Raises:
         OSError: it cannot be read, is no file, or is larger than such a file can be; `strerror` says which.
     """
+    most = MOST_BYTES if most is None else most
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as opened:
         check_regular(descriptor, file)
-        content = opened.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"is larger than {MOST_BYTES} bytes", str(file))
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is larger than {most} bytes", str(file))
     return content
 
 

@@ -32,6 +32,8 @@ OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 
 MOST_FOLDERS = 10_000
 """Below a folder of results: each model has one for every data set."""
+MOST_BYTES = 2**30
+"""Of the results of a clip: thousands of long answers."""
 MAX_NAME_BYTES = 200
 FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks the names made here, so that none equals a plain one
 PLAIN_NAME = re.compile(rf"(?!\.)[^{FORBIDDEN}]*[^{FORBIDDEN} .]")
@@ -79,13 +81,6 @@ def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[R
     """Write all results of a clip, completely or not at all, in place of those that were there."""
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     write_text(result_file(folder, dataset, video_id), text + "\n")
-
-
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be created ({error.strerror}); give another results_dir") from error
 
 
 def write_text(file: Path, text: str) -> None:
@@ -211,7 +206,7 @@ def read_file(file: Path) -> list[Result]:
 
 def read_json(file: Path) -> Any:
     try:
-        return json.loads(read_small(file))
+        return json.loads(read_small(file, MOST_BYTES))
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
