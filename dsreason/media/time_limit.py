@@ -23,7 +23,7 @@ from dsreason.screen import as_message
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
 """Of every file, and for each megabyte of it: ordinary films take a second or two a megabyte, still scenes several."""
 MOST_OF_AN_IMAGE = 5_000_000
-"""Bytes that count of an image: the largest, of noise in the slowest format (JPEG 2000), takes a minute, and padding buys none."""
+"""Bytes that count of an image: the largest of noise in the slowest format (JPEG 2000) takes a minute; padding buys none."""
 TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
 """Takes the place of `SECONDS`. Processor time, not the clock's: a loaded machine makes no good file fail."""
 ENDLESS = 10
