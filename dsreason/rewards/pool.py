@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
+import psutil
+
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards import worker as messages
 
@@ -99,8 +101,14 @@ class Worker:
         if show_stack and self.process.poll() is None:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)  # its stack goes to stderr
+        started: list[psutil.Process] = []  # also what has a session of its own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
         self.connection.close()
 

@@ -60,8 +60,10 @@ def gives(completion, sample):
 
 def hangs(completion, sample):
     if sample.id == "2":
-        open(sample.meta["file"], "w").write(str(os.getpid()))
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        child = subprocess.Popen(command, start_new_session=sample.meta.get("of_its_own", False))
+        open(sample.meta["file"], "w").write(f"{os.getpid()} {child.pid}")
+        child.wait()
     return 1.0
 
 async def waits(completion, sample):
@@ -258,17 +260,19 @@ def group_gone(pid: int, seconds: float = 10) -> bool:
     return False
 
 
-def test_a_hanging_function_is_killed_with_what_it_started(file, tmp_path):
-    samples = [Sample(str(i), [], meta={"file": str(tmp_path / "pid")}) for i in range(4)]
+@pytest.mark.parametrize("of_its_own", [False, True], ids=["", "in a session of its own"])
+def test_a_hanging_function_is_killed_with_what_it_started(file, tmp_path, of_its_own):
+    meta = {"file": str(tmp_path / "pid"), "of_its_own": of_its_own}
+    samples = [Sample(str(i), [], meta=meta) for i in range(4)]
     with scorer_for({f"{file}:hangs": 1.0}, time_limit=1.0) as scorer:
         begin = time.monotonic()
         with pytest.raises(RewardError) as error:
             scorer.score(COMPLETIONS, samples)
         assert time.monotonic() - begin < 4
     assert f'reward "{file}:hangs", sample "2": no result within the time limit of 1 s' in str(error.value)
-    pid = int((tmp_path / "pid").read_text())
-    assert gone(pid)
-    assert group_gone(pid)  # its subprocess
+    worker, child = map(int, (tmp_path / "pid").read_text().split())
+    assert gone(worker)
+    assert group_gone(child if of_its_own else worker)
 
 
 @pytest.mark.parametrize("function", ["waits", "blocks"])
@@ -338,7 +342,7 @@ with Scorer(RewardConfig(functions={{"{file}:hangs": 1.0}}, time_limit=600, work
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    worker = int((tmp_path / "pid").read_text())
+    worker = int((tmp_path / "pid").read_text().split()[0])
     wait_for(lambda: gone(worker) or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z", 120)
 
 
