@@ -22,6 +22,8 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 FOLDERS = (CHECKPOINTS, "export", "logs", "tensorboard", "validation")
 
+OF_ONE_COMMAND = ("grpo", "dpo", "world")
+"""Sections of the configuration that only the command of their name has; that of SFT has none of them."""
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
     {
@@ -128,6 +130,14 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     before = read_run_config(folder)
     if before is None:
         return
+    then, now = (
+        next((name for name in OF_ONE_COMMAND if name in found), "sft") for found in (before, type(config).model_fields)
+    )
+    if then != now:
+        raise ConfigError(
+            f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir, and set "
+            "model.path to its export to go on from its weights"
+        )
     # What is masked now may not have been then.
     defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
     differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)

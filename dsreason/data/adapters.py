@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import ListRows, Rows, SelectedRows, read_rows
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.user_code import find_code
+from dsreason.user_code import RAISED_BY_USER_CODE, find_code
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,19 @@ class Adapter:
 
     def _read(self, data: SourceConfig) -> Sequence[Any]:
         try:
-            return self.read(data)
+            rows = self.read(data)
         except DsReasonError:
             raise
-        except Exception as error:  # user code
+        except RAISED_BY_USER_CODE as error:
             raise DataError(
                 f"adapter {self.name}: rows(data) of {data.path} failed: {type(error).__name__}: {error}"
             ) from error
+        if not isinstance(rows, Sized):
+            raise DataError(
+                f"adapter {self.name}: rows(data) must return a list, or another sequence with a length, it returned "
+                f"{type(rows).__name__}"
+            )
+        return rows
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
         # A worker process that is not forked finds the adapter again: functions of a file given by path have no import name.

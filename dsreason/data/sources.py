@@ -31,6 +31,7 @@ from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import nearest
 from dsreason.secrets import without_credentials
+from dsreason.user_code import RAISED_BY_USER_CODE
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
@@ -96,7 +97,7 @@ class Source:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # not the row's fault
             raise
-        except Exception as error:  # user code; the cause has its traceback
+        except RAISED_BY_USER_CODE as error:  # the cause has its traceback
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error

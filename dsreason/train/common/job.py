@@ -40,7 +40,7 @@ from dsreason.monitor.progress import Progress, open_progress
 from dsreason.storage.uploads import Uploads, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import check_upload
-from dsreason.train.common.run_folder import open_output_dir
+from dsreason.train.common.run_folder import open_output_dir, warn_of_other_rows
 
 J = TypeVar("J", bound=JobConfig)
 
@@ -164,11 +164,23 @@ def open_job(
     )
 
 
-def open_curves(opened: OpenedJob[J], state: TrainerState, stack: ExitStack) -> Metrics:
-    """The run's record and its curves, until `stack` closes. They go on after the step of `state` in a resumed run."""
+def open_curves(
+    opened: OpenedJob[J], state: TrainerState, stack: ExitStack, *, rows: Callable[[], Mapping[str, Any]]
+) -> Metrics:
+    """The run's record and its curves, until `stack` closes. They go on after the step of `state` in a resumed run.
+
+    Args:
+        rows: gives the digest of each part of the data, see `rows_digest`.
+    """
     config, output_dir, world = opened.config, opened.output_dir, opened.world
     facts = run_facts(world.size) | {"deepspeed": opened.deepspeed, "model_path": str(opened.model_path.resolve())}
-    on_rank_zero(lambda: write_run_config(output_dir, config, facts))
+
+    def write_record() -> None:
+        found = rows()
+        warn_of_other_rows(opened.checkpoint, found)
+        write_run_config(output_dir, config, facts | {"rows": found})
+
+    on_rank_zero(write_record)
     opened.uploads.add_not_uploaded(output_dir)
     metrics = open_metrics(
         output_dir,

@@ -16,6 +16,7 @@ from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
+from dsreason.data.digest import samples_digest
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
@@ -175,7 +176,10 @@ def start_run(
         settings: of the rollout engine.
     """
     config, world = opened.config, opened.world
-    metrics = open_curves(opened, state, stack)
+    parts = {"training": opened.training, "held-out": opened.validation}
+    metrics = open_curves(
+        opened, state, stack, rows=lambda: {part: samples_digest(found) for part, found in parts.items()}
+    )
     with opened.watchdog.phase("start_engine"):
         rollout_engine = open_rollout_engine(
             opened.model_path,

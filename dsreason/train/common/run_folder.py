@@ -6,8 +6,10 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
@@ -19,7 +21,7 @@ from dsreason.checkpoints.checkpoint_folder import (
     recover,
     set_aside_newer,
 )
-from dsreason.config.output import check_output_dir
+from dsreason.config.output import check_output_dir, run_record
 from dsreason.config.schema import JobConfig
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.lock import FolderLock
@@ -127,6 +129,21 @@ def start_state(
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
+
+
+def warn_of_other_rows(checkpoint: Path | None, now: Mapping[str, Any]) -> None:
+    """Where the run that is continued had other rows, which no key of its configuration tells."""
+    record = run_record(checkpoint.parent.parent) if checkpoint is not None else None
+    then = record.get("rows") if record is not None else None
+    for part, found in now.items():
+        if isinstance(then, dict) and part in then and then[part] != found:
+            before = then[part].get("count") if isinstance(then[part], dict) else None
+            what = f"{before} then, {found['count']} now" if before != found["count"] else "as many, with other content"
+            log.warning(
+                "the %s rows are not those that this run had before (%s): it goes on with other ones, and does not end as it "
+                "would have; put the data back, or begin a new run from its export",
+                *(part, what),
+            )
 
 
 def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:

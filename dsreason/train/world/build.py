@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState, read_checkpoint
 from dsreason.config.schema_world import WorldConfig
+from dsreason.data.digest import rows_digest
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
@@ -146,7 +147,10 @@ def build_world(
             inputs = open_inputs(config, folder, prompts, codec, world)
             engine, lora = build_transformer(opened)
             state, reference, averages = start_weights(engine, opened, with_frozen=lora is None)
-        metrics = open_curves(opened, state, stack)
+        parts = {"training": training, "held-out": validation}
+        metrics = open_curves(
+            opened, state, stack, rows=lambda: {part: digest_of(found) for part, found in parts.items()}
+        )
         started = start_job(
             opened,
             stack,
@@ -177,6 +181,11 @@ def build_world(
             lora=lora,
             validate=validate,
         )
+
+
+def digest_of(rows: WorldDataset) -> dict[str, Any]:
+    """Of prompts and the names of clips, see `rows_digest`."""
+    return rows_digest(len(rows), lambda number: [rows[number].prompt, PurePath(rows[number].clip or "").name])
 
 
 def share_of(config: WorldConfig, world: World) -> Share:

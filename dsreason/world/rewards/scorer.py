@@ -19,6 +19,7 @@ from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.rewards.functions import reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.worker import described
+from dsreason.user_code import RAISED_BY_USER_CODE
 from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
 from dsreason.world.rewards.service import RewardService, service_total
 from dsreason.world.types import WorldRow
@@ -188,7 +189,7 @@ def call_here(
             result = function(*arguments)
         except DsReasonError:
             raise
-        except Exception as error:  # noqa: BLE001  somebody else's code
+        except RAISED_BY_USER_CODE as error:
             raise RewardError(f"{subject} {described(error)}") from error
         try:
             scores += check_scores(result, arguments)[0]

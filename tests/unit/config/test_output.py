@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dsreason.cli.job import Trainer, trainers
+from dsreason.config.load import load_config
 from dsreason.config.output import (
     check_output_dir,
     default_output_dir,
@@ -93,6 +95,21 @@ def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> No
     write_run_config(tmp_path / "old", make(optim={"lr": 0.1}), {})
     with pytest.raises(ConfigError, match=r"old: holds a different run: optim\.lr was 0\.1 and is now 1e-05"):
         check_output_dir(tmp_path / "new", SFTConfig(), str(checkpoint))
+
+
+@pytest.mark.parametrize("trainer", trainers().values(), ids=trainers())
+@pytest.mark.parametrize("before", trainers().values(), ids=trainers())
+def test_a_run_goes_on_by_the_command_that_began_it(
+    tmp_path: Path, trainer: Trainer[Any], before: Trainer[Any]
+) -> None:
+    write_run_config(tmp_path, load_config(before.schema, None, default_recipe=before.recipe), {})
+    config = load_config(trainer.schema, None, default_recipe=trainer.recipe)
+    if trainer is before:
+        check_output_dir(tmp_path, config, "auto")
+        return
+    words = f"{tmp_path}: holds a run of dsreason {before.name}, and this is dsreason {trainer.name}; choose another"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_output_dir(tmp_path, config, "auto")
 
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:

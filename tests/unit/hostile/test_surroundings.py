@@ -384,6 +384,27 @@ def test_what_is_no_file_is_told_as_what_it_is(
     assert f"is a {kind}, not a file" in told(capsys)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sft", "--dry-run", "--set", "data.adapter=ex.py"),
+        ("grpo", "--dry-run", "--set", "reward.functions={'ex.py:f'=1}"),
+        ("world", "--dry-run", "--set", "reward.functions={'ex.py:f'=1}"),
+        ("data", "validate", "--set", "data.adapter=ex.py"),
+        ("data", "inspect", "--adapter", "ex.py"),
+        ("eval", "--model", "tiny:qwen3_vl", "--adapter", "ex.py"),
+        ("reward-serve", "ex.py"),
+    ],
+    ids=" ".join,
+)
+def test_code_that_ends_the_program_is_no_success(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    (here / "ex.py").write_text("import sys\nsys.exit(0)\n")
+    assert call(*arguments, monkeypatch=monkeypatch) == 2
+    assert "ex.py does not import: it ends the program" in told(capsys)
+
+
 def library_that_reads(variable: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> ValueError:
     """What is raised when a module is imported that takes a number from the environment."""
     (here / "library.py").write_text(f"import os\nint(os.environ['{variable}'])\n")

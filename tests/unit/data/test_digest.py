@@ -1,0 +1,65 @@
+"""The digest of rows: another one for other rows, the same in another folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema import DataConfig
+from dsreason.data.digest import MOST_ROWS, rows_digest, samples_digest
+from dsreason.data.sources import open_datasets
+
+ROWS = [
+    {
+        "id": str(i),
+        "image": f"images/{i}.png",
+        "question": f"what is {i}?",
+        "answer": "a",
+        "options": {"A": "a", "B": "b"},
+    }
+    for i in range(8)
+]
+
+
+def digest_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return samples_digest(open_datasets(DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl")))[0])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ROWS[::-1],
+        ROWS[:7],
+        [*ROWS, ROWS[0]],
+        [*ROWS[:7], ROWS[7] | {"answer": "b"}],
+        [*ROWS[:7], ROWS[7] | {"question": "what else?"}],
+        [*ROWS[:7], ROWS[7] | {"image": "images/8.png"}],
+        [*ROWS[:7], ROWS[7] | {"options": {"A": "b", "B": "a"}}],
+    ],
+    ids=["reversed", "fewer", "more", "answer", "question", "image", "options"],
+)
+def test_other_rows_have_another_digest(changed: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert digest_of(changed, tmp_path) != digest_of(ROWS, tmp_path)
+
+
+def test_the_folder_may_be_moved(tmp_path: Path) -> None:
+    before = digest_of(ROWS, tmp_path / "here")
+    assert before["count"] == 8
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert digest_of(ROWS, tmp_path / "there") == before
+
+
+def test_a_row_that_cannot_be_used_is_one_among_others(tmp_path: Path) -> None:
+    assert digest_of([*ROWS, {"id": "8"}], tmp_path)["count"] == 9
+
+
+def test_of_many_rows_some_are_read_evenly() -> None:
+    read: list[int] = []
+    rows_digest(10 * MOST_ROWS, read.append)
+    assert read == list(range(0, 10 * MOST_ROWS, 10))
