@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from dsreason.checkpoints.checkpoint_folder import (
     MARKER,
     check_complete,
@@ -136,7 +138,7 @@ def open_package(folder: Path) -> Package:
 
 
 def open_export(folder: Path) -> Package:
-    """Every file of an export that has all its shards."""
+    """Every file of an export that has all its shards, each of them whole."""
     check_links(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     index = folder / "model.safetensors.index.json"
@@ -148,7 +150,19 @@ def open_export(folder: Path) -> Package:
             )
         if missing := set(shards.values()) - files.keys():
             raise CheckpointError(f"{folder}: {min(missing):.300} is missing ({index.name} names it); export it again")
+    for name, path in files.items():
+        if name.endswith(".safetensors"):
+            check_whole(path)
     return Package(folder, {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}, MANIFEST)
+
+
+def check_whole(weights: Path) -> None:
+    """CheckpointError where the file is not as long as its header says."""
+    try:
+        with safe_open(weights, framework="numpy"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{weights} is truncated or damaged ({error}); export it again") from error
 
 
 def check_links(folder: Path) -> None:

@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save
+
 STATE, WEIGHTS = b"{}", b"weights"
+EXPORT_BYTES = 2 + 72 + len(WEIGHTS)
+"""Of its two files: `{}`, and `WEIGHTS` behind the header of safetensors."""
 
 
 def make_checkpoint(folder: Path, weights: bytes = WEIGHTS) -> Path:
@@ -18,5 +23,5 @@ def make_checkpoint(folder: Path, weights: bytes = WEIGHTS) -> Path:
 def make_export(folder: Path, weights: bytes = WEIGHTS) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(b"{}")
-    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "model.safetensors").write_bytes(save({"weights": np.frombuffer(weights, np.uint8)}))
     return folder

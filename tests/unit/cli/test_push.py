@@ -14,7 +14,7 @@ from dsreason.errors import CheckpointError, ConfigError, DsReasonError
 from dsreason.monitor.progress import Advance
 from dsreason.storage import storage
 from dsreason.storage.package import Package, Sent
-from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
+from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, make_export
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("make", [make_checkpoint, make_export])
+@pytest.mark.parametrize(("make", "num_bytes"), [(make_checkpoint, 9), (make_export, EXPORT_BYTES)])
 def test_a_single_folder_goes_right_below_the_target(
-    tmp_path: Path, sent: list[tuple[str, str]], make: Callable[[Path], Path]
+    tmp_path: Path, sent: list[tuple[str, str]], make: Callable[[Path], Path], num_bytes: int
 ) -> None:
     folder = make(tmp_path / "somewhere" / "model")
     ended = call(folder, "--to", "s3://bucket/a/")
     assert ended.exit_code == 0, ended.output
     assert sent == [("somewhere/model", "s3://bucket/a")]
-    assert f"{folder} (2 files, 9 bytes) → s3://bucket/a" in ended.stderr
+    assert f"{folder} (2 files, {num_bytes} bytes) → s3://bucket/a" in ended.stderr
     assert "done: 7 bytes sent, 1 of 2 files were there" in ended.stderr
 
 

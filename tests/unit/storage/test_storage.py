@@ -37,7 +37,7 @@ from dsreason.storage.package import (
 from dsreason.storage.storage import place_in, read_target
 from dsreason.storage.storage_s3 import same_etag
 from dsreason.storage.uploads import Uploader, uploading
-from tests.unit.checkpoints.made_folders import make_checkpoint, make_export
+from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, make_export
 
 TARGET = S3Address("bucket", "run")
 MD5_OF_A = "0cc175b9c0f1b6a831c399e269772661"
@@ -59,7 +59,7 @@ def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "export" / "final")
     (folder / "UPLOADED.json").write_text("of a download")
     package = open_package(folder)
-    assert package.files == {"config.json": 2, "model.safetensors": 7}
+    assert package.files == {"config.json": 2, "model.safetensors": EXPORT_BYTES - 2}
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in package.files}
     assert json.loads(package.marker_content(sums)) == {
         "files": {name: {"size": package.files[name], "sha256": sums[name]} for name in package.files}
@@ -144,6 +144,17 @@ def test_an_export_with_a_damaged_index_is_refused(tmp_path: Path, index: str | 
     assert str(caught.value).endswith("; export it again")
 
 
+@pytest.mark.parametrize("left", [0, 7, EXPORT_BYTES - 3])
+def test_an_export_whose_weights_are_torn_is_refused(tmp_path: Path, left: int) -> None:
+    folder = make_export(tmp_path / "export" / "final")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:left])
+    with pytest.raises(
+        CheckpointError, match=r"final/model\.safetensors is truncated or damaged \(.*; export it again"
+    ):
+        open_package(folder)
+
+
 @pytest.mark.parametrize("make", [make_export, make_checkpoint])
 @pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "weights.pt", "COMPLETE"])
 @pytest.mark.parametrize("target", ["{tmp}/secret.txt", "{tmp}", "{tmp}/absent", "/proc/self/environ"])
@@ -167,7 +178,7 @@ def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "final").symlink_to(folder)
     package = open_package(tmp_path / "export" / "final")
-    assert package.files == {"again.json": 2, "config.json": 2, "model.safetensors": 7}
+    assert package.files == {"again.json": 2, "config.json": 2, "model.safetensors": EXPORT_BYTES - 2}
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
@@ -673,8 +684,8 @@ def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places
 def test_progress_is_logged_by_the_uploader(run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
-    assert f"uploading {run / 'export' / 'final'} to s3://bucket/run/export/final: 9 bytes" in caplog.text
-    done = f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: 9 bytes in "
+    assert f"uploading {run / 'export' / 'final'} to s3://bucket/run/export/final: {EXPORT_BYTES} bytes" in caplog.text
+    done = f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: {EXPORT_BYTES} bytes in "
     assert re.search(re.escape(done) + r"\d+ s, .+/s$", caplog.text, re.MULTILINE)
 
 
@@ -694,6 +705,6 @@ def test_progress_is_logged_every_30_seconds(
     monkeypatch.setattr(uploads, "upload", advance_slowly)
     with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
-    assert re.findall(r"final: (\d bytes of \d bytes)", caplog.text) == [
-        f"{done} bytes of 9 bytes" for done in (3, 6, 9)
+    assert re.findall(r"final: (\d+ bytes of \d+ bytes)", caplog.text) == [
+        f"{done} bytes of {EXPORT_BYTES} bytes" for done in (3, 6, 9)
     ]
