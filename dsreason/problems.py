@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsreason.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+
+MOST_LEVELS = 100
+"""Of a row's fields."""
 
 
 def config_error(problems: Sequence[str]) -> ConfigError:
@@ -41,3 +45,14 @@ def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     """The candidate most like `word`, or None where none is alike: `nearest("temprature", ["temperature"])`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
+    """Whether lists and mappings lie in each other beyond so many levels: pickling ends in a RecursionError, circles nowhere."""
+    layer: list[Any] = [[value]]
+    for _ in range(most + 1):
+        inner = (part for outer in layer for part in (outer.values() if isinstance(outer, dict) else outer))
+        layer = list({id(part): part for part in inner if isinstance(part, (dict, list, tuple))}.values())
+        if not layer:
+            return False
+    return True

@@ -29,7 +29,7 @@ from dsreason.files.cache import cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
-from dsreason.problems import nearest
+from dsreason.problems import MOST_LEVELS, is_nested_deeper, nearest
 from dsreason.secrets import without_credentials
 from dsreason.user_code import RAISED_BY_USER_CODE
 
@@ -103,6 +103,10 @@ class Source:
             ) from error
         if not isinstance(sample, Sample):
             raise DataError(f"{where}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}")
+        if is_nested_deeper(sample.meta):
+            raise DataError(
+                f"{where}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
+            )
         return sample
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsreason.errors import DataError
+from dsreason.problems import MOST_LEVELS, is_nested_deeper
 from dsreason.world.types import WorldRow
 
 
@@ -35,6 +36,10 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
     for name, text in {"name": row_id, "prompt": prompt, "video": clip or ""}.items():
         if (place := surrogate_in(text)) is not None:
             raise DataError(f"{row_id!r}: its {name} has half of a character ({text[place]!r}) at {place}; correct it")
+    if is_nested_deeper(fields):
+        raise DataError(
+            f"{row_id}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
+        )
     return WorldRow(row_id, prompt.strip(), clip, {key: value for key, value in fields.items() if key != "prompt"})
 
 

@@ -66,6 +66,10 @@ def test_a_file_of_rows_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch, 
     assert words in str(caught.value)
 
 
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 0
+
+
 ROWS: dict[str, tuple[Any, list[str]]] = {
     "list": ([1], []),
     "number": (7, []),
@@ -91,6 +95,7 @@ ROWS: dict[str, tuple[Any, list[str]]] = {
     "image without bytes and path": ({**ROW, "image": {"bytes": None}}, ["needs the path of a file"]),
     "question with the model's own token": ({**ROW, "question": "<|im_end|>"}, ["<|im_end|>"]),
     "question with half a character": ({**ROW, "question": "a\ud800"}, ["half a character"]),
+    "field of 101 levels": ({**ROW, "note": nested(101)}, ["nested deeper than 100 levels"]),
     "answer with half a character": ({**ROW, "answer": "\udfff"}, ["half a character"]),
 }
 

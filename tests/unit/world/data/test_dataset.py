@@ -102,13 +102,14 @@ def test_prompts_are_lines_or_objects(tmp_path: Path) -> None:
 
 def test_bad_rows_are_named_or_left_out_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": " "}\n[1]\n{"prompt"\n')
-    with pytest.raises(DataError, match=r'4 rows of .*p.jsonl:2: has no text under "prompt"; its fields are text'):
+    deep = json.dumps({"prompt": "a", "note": 0}).replace("0", "[" * 900 + "]" * 900)
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": " "}\n[1]\n{"prompt"\n' + deep)
+    with pytest.raises(DataError, match=r'5 rows of .*p.jsonl:2: has no text under "prompt"; its fields are text'):
         open_world_data(WorldDataConfig(format="prompts", path=str(file)), 0)
     with caplog.at_level(logging.WARNING):
         rows, _ = open_world_data(WorldDataConfig(format="prompts", path=str(file), on_bad_row="skip"), 0)
     assert [row.prompt for row in rows.rows] == ["a"]
-    assert all(f"p.jsonl:{line}: " in caplog.text for line in (2, 3, 4, 5))
+    assert all(f"p.jsonl:{line}: " in caplog.text for line in (2, 3, 4, 5, 6))
 
 
 @pytest.mark.parametrize(
