@@ -16,7 +16,7 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.preflight import check_dataset, check_model
 from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
-from dsreason.train.dpo.reference import nothing_given, read_given
+from dsreason.train.dpo.reference import NOTHING_GIVEN, read_given
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_given(config: DPOConfig, sample: Sample) -> None:
     if config.dpo.reference != "precomputed" or config.dpo.reference_file is not None:
         return
     if given_logprobs(sample) is None:
-        raise DataError(f"sample {sample.id!r}: {nothing_given(None)}")
+        raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
 
 
 def step_order(training: SampleDataset, config: DPOConfig) -> StepOrder:

@@ -134,6 +134,8 @@ def test_a_pair_is_as_long_as_its_prompt_and_both_answers(encoder: PairEncoder) 
         ({}, "no fields ref_chosen_logprob and ref_rejected_logprob"),
         ({"ref_chosen_logprob": -1.0}, "field 'ref_rejected_logprob' is None"),
         ({"ref_chosen_logprob": 0.5, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is 0.5"),
+        ({"ref_chosen_logprob": -(10**400), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is -1000"),
+        ({"ref_chosen_logprob": -1e308, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is -1e.308"),
         ({"ref_chosen_logprob": "-1", "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is '-1'"),
         ({"ref_chosen_logprob": float("nan"), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is nan"),
     ],
