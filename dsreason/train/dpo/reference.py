@@ -21,6 +21,7 @@ from dsreason.files.atomic import write_file
 from dsreason.files.disk import instead_of_file
 from dsreason.job.ranks import World, gather_objects, on_rank_zero
 from dsreason.losses.preference import Pairs, pairs_of
+from dsreason.problems import parse_error
 from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
 from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 
@@ -255,7 +256,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}); {advice}") from error
+            raise DataError(f"{where}: not JSON ({parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
             raise DataError(f"{where}: not an object; {advice}")
         found.append((where, value))
