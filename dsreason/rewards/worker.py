@@ -31,6 +31,9 @@ CONCURRENT_CALLS = 64
 """Of one async function in one worker."""
 ERROR_CHARACTERS = 4000
 """Of an error's text."""
+LARGEST = 1e12
+"""Of a reward: its square, and the sum of many, are still numbers in float32."""
+BOUND = f"a reward is from {-LARGEST:g} to {LARGEST:g}, scale it"
 
 
 Function = Callable[..., Any]
@@ -220,6 +223,8 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(f"returned {shown(result)}; a reward is a finite number, or (number, dict of metrics)")
+    if abs(score) > LARGEST:
+        raise ValueError(f"returned {shown(result)}; {BOUND}")
     if not isinstance(metrics, Mapping):
         raise ValueError(f"returned {shown(metrics)} beside the number; metrics are a dict of names and numbers")
     for name, value in metrics.items():
@@ -229,7 +234,10 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
 
 
 def shown(value: Any) -> str:
