@@ -187,7 +187,7 @@ class WorldConfigSection(Section):
         return self
 
 
-Weight = Annotated[float, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class RewardServiceConfig(Section):

@@ -25,6 +25,7 @@ from numbers import Real
 from typing import Any
 
 from dsreason.errors import ConfigError
+from dsreason.problems import parse_error
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
@@ -241,7 +242,10 @@ def _is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError as error:  # Python writes no number of so many digits
+        text = parse_error(error)
     return f"{text[:200]}… ({type(value).__name__})" if len(text) > 200 else f"{text} ({type(value).__name__})"
 
 

@@ -229,6 +229,7 @@ def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
         ("1e300", "a reward is from -1e+12 to 1e+12, scale it"),
         ("(-1e13, {})", "a reward is from -1e+12 to 1e+12, scale it"),
         ("10**400", "a reward is a finite number"),
+        ("10**5000", "returned a number of more than 4300 digits (int); a reward is a finite number"),
         ("(1.0, {'a': 10**400})", "metric 'a'"),
     ],
 )
