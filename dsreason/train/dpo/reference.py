@@ -104,16 +104,22 @@ class GivenReference:
         return as_tensor([self.of(pair) for pair in one.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
-        where, found = f"{pair.where} (sample {pair.id!r})", self.by_id.get(pair.id)
-        if found is None:
-            raise DataError(f"{where}: dpo.reference_file ({self.file}) has no line of this id; add it")
-        if found.fingerprint not in (None, pair.fingerprint):
-            raise DataError(
-                f"{where}: the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint "
-                f"{pair.fingerprint}, there {found.fingerprint}); put the data back, give the file of these rows, or set "
-                'dpo.reference = "model"'
-            )
+        if problem := self.problem(pair.id, pair.fingerprint):
+            raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
+        found = self.by_id[pair.id]
         return found.chosen, found.rejected
+
+    def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
+        """Why the row cannot be used, as far as is known without its fingerprint."""
+        found = self.by_id.get(row_id)
+        if found is None:
+            return f"dpo.reference_file ({self.file}) has no line of this id; add it"
+        if None not in (fingerprint, found.fingerprint) and fingerprint != found.fingerprint:
+            return (
+                f"the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, there "
+                f'{found.fingerprint}); put the data back, give the file of these rows, or set dpo.reference = "model"'
+            )
+        return None
 
     def tell_other_model(self, model: str) -> None:
         """Where it was measured with another model than the one of this fingerprint, which training begins with."""
