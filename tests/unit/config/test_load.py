@@ -255,6 +255,7 @@ def test_a_misspelt_key_of_world_models_is_no_default_in_silence(key: str, near:
             "data.balance: ' ' does not say what to balance; name answer, or a field of the rows",
         ),
         ("[data]\nvalidation = true", "data.validation: true is not a number; set one"),
+        ("[lora]\nrank = 65537", "lora.rank: 65537 is greater than 65536; lower it"),
         ("[optim]\nmin_lr_share = 2", "optim.min_lr_share: 2 is greater than 1; lower it"),
         (
             "[train]\nglobal_batch_size = 'many'",
